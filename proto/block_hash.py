@@ -1,0 +1,49 @@
+"""The name of a KV block: a keyed hash chain over token ids, the same in routers and workers.
+
+    h_i = blake2b(h_{i-1} || tokens_i as little-endian uint32, digest_size=16, key=k)
+    k   = blake2b(length-prefixed tenant salt, model, weights fingerprint, LoRA id; digest_size=32)
+
+The first block has no parent: h_{-1} is empty. Because k holds the tenant's salt, nobody can probe
+another tenant's cache. It does not know where a block lives, nor how many tokens a block has.
+"""
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+import sys
+
+HASH_BYTES = 16
+
+
+def block_key(*, salt: str, model: str, fingerprint: str, lora: str = "") -> bytes:
+    """The 32-byte key of every hash in one tenant's chain."""
+    digest = hashlib.blake2b(digest_size=32)
+    for field in (salt, model, fingerprint, lora):
+        encoded = field.encode()
+        digest.update(struct.pack("<Q", len(encoded)))
+        digest.update(encoded)
+    return digest.digest()
+
+
+def hash_block(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The 16-byte name of one full block that follows the block named `parent` (empty: none)."""
+    return hashlib.blake2b(parent + _little_endian(tokens), digest_size=HASH_BYTES, key=key).digest()
+
+
+def hash_chain(key: bytes, tokens: Sequence[int], block_size: int, parent: bytes = b"") -> list[bytes]:
+    """The names of the full blocks of `tokens`, first to last; a partial last block has none."""
+    packed = _little_endian(tokens)
+    stride = block_size * 4
+    chain = []
+    for start in range(0, len(tokens) // block_size * stride, stride):
+        parent = hashlib.blake2b(parent + packed[start : start + stride], digest_size=HASH_BYTES, key=key).digest()
+        chain.append(parent)
+    return chain
+
+
+def _little_endian(tokens: Sequence[int]) -> bytes:
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,90 @@
+"""The errors that cross rooms, and the one table that maps them to gRPC and HTTP status.
+
+    CoatcheckError
+    ├── InvalidRequest      the request is wrong as written        INVALID_ARGUMENT    400
+    │   └── NeverFits       right, but larger than this server     INVALID_ARGUMENT    400
+    ├── NotFound            no such model or group                 NOT_FOUND           404
+    ├── Overloaded          would fit later; try again             RESOURCE_EXHAUSTED  429
+    ├── Unavailable         no group serves just now               UNAVAILABLE         503
+    ├── Draining            this server takes no new work          UNAVAILABLE         503
+    ├── Poisoned            ended several groups; not tried again  ABORTED             500
+    ├── InvalidModel        a checkpoint that cannot be served     FAILED_PRECONDITION 500
+    └── InvalidConfig       a setting that cannot be               FAILED_PRECONDITION 500
+
+A message says what is wrong and what to change. This module does not know who raises them, nor how a
+status is sent.
+"""
+
+from typing import Final
+
+
+class CoatcheckError(Exception):
+    """Root of all errors with a message for the person who asked."""
+
+
+class InvalidRequest(CoatcheckError):
+    """The request is wrong as written."""
+
+
+class NeverFits(InvalidRequest):
+    """The request is well formed but larger than this server can ever hold."""
+
+
+class NotFound(CoatcheckError):
+    """The named model or group does not exist here."""
+
+
+class Overloaded(CoatcheckError):
+    """There is no room now; `retry_seconds` is an honest guess of when there will be."""
+
+    def __init__(self, message: str, retry_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
+class Unavailable(CoatcheckError):
+    """No group can answer just now."""
+
+
+class Draining(Unavailable):
+    """This server takes no new work."""
+
+
+class Poisoned(CoatcheckError):
+    """The request was running on several groups when they ended; it is not sent to another."""
+
+
+class InvalidModel(CoatcheckError):
+    """A checkpoint that cannot be served, with the reason."""
+
+
+class InvalidConfig(CoatcheckError):
+    """A setting that cannot be, with what to change."""
+
+
+# name -> (google.rpc code, HTTP status); a subclass without a row takes its parent's.
+STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
+    InvalidRequest: (3, 400),
+    NotFound: (5, 404),
+    Overloaded: (8, 429),
+    Unavailable: (14, 503),
+    Poisoned: (10, 500),
+    InvalidModel: (9, 500),
+    InvalidConfig: (9, 500),
+}
+
+
+def status_of(error: BaseException) -> tuple[int, int]:
+    """(google.rpc code, HTTP status) of an error; anything that is not ours is INTERNAL, 500."""
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind]
+    return (13, 500)
+
+
+def error_of(code: int, message: str) -> CoatcheckError:
+    """The error that a google.rpc code stands for, on the side that receives it."""
+    for kind, (grpc_code, _) in STATUS.items():
+        if grpc_code == code:
+            return kind(message)
+    return CoatcheckError(message)

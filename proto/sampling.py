@@ -1,0 +1,105 @@
+"""SamplingParams: how tokens are chosen, with every default filled in and every bound checked.
+
+The wire message leaves scalars unset; this frozen form is what router and workers act on. It does not
+know the model, except for the two numbers that `check_model` is given.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Self
+
+from .coatcheck_pb2 import SamplingParams as SamplingMessage
+from .errors import InvalidRequest
+
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """One request's sampling, after defaults. `max_tokens` None: as many as the context holds."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest, naming the field, its value and what it may be."""
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "in [0, 100]")
+        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or a count below 2^31")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
+        _require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", self.repetition_penalty, "in (0, 100]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "in [-2, 2]")
+        for token, bias in self.logit_bias.items():
+            _require(math.isfinite(bias) and abs(bias) <= 1000.0, f"logit_bias[{token}]", bias, "in [-1000, 1000]")
+        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "a 64-bit unsigned integer")
+        _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"from 1 to {MAX_CHOICES}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"from 0 to {MAX_LOGPROBS}")
+        _require(len(self.stop) <= MAX_STOPS, "stop", len(self.stop), f"at most {MAX_STOPS} strings")
+        _require(all(self.stop), "stop", "''", "strings of at least one character")
+        _require(len(self.stop_token_ids) <= 256, "stop_token_ids", len(self.stop_token_ids), "at most 256 ids")
+        _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
+
+    @classmethod
+    def from_message(cls, message: SamplingMessage) -> Self:
+        """The wire form with our defaults in the place of what is unset; raises InvalidRequest."""
+        present = {
+            name: getattr(message, name)
+            for name in _SCALARS
+            if message.HasField(name)  # type: ignore[arg-type]  # the names are the message's own
+        }
+        return cls(
+            **present,
+            logit_bias=dict(message.logit_bias),
+            stop=tuple(message.stop),
+            stop_token_ids=tuple(message.stop_token_ids),
+        )
+
+    def to_message(self) -> SamplingMessage:
+        """The wire form, every scalar set."""
+        scalars = {name: getattr(self, name) for name in _SCALARS if getattr(self, name) is not None}
+        return SamplingMessage(
+            **scalars, logit_bias=self.logit_bias, stop=self.stop, stop_token_ids=self.stop_token_ids
+        )
+
+    def check_model(self, vocab_size: int) -> None:
+        """Raises InvalidRequest for a token id that the model does not have."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token in ids:
+                _require(0 <= token < vocab_size, f"{name} entry", token, f"a token id below {vocab_size}")
+
+
+_SCALARS = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs", "skip_special_tokens",
+)  # fmt: skip
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    # A comparison with NaN is false, so NaN is refused wherever a range is.
+    if not holds:
+        raise InvalidRequest(f"{name} is {value}; it must be {allowed}")

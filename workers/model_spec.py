@@ -1,0 +1,33 @@
+"""ModelSpec: what the scheduler, the pool and the router need to know of a model, and nothing of its weights."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer as one rank holds it. `sliding_window` 0: full attention. `softcap` 0: none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as one of `tp` ranks sees it.
+
+    `fingerprint` names the weights (for block hashes and failover among equals); `weight_bytes` are this rank's.
+    """
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    layers: tuple[LayerSpec, ...]
+    tp: int
+    weight_bytes: int

@@ -1,0 +1,23 @@
+"""Request: what a group is asked to answer, in token ids, after every default is filled in.
+
+It does not know text, who asked, or which router sent it.
+"""
+
+from dataclasses import dataclass, field
+
+from ..proto.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with `sampling.n` choices.
+
+    `resume[choice]` holds output tokens that another group has already delivered: they count as output
+    (limits, penalties, positions) but are not sent again.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    resume: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cache_salt: str = ""
