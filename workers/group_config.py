@@ -1,0 +1,46 @@
+"""GroupConfig: what one tensor-parallel group is told at its start; frozen, checked where it is made."""
+
+from dataclasses import dataclass
+
+from ..proto.errors import InvalidConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """`kv_memory`: bytes per rank, or a share (0, 1] of the device's (on CPU: the host's) free memory.
+
+    `threads`: intra-op threads per rank on CPU; 0 divides the host's cores among the ranks on it.
+    """
+
+    name: str
+    model: str
+    served_model_name: str
+    tp: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    kv_memory: float = 0.3
+    max_num_seqs: int = 256
+    max_batch_tokens: int = 2048
+    max_model_len: int | None = None
+    threads: int = 0
+    listen_host: str = "127.0.0.1"
+    collective_timeout_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig for a setting that cannot be."""
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidConfig(f"device is {self.device!r}; use auto, cpu or cuda")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise InvalidConfig(f"dtype is {self.dtype!r}; use auto, float32, bfloat16 or float16")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise InvalidConfig(f"block-size is {self.block_size}; use 8, 16, 32, 64 or 128")
+        if not self.kv_memory > 0:
+            raise InvalidConfig(f"kv-memory is {self.kv_memory}; use bytes (above 1) or a share in (0, 1]")
+        for name in ("tp", "max_num_seqs", "max_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name.replace('_', '-')} is {getattr(self, name)}; use at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise InvalidConfig(f"max-model-len is {self.max_model_len}; use at least 2")
+        if self.threads < 0:
+            raise InvalidConfig(f"threads is {self.threads}; use 0 (divide the cores) or more")
