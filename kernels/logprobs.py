@@ -1,0 +1,40 @@
+"""Log-probabilities of chosen tokens and of the k most likely ones.
+
+    lse = log(sum(exp(logits)));  chosen = logits[token] - lse;  rank = how many logits are >= logits[token]
+
+Shapes: logits float32 [R, V], token_ids int64 [R]; returns (chosen float32 [R], rank int64 [R] counting from 1,
+top_ids int64 [R, k], top_logprobs float32 [R, k]), the top k in falling order, equal ones by rising token id. The
+file does not know whether the logits were penalised first: it reports what it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    want_shape("logits", logits, (None, None))
+    want_dtype("logits", logits, torch.float32)
+    want_rows("logits", logits)
+    want_shape("token_ids", token_ids, (logits.shape[0],))
+    want_dtype("token_ids", token_ids, torch.int64)
+    want_contiguous("token_ids", token_ids)
+    want_device("token_ids", token_ids, logits.device)
+    if not 0 <= k <= logits.shape[1]:
+        refuse("k", f"0 to {logits.shape[1]}, the vocabulary", k)
+    return logprobs_reference(logits, token_ids, k)
+
+
+def logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    picked = logits.gather(1, token_ids[:, None])
+    rank = (logits >= picked).sum(dim=-1)
+    if k == 0:
+        empty = logits.new_empty((logits.shape[0], 0))
+        return (picked - normaliser)[:, 0], rank, empty.long(), empty
+    # A stable sort keeps equal logits in the order of their ids; topk does not promise that.
+    values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return (picked - normaliser)[:, 0], rank, ids[:, :k].contiguous(), (values[:, :k] - normaliser).contiguous()

@@ -1,0 +1,104 @@
+"""y = rms_norm(x + residual) * (weight + weight_offset), in float32 inside.
+
+    h = x + residual                       (rounded to x.dtype: it is also returned as the new residual)
+    n = h / sqrt(mean(h ** 2) + eps)       (float32)
+    y = cast(n) * weight                   cast_first: the order of LlamaRMSNorm
+    y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1) and Olmo2RMSNorm (offset 0)
+
+Shapes: x, residual [..., hidden] (up to two leading dimensions, which may be strided: a slice of a fused projection is
+fine), weight [hidden], out like x and dense. One program normalises one row. The file does not know whose norm it is.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: None = None,
+    weight_offset: float = 0.0,
+    cast_first: bool | None = None,
+    out: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor,
+    weight_offset: float = 0.0,
+    cast_first: bool | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+    cast_first: bool | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns y, or (y, x + residual) where a residual is given. `cast_first` defaults to `weight_offset == 0`."""
+    _check(x, weight, residual, out)
+    if cast_first is None:
+        cast_first = weight_offset == 0.0
+    return rms_norm_reference(x, weight, eps, residual, weight_offset, cast_first, out)
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:
+    if not 1 <= x.dim() <= 3:
+        refuse("x", "one to three dimensions, the last one hidden", list(x.shape))
+    want_dtype("x", x, *FLOATS)
+    want_rows("x", x)
+    want_shape("weight", weight, (x.shape[-1],))
+    want_dtype("weight", weight, x.dtype)
+    want_contiguous("weight", weight)
+    want_device("weight", weight, x.device)
+    if residual is not None:
+        want_shape("residual", residual, tuple(x.shape))
+        want_dtype("residual", residual, x.dtype)
+        want_rows("residual", residual)
+        want_device("residual", residual, x.device)
+    if out is not None:
+        want_shape("out", out, tuple(x.shape))
+        want_dtype("out", out, x.dtype)
+        want_contiguous("out", out)
+        want_device("out", out, x.device)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+    cast_first: bool = True,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    h = x if residual is None else x + residual
+    wide = h.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if cast_first:
+        y = weight * normed.to(x.dtype) if weight_offset == 0.0 else (weight + weight_offset) * normed.to(x.dtype)
+    else:
+        y = (normed * (weight.float() + weight_offset)).to(x.dtype)
+    if out is not None:
+        y = out.copy_(y)
+    return y if residual is None else (y, h)

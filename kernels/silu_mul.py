@@ -1,0 +1,40 @@
+"""out[t, i] = act(gate_up[t, i]) * gate_up[t, I + i], computed in float32 and rounded once.
+
+Shapes: gate_up [tokens, 2 * I] (rows may be strided), out [tokens, I] dense, same dtype. act is `silu` or `gelu_tanh`.
+One program computes a stretch of one row. The file does not know where the projection came from.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    _check(gate_up, activation, out)
+    return silu_mul_reference(gate_up, activation, out)
+
+
+def _check(gate_up: Tensor, activation: str, out: Tensor | None) -> None:
+    if activation not in ACTIVATIONS:
+        refuse("activation", " or ".join(ACTIVATIONS), activation)
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        refuse("gate_up", "shape [tokens, 2 * I]", list(gate_up.shape))
+    want_dtype("gate_up", gate_up, *FLOATS)
+    want_rows("gate_up", gate_up)
+    if out is not None:
+        want_shape("out", out, (gate_up.shape[0], gate_up.shape[1] // 2))
+        want_dtype("out", out, gate_up.dtype)
+        want_contiguous("out", out)
+        want_device("out", out, gate_up.device)
+
+
+def silu_mul_reference(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    y = (gate * up).to(gate_up.dtype)
+    return y if out is None else out.copy_(y)

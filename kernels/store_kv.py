@@ -1,0 +1,51 @@
+"""k_cache[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
+
+Shapes: k, v [tokens, kv_heads, head_dim] (each token's heads dense; the stride over tokens is free, so slices of a
+fused projection serve), k_cache, v_cache [num_blocks, kv_heads, B, head_dim] (inner three dense), slot_mapping int64
+[tokens]. One program copies one token's heads. The file does not know which sequence a slot belongs to; two tokens
+with the same slot are the caller's error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch_check import FLOATS, refuse, want_cache, want_contiguous, want_device, want_dtype, want_heads, want_shape
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    check_store(k, v, k_cache, v_cache, slot_mapping)
+    store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+
+
+def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Also `rotary_and_store`'s check: the two write the same caches."""
+    want_cache("k_cache", k_cache)
+    want_dtype("k_cache", k_cache, *FLOATS)
+    want_shape("v_cache", v_cache, tuple(k_cache.shape))
+    want_cache("v_cache", v_cache)
+    want_dtype("v_cache", v_cache, k_cache.dtype)
+    if k.dim() != 3:
+        refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
+    tokens = k.shape[0]
+    want_shape("k", k, (tokens, k_cache.shape[1], k_cache.shape[3]))
+    want_shape("v", v, tuple(k.shape))
+    want_dtype("k", k, k_cache.dtype)
+    want_dtype("v", v, k_cache.dtype)
+    want_heads("k", k)
+    want_heads("v", v)
+    want_shape("slot_mapping", slot_mapping, (tokens,))
+    want_dtype("slot_mapping", slot_mapping, torch.int64)
+    want_contiguous("slot_mapping", slot_mapping)
+    for name, tensor in (("k", k), ("v", v), ("v_cache", v_cache), ("slot_mapping", slot_mapping)):
+        want_device(name, tensor, k_cache.device)
+
+
+def store_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block_size = k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, offsets] = k[kept]
+    v_cache[blocks, :, offsets] = v[kept]
