@@ -1,6 +1,9 @@
 """ModelSpec: what the scheduler, the pool and the router need to know of a model, and nothing of its weights."""
 
 from dataclasses import dataclass
+from typing import Final
+
+_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +34,10 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     tp: int
     weight_bytes: int
+
+    @property
+    def attention_crossover(self) -> int:
+        """The context at which a token's attention (4 * context * heads * head_dim FLOPs a layer) costs as much as
+        its linears (2 FLOPs a weight)."""
+        weights = self.weight_bytes / _BYTES[self.dtype]
+        return max(1, int(weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))

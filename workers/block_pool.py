@@ -1,0 +1,134 @@
+"""BlockPool: who holds which block of the KV pool, and which blocks hold a known prefix.
+
+Blocks are numbers here. A block is *used* (reference count above 0), *cold* (nobody holds it, but its prefix may be
+wanted again) or *free*. Cold blocks are given away least recently used first; `release` takes a sequence's blocks
+deepest first, so a suffix goes before the prefix that it needs. It does not know what a block's bytes are, on how
+many ranks they lie, nor which sequence holds it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .step_output import KvEvent, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPoolStats:
+    """Blocks by state; `evictions` counts cold blocks given away since the start."""
+
+    total: int
+    used: int
+    cold: int
+    free: int
+    evictions: int
+
+
+class BlockPool:
+    """Reference-counted blocks 0 to num_blocks - 1 with a prefix cache over the full ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._names: list[tuple[bytes, bytes] | None] = [None] * num_blocks  # (hash, parent's hash)
+        self._by_hash: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._events: list[KvEvent] = []
+        self._evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give: free ones and cold ones."""
+        return len(self._free) + len(self._cold)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each; the caller has seen that so many are available."""
+        assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
+        return [self._take() for _ in range(count)]
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that holds this prefix, or None."""
+        return self._by_hash.get(block_hash)
+
+    def is_cold(self, block: int) -> bool:
+        """Whether nobody holds the block now."""
+        return self._refs[block] == 0
+
+    def is_writable(self, block: int) -> bool:
+        """Whether its one holder may write it: shared blocks and named ones are copied first."""
+        return self._refs[block] == 1 and self._names[block] is None
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds one reference to each."""
+        for block in blocks:
+            self._cold.pop(block, None)
+            self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Gives up one reference to each; give a sequence's blocks in order, they are taken deepest first."""
+        for block in reversed(list(blocks)):
+            assert self._refs[block] > 0, f"block {block} released but not held"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._names[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cold[block] = None
+
+    def register(self, block: int, block_hash: bytes, parent_hash: bytes) -> int:
+        """Names a full, computed block. Returns the block that holds this prefix: another one if it was there first."""
+        assert self._names[block] is None, f"block {block} already has a name"
+        known = self._by_hash.setdefault(block_hash, block)
+        if known == block:
+            self._names[block] = (block_hash, parent_hash)
+            self._events.append(KvEvent(True, block_hash, parent_hash, Tier.DEVICE))
+        return known
+
+    def drain_events(self) -> list[KvEvent]:
+        """What was stored and removed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> list[KvEvent]:
+        """Every prefix block held, parents before children wherever the parent is held."""
+        return [
+            KvEvent(True, name[0], name[1], Tier.DEVICE)
+            for block in self._by_hash.values()
+            if (name := self._names[block]) is not None
+        ]
+
+    def stats(self) -> BlockPoolStats:
+        """Counts as of now."""
+        used = self.num_blocks - self.num_available
+        return BlockPoolStats(self.num_blocks, used, len(self._cold), len(self._free), self._evictions)
+
+    def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
+        """Raises AssertionError unless every block is in exactly one state and held as often as `tables` say."""
+        held = Counter(block for table in tables for block in table)
+        free, cold = set(self._free), set(self._cold)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cold, "a block is free and cold"
+        for block, refs in enumerate(self._refs):
+            name = self._names[block]
+            assert refs == held[block], f"block {block}: {refs} references, {held[block]} holders"
+            assert (refs == 0) == (block in free or block in cold), f"block {block}: {refs} references, wrong list"
+            assert name is None or self._by_hash[name[0]] == block, f"block {block}: its name leads elsewhere"
+            assert not (block in free and name), f"block {block} is free but named"
+            assert not (block in cold and name is None), f"block {block} is cold but has no name"
+        named = sum(name is not None for name in self._names)
+        assert len(self._by_hash) == named, "a hash names no block"
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cold.popitem(last=False)
+            name = self._names[block]
+            assert name is not None
+            self._names[block] = None
+            del self._by_hash[name[0]]
+            self._events.append(KvEvent(False, name[0], b"", Tier.DEVICE))
+            self._evictions += 1
+        self._refs[block] = 1
+        return block

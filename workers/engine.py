@@ -1,0 +1,262 @@
+"""Engine: one group's serving loop, a step at a time, without Ray and without gRPC.
+
+    submit(request) ... while has_work: step() -> StepOutput
+
+It turns requests into sequences, asks the scheduler what to compute, has the runner compute it, and turns sampled
+tokens into outputs. `pipeline_depth` 1 launches step N + 1 before it waits for step N (worth it where the launch is
+asynchronous, as on GPUs). It does not know how many ranks compute, nor who reads the outputs. Not thread-safe:
+one thread owns it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..proto.block_hash import block_key, hash_block, hash_chain
+from ..proto.errors import InvalidRequest, NeverFits
+from .block_pool import BlockPool
+from .model_spec import ModelSpec
+from .request import Request
+from .scheduler import Scheduler, SchedulerConfig
+from .sequence import Sequence
+from .step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput, TokenLogprob
+from .step_plan import StepPlan
+from .throughput import Throughput
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the ranks report of one step: a token per row that samples, in row order (-1 for the others).
+
+    `logprobs` and `prompt_logprobs` are keyed by row index, and only there when asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class LaunchedStep(Protocol):
+    """A step that is being computed."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step's tokens are on the host."""
+
+
+class Runner(Protocol):
+    """Computes steps in the order in which they are launched: the one seam where tests put a fake."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts a step; the plan is not kept."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    sequences: list[Sequence]
+    preemptions: list[int]  # of each sequence when planned: a later preemption voids the row's progress
+    launched: LaunchedStep
+    started: float
+
+
+class Engine:
+    """Owns the scheduler; the scheduler owns the pool."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        runner: Runner,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int = 256,
+        max_batch_tokens: int = 512,
+        max_model_len: int | None = None,
+        attention_crossover: int = 4096,
+        pipeline_depth: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.spec = spec
+        self.block_size = block_size
+        # What the pool can hold alone bounds a sequence as the model's context does.
+        self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
+        config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, attention_crossover)
+        self.scheduler = Scheduler(config, BlockPool(num_blocks))
+        self.throughput = Throughput()
+        self._runner = runner
+        self._depth = pipeline_depth
+        self._clock = clock
+        self._in_flight: deque[_InFlight] = deque()
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._ended_early: list[SequenceOutput] = []
+        self._keys: dict[str, bytes] = {}
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute or report anything."""
+        return bool(self._sequences or self._in_flight or self._ended_early)
+
+    def submit(self, request: Request) -> None:
+        """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed."""
+        self._check(request)
+        leader: Sequence | None = None
+        choices = []
+        for choice in range(request.sampling.n):
+            sequence = self._sequence(request, choice, leader)
+            leader = leader or sequence
+            choices.append(sequence)
+        self._sequences[request.request_id] = choices
+        for sequence in list(choices):
+            ended = sequence.end_after(sequence.token_ids[-1]) if sequence.num_outputs else None
+            if ended:  # another group had delivered all of it, save the word that it had ended
+                self._ended_early.append(self._end(sequence, SequenceOutput(request.request_id, sequence.choice, [])))
+            else:
+                self.scheduler.add(sequence)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Drops a request, or one choice of it, and frees its blocks; unknown ones are already gone."""
+        for sequence in list(self._sequences.get(request_id, ())):
+            if choice is None or sequence.choice == choice:
+                self._forget(sequence)
+
+    def step(self) -> StepOutput:
+        """Plans and launches a step, then reports the oldest one in flight."""
+        started = self._clock()
+        plan, sequences = self.scheduler.schedule()
+        if plan.rows or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
+            preemptions = [sequence.num_preemptions for sequence in sequences]
+            self._in_flight.append(_InFlight(plan, sequences, preemptions, self._runner.launch(plan), started))
+        if plan.rows and len(self._in_flight) <= self._depth:
+            return StepOutput(plan.step, [], self.scheduler.pool.drain_events())
+        return self._confirm(self._in_flight.popleft())
+
+    def stats(self) -> EngineStats:
+        """Counts as of now."""
+        pool = self.scheduler.pool.stats()
+        unplanned = [s.num_uncomputed for s in (*self.scheduler.waiting, *self.scheduler.running)]
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks_total=pool.total,
+            blocks_used=pool.used,
+            blocks_cached=pool.cold,
+            queued_prefill_tokens=sum(count for count in unplanned if count > 1),
+            preemptions=self.scheduler.num_preemptions,
+            **self.throughput.counts(),
+        )
+
+    def snapshot(self) -> list[KvEvent]:
+        """Every prefix block held; events drained before it are part of it."""
+        return self.scheduler.pool.snapshot()
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        self.scheduler.check()
+        known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
+        queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running)}
+        assert queued == known, "a sequence is lost or left behind"
+
+    def _check(self, request: Request) -> None:
+        vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
+        if not prompt_len:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        for token in (*request.prompt_token_ids, *(token for ids in request.resume.values() for token in ids)):
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
+        request.sampling.check_model(vocab)
+        wanted = prompt_len + (request.sampling.max_tokens or 1)
+        if wanted > self.max_model_len:
+            raise NeverFits(
+                f"prompt ({prompt_len} tokens) and max_tokens ({request.sampling.max_tokens or 1}) make {wanted}; "
+                f"this server holds {self.max_model_len} per sequence: shorten the prompt or lower max_tokens"
+            )
+        if any(not 0 <= choice < request.sampling.n for choice in request.resume):
+            raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")
+
+    def _sequence(self, request: Request, choice: int, leader: Sequence | None) -> Sequence:
+        prompt = request.prompt_token_ids
+        max_tokens = request.sampling.max_tokens
+        ends = set(request.sampling.stop_token_ids)
+        ends |= set() if request.sampling.ignore_eos else set(self.spec.eos_token_ids)
+        self._arrivals += 1
+        sequence = Sequence(
+            request=request,
+            choice=choice,
+            token_ids=[*prompt, *request.resume.get(choice, ())],
+            max_len=self.max_model_len if max_tokens is None else len(prompt) + max_tokens,
+            arrival=self._arrivals,
+            end_token_ids=frozenset(ends),
+            leader=leader,
+        )
+        sequence.block_hashes = hash_chain(self._key(request.cache_salt), sequence.token_ids, self.block_size)
+        return sequence
+
+    def _key(self, salt: str) -> bytes:
+        if salt not in self._keys:
+            if len(self._keys) > 1024:
+                self._keys.clear()  # a cache of a pure function: tenants come and go
+            self._keys[salt] = block_key(salt=salt, model=self.spec.name, fingerprint=self.spec.fingerprint)
+        return self._keys[salt]
+
+    def _confirm(self, done: _InFlight) -> StepOutput:
+        result = done.launched.wait()
+        outputs, self._ended_early = self._ended_early, []
+        for index, (row, sequence) in enumerate(zip(done.plan.rows, done.sequences, strict=True)):
+            sequence.num_pending -= int(row.sample)
+            if sequence.gone:
+                continue
+            if row.sample:
+                sequence.token_ids.append(result.token_ids[index])
+            if sequence.num_preemptions == done.preemptions[index]:
+                sequence.num_computed = row.start + row.num_tokens
+                self._name_blocks(sequence)
+            if len(sequence.prompt_logprobs) == row.start:  # not so when a preempted prompt is computed again
+                sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())
+            if row.sample:
+                outputs.append(self._output(sequence, index, result))
+        seconds = self._clock() - done.started
+        self.throughput.record(done.plan, seconds)
+        prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
+        decodes = done.plan.num_tokens - prefill
+        return StepOutput(done.plan.step, outputs, self.scheduler.pool.drain_events(), prefill, decodes, seconds)
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        size = self.block_size
+        while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
+            parent = sequence.block_hashes[-1] if sequence.block_hashes else b""
+            key = self._key(sequence.request.cache_salt)
+            sequence.block_hashes.append(hash_block(key, parent, sequence.token_ids[start : start + size]))
+        if sequence.num_registered < sequence.num_computed // size:
+            self.scheduler.register(sequence)
+
+    def _output(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
+        output = SequenceOutput(sequence.request.request_id, sequence.choice, [result.token_ids[index]])
+        if index in result.logprobs:
+            output.logprobs = [result.logprobs[index]]
+        self.throughput.generated_tokens += 1
+        if not sequence.reported:
+            sequence.reported = True
+            output.cached_device_tokens = sequence.cached_device_tokens
+            output.cached_host_tokens = sequence.cached_host_tokens
+            output.prompt_logprobs = sequence.prompt_logprobs
+            self.throughput.admitted(sequence)
+        return self._end(sequence, output) if sequence.end_after(output.token_ids[-1]) else output
+
+    def _end(self, sequence: Sequence, output: SequenceOutput) -> SequenceOutput:
+        last = sequence.token_ids[-1]
+        output.finish_reason = sequence.finish_reason = sequence.end_after(last)
+        output.stop_token_id = last if output.finish_reason is FinishReason.STOP else None
+        self._forget(sequence)
+        return output
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        choices = self._sequences[sequence.request.request_id]
+        choices.remove(sequence)
+        if not choices:
+            del self._sequences[sequence.request.request_id]

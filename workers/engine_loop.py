@@ -1,0 +1,98 @@
+"""EngineLoop: the thread that owns an engine; others reach it through a queue that is emptied between steps.
+
+While there is nothing to do it runs an empty step about once a second, the group's heartbeat. It does not know who
+submits, nor where outputs go.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from ..proto.errors import CoatcheckError
+from .engine import Engine
+from .request import Request
+from .step_output import EngineStats, StepOutput
+
+HEARTBEAT_SECONDS = 1.0
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """`on_step` and `on_death` are called in the engine's thread; after `on_death` nothing more happens."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[StepOutput, EngineStats], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._on_death = on_death
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.last_step_at = time.monotonic()
+
+    def start(self) -> None:
+        """Begins to step."""
+        self._thread.start()
+
+    def submit(self, request: Request, on_refused: Callable[[CoatcheckError], None]) -> None:
+        """Queues a request; a refusal is called back in the engine's thread."""
+
+        def command() -> None:
+            try:
+                self._engine.submit(request)
+            except CoatcheckError as error:
+                on_refused(error)
+
+        self._commands.put(command)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Drops a request, or one choice; its blocks are free before the next step is planned."""
+        self._commands.put(lambda: self._engine.abort(request_id, choice))
+
+    def call(self, function: Callable[[Engine], T]) -> "Future[T]":
+        """Runs `function(engine)` between steps."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except BaseException as error:  # handed to whoever waits for it
+                future.set_exception(error)
+
+        self._commands.put(command)
+        return future
+
+    def stop(self) -> None:
+        """Ends after the step under way, and waits for that; a second call does nothing."""
+        self._stopping = True
+        self._commands.put(lambda: None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._run_commands()
+                output = self._engine.step()
+                self.last_step_at = time.monotonic()
+                self._on_step(output, self._engine.stats())
+        except BaseException as error:  # a dead engine must end its group, whatever killed it
+            self._on_death(error)
+
+    def _run_commands(self) -> None:
+        """Runs what is queued; with nothing else to do, waits for it up to a heartbeat."""
+        try:
+            if not self._engine.has_work:
+                self._commands.get(timeout=HEARTBEAT_SECONDS)()
+            while True:
+                self._commands.get_nowait()()
+        except Empty:
+            return

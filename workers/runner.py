@@ -1,0 +1,157 @@
+"""ModelRunner: carries out step plans on one rank.
+
+Keeps the rank's mirror of the scheduler's state, one row per slot: token ids, block table, sampling parameters. A plan
+changes the mirror, then one forward pass computes all its rows, and the sampler writes new tokens into the mirror,
+where the next plan finds them. It does not know requests, nor why a row is in a plan.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..kernels.copy_blocks import copy_blocks
+from .attention_metadata import AttentionMetadata
+from .block_layout import BlockLayout
+from .engine import StepResult
+from .model import Model
+from .sampler import Sampler, report_logprobs
+from .step_output import TokenLogprob
+from .step_plan import Row, StepPlan
+
+_LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """A step whose kernels are queued; `wait` brings its tokens to the host."""
+
+    num_rows: int
+    sampled_rows: list[int]
+    token_ids: Tensor  # int64 [sampled rows]
+    logprobs: dict[int, TokenLogprob]
+    prompt_logprobs: dict[int, list[TokenLogprob]]
+
+    def wait(self) -> StepResult:
+        """The step's tokens, one per row, -1 where none was sampled."""
+        token_ids = [-1] * self.num_rows
+        for row, token in zip(self.sampled_rows, self.token_ids.tolist(), strict=True):
+            token_ids[row] = token
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
+
+
+class ModelRunner:
+    """One rank's model, pool and mirror."""
+
+    def __init__(
+        self, model: Model, layout: BlockLayout, pool: Tensor, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.steps = 0
+        self._layout = layout
+        self._kv = layout.views(pool)
+        self._device = pool.device
+        max_blocks = -(-max_model_len // layout.block_size)
+        self._tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
+        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
+        self._sampler = Sampler(max_num_seqs, self._device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """Carries out a plan; on a GPU the kernels are queued when this returns."""
+        self.steps += 1
+        self._update_mirror(plan)
+        self._copy_blocks(plan.copies)
+        if not plan.rows:
+            return DeviceStep(0, [], torch.empty(0, dtype=torch.int64), {}, {})
+        hidden = self._forward(plan.rows)
+        return self._sample(plan.rows, hidden)
+
+    def _update_mirror(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            self._tokens[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
+            self._sampler.set(new)
+        if plan.table_writes:
+            triples = self._int32([(write.slot, write.index, write.block) for write in plan.table_writes]).T
+            # Of two writes to one entry the later must win, which an indexed store does not promise.
+            latest = {(write.slot, write.index): i for i, write in enumerate(plan.table_writes)}
+            if len(latest) < len(plan.table_writes):
+                triples = triples[:, list(latest.values())]
+            self._tables[triples[0].long(), triples[1].long()] = triples[2]
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        # Copies of one plan may chain (a block freed by one is the target of the next): then one by one, in order.
+        sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
+        chained = len({*sources, *targets}) < len(copies) + len(set(sources))
+        for batch in [[pair] for pair in copies] if chained else [copies] if copies else []:
+            pairs = torch.tensor(batch, dtype=torch.int64, device=self._device).T.contiguous()
+            copy_blocks(self.pool, pairs[0], pairs[1])
+
+    def _forward(self, rows: list[Row]) -> Tensor:
+        """Hidden states [T, hidden] of every token of the rows."""
+        lens = [row.num_tokens for row in rows]
+        cu = list(accumulate(lens, initial=0))
+        longest = max(lens)
+        info = torch.tensor([[row.slot, row.start, row.num_tokens] for row in rows], device=self._device).T
+        slots, starts, counts = info
+        seq_lens = starts + counts
+        if longest == 1:
+            token_slots, positions = slots, starts
+        else:
+            token_slots = slots.repeat_interleave(counts)
+            first = torch.tensor(cu[:-1], device=self._device)
+            positions = torch.arange(cu[-1], device=self._device) + (starts - first).repeat_interleave(counts)
+        size = self._layout.block_size
+        max_seq_len = max(row.start + row.num_tokens for row in rows)
+        blocks = self._tables[token_slots, positions // size]
+        metadata = AttentionMetadata(
+            slot_mapping=blocks.long() * size + positions % size,
+            block_tables=self._tables[slots, : -(-max_seq_len // size)],
+            seq_lens=seq_lens.to(torch.int32),
+            cu_seqlens_q=self._int32(cu),
+            max_seqlen_q=longest,
+            max_seq_len=max_seq_len,
+        )
+        return self.model.forward(self._tokens[token_slots, positions].long(), positions, metadata, self._kv)
+
+    def _sample(self, rows: list[Row], hidden: Tensor) -> DeviceStep:
+        ends = list(accumulate(row.num_tokens for row in rows))
+        prompt_logprobs = self._prompt_logprobs(rows, ends, hidden)
+        sampled = [index for index, row in enumerate(rows) if row.sample]
+        if not sampled:
+            return DeviceStep(len(rows), [], torch.empty(0, dtype=torch.int64), {}, prompt_logprobs)
+        last = hidden if len(sampled) == hidden.shape[0] else hidden[[ends[index] - 1 for index in sampled]]
+        logits = self.model.logits(last)
+        slots = [rows[index].slot for index in sampled]
+        positions = [rows[index].start + rows[index].num_tokens for index in sampled]
+        counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.wants_logprobs(slot)) is not None}
+        raw = logits[list(counts)].clone() if counts else logits
+        token_ids = self._sampler.draw(logits, slots, positions, self._tokens)
+        self._tokens[slots, positions] = token_ids.to(torch.int32)
+        logprobs: dict[int, TokenLogprob] = {}
+        if counts:
+            reports = report_logprobs(raw, token_ids[list(counts)], list(counts.values()))
+            logprobs = {sampled[r]: report for r, report in zip(counts, reports, strict=True)}
+        return DeviceStep(len(rows), sampled, token_ids, logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[TokenLogprob]]:
+        reports: dict[int, list[TokenLogprob]] = {}
+        for index, row in enumerate(rows):
+            count = self._sampler.wants_prompt_logprobs(row.slot)
+            # The hidden state at position p speaks of token p + 1, which must be the prompt's.
+            known = min(row.start + row.num_tokens, self._sampler.prompt_len(row.slot) - 1) - row.start
+            if count is None or known < 1:
+                continue
+            first = ends[index] - row.num_tokens
+            reports[index] = []
+            for at in range(0, known, _LOGITS_ROWS):
+                n = min(_LOGITS_ROWS, known - at)
+                logits = self.model.logits(hidden[first + at : first + at + n])
+                said = self._tokens[row.slot, row.start + at + 1 : row.start + at + 1 + n].long()
+                reports[index] += report_logprobs(logits, said, [count] * n)
+        return reports
+
+    def _int32(self, values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -1,0 +1,120 @@
+"""Sampler: turns logits into tokens for the slots that sample, as each slot's request asked.
+
+Keeps one row of parameters per slot on the rank's device, set when a sequence takes the slot. Every rank runs it on
+the same gathered logits and so draws the same tokens. It does not know prompts beyond the token mirror it is given,
+nor when a sequence ends.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..kernels.logit_bias import add_logit_bias
+from ..kernels.logprobs import logprobs
+from ..kernels.penalties import apply_penalties
+from ..kernels.sample import sample
+from .step_output import TokenLogprob
+from .step_plan import NewRow
+
+
+class Sampler:
+    """Parameters of `num_slots` slots, and the draw."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        # One row per parameter, so that a new sequence is one column written: see _FLOATS and _INTS for the order.
+        self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
+        self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._new: dict[int, NewRow] = {}
+
+    def set(self, new: NewRow) -> None:
+        """A sequence takes its slot."""
+        params, slot = new.sampling, new.slot
+        self._new[slot] = new
+        floats = (
+            params.temperature, params.top_p, params.min_p,
+            params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+        )  # fmt: skip
+        self._floats[:, slot] = torch.tensor(floats, dtype=torch.float32, device=self._device)
+        self._ints[:, slot] = torch.tensor((params.top_k, new.choice), dtype=torch.int32, device=self._device)
+        seed = params.seed or 0
+        self._seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
+
+    def draw(self, logits: Tensor, slots: list[int], positions: list[int], tokens: Tensor) -> Tensor:
+        """One token per row: int64 [R].
+
+        logits: float32 [R, V], changed in place; row r belongs to slots[r] and its token goes to positions[r];
+        tokens: int32 [num_slots, max_len], the mirror, of which positions[r] tokens count.
+        """
+        news = [self._new[slot] for slot in slots]
+        self._bias(logits, news, positions)
+        rows = torch.tensor(slots, device=self._device)
+        where = torch.tensor(positions, device=self._device)
+        if any(_penalised(new) for new in news):
+            self._penalise(logits, news, rows, where, tokens)
+        if all(new.sampling.temperature == 0.0 for new in news):
+            return logits.argmax(dim=-1)
+        floats, ints = self._floats[:, rows], self._ints[:, rows]
+        return sample(
+            logits,
+            temperature=floats[0],
+            top_k=ints[0],
+            top_p=floats[1],
+            min_p=floats[2],
+            seed=self._seeds[rows],
+            choice=ints[1],
+            position=where,
+        )
+
+    def wants_logprobs(self, slot: int) -> int | None:
+        """How many most likely tokens to report beside each chosen one; None: no logprobs at all."""
+        return self._new[slot].sampling.logprobs
+
+    def wants_prompt_logprobs(self, slot: int) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self._new[slot].sampling.prompt_logprobs
+
+    def prompt_len(self, slot: int) -> int:
+        """Tokens of the slot's prompt."""
+        return self._new[slot].prompt_len
+
+    def _bias(self, logits: Tensor, news: list[NewRow], positions: list[int]) -> None:
+        triples: list[tuple[int, int, float]] = []
+        for row, (new, position) in enumerate(zip(news, positions, strict=True)):
+            triples.extend((row, token, bias) for token, bias in new.sampling.logit_bias.items())
+            if position - new.prompt_len < new.sampling.min_tokens:
+                triples.extend((row, token, -math.inf) for token in new.stop_token_ids)
+        if triples:
+            rows, ids, bias = zip(*triples, strict=True)
+            device = self._device
+            add_logit_bias(
+                logits,
+                torch.tensor(rows, dtype=torch.int64, device=device),
+                torch.tensor(ids, dtype=torch.int64, device=device),
+                torch.tensor(bias, dtype=torch.float32, device=device),
+            )
+
+    def _penalise(self, logits: Tensor, news: list[NewRow], rows: Tensor, where: Tensor, tokens: Tensor) -> None:
+        floats = self._floats[:, rows]
+        prompt_lens = torch.tensor([new.prompt_len for new in news], dtype=torch.int32, device=self._device)
+        history = tokens[rows, : int(where.max())].contiguous()
+        apply_penalties(logits, history, prompt_lens, where.to(torch.int32), floats[3], floats[4], floats[5])
+
+
+def report_logprobs(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    """The log-probability of one token per row, with the counts[r] most likely ones beside it.
+
+    logits: float32 [R, V], as the model gave them: before bias, penalties and temperature.
+    """
+    chosen, rank, top_ids, top = (part.tolist() for part in logprobs(logits, token_ids, max(counts)))
+    return [
+        TokenLogprob(token, chosen[r], rank[r], tuple(zip(top_ids[r][:count], top[r][:count], strict=True)))
+        for r, (token, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
+    ]
+
+
+def _penalised(new: NewRow) -> bool:
+    params = new.sampling
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -1,0 +1,256 @@
+"""Scheduler: which tokens of which sequences the next step computes. Pure: no tensor, no I/O, no clock.
+
+Continuous batching under a token budget: every running decode first, then the prefills under way, then admission in
+order of arrival. A long prompt is computed in chunks beside the decodes; while there are decodes, a chunk is priced
+with its attention over what came before it, so that the thousandth chunk of a long prompt stalls them no more than
+the first. Preemption is by recompute, and never takes a sequence older than the one that needs room, so the oldest
+always ends. The scheduler owns the block pool and the slots. It does not know models, ranks or who asked.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from .block_pool import BlockPool
+from .sequence import Sequence
+from .step_budget import StepBudget
+from .step_plan import NewRow, Row, StepPlan, TableWrite
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`attention_crossover`: the context length at which attention costs as much per token as all else (tokens)."""
+
+    block_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    attention_crossover: int = 4096
+
+
+class Scheduler:
+    """`waiting` and `running` are in order of arrival."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._promised: dict[bytes, Sequence] = {}  # prefix blocks that a running prefill is about to compute
+        self._merged: list[TableWrite] = []
+        self._steps = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence; whoever calls has checked that the pool can hold it alone."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> tuple[StepPlan, list[Sequence]]:
+        """The next step's plan, and the sequence of each of its rows."""
+        plan = StepPlan(self._steps)
+        self._steps += 1
+        plan.table_writes, self._merged = self._merged, []
+        scheduled: list[Sequence] = []
+        self._plan_decodes(plan, scheduled)
+        left = self.config.max_batch_tokens - len(scheduled)
+        budget = StepBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
+        self._plan_prefills(plan, scheduled, budget)
+        self._plan_admissions(plan, scheduled, budget)
+        if not plan.rows:  # such a plan may never be sent
+            self._merged, plan.table_writes = plan.table_writes, []
+        return plan, scheduled
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and frees its blocks; results in flight will be dropped."""
+        sequence.gone = True
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def register(self, sequence: Sequence) -> None:
+        """Names the sequence's newly full blocks; a block whose prefix another one holds is given up for it."""
+        size = self.config.block_size
+        for index in range(sequence.num_registered, min(sequence.num_computed // size, len(sequence.block_hashes))):
+            block_hash = sequence.block_hashes[index]
+            parent = sequence.block_hashes[index - 1] if index else b""
+            block = sequence.block_table[index]
+            known = self.pool.register(block, block_hash, parent)
+            if known != block:
+                self.pool.share([known])
+                self.pool.release([block])
+                sequence.block_table[index] = known
+                self._merged.append(TableWrite(sequence.slot, index, known))
+            if self._promised.get(block_hash) is sequence:
+                del self._promised[block_hash]
+            sequence.num_registered = index + 1
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant, the pool's included."""
+        slots = [sequence.slot for sequence in self.running]
+        assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "slots lost or doubled"
+        for sequence in self.running:
+            held = len(sequence.block_table) * self.config.block_size
+            assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens, "progress out of order"
+            assert sequence.num_scheduled <= held, "tokens without a block"
+            assert not sequence.gone, "a sequence that is gone still runs"
+        for sequence in self.waiting:
+            assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
+        self.pool.check(sequence.block_table for sequence in self.running)
+
+    def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
+        for sequence in list(self.running):
+            # At max_len everything is planned: the token in flight will end it, whichever it is. A slot below 0 is
+            # a victim of an older sequence's need, a moment ago.
+            if sequence.slot < 0 or sequence.num_uncomputed != 1 or sequence.num_tokens >= sequence.max_len:
+                continue
+            if self._make_room(sequence, plan):
+                self._plan_row(plan, scheduled, sequence, 1)
+
+    def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
+        for sequence in self.running:
+            if sequence.num_uncomputed > 1 and not budget.is_spent:
+                count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
+                self._plan_row(plan, scheduled, sequence, count)
+
+    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
+        passed_over: list[Sequence] = []
+        while self.waiting and self._free_slots and not budget.is_spent:
+            sequence = self.waiting.popleft()
+            if self._waits_for_another(sequence):
+                passed_over.append(sequence)
+            elif self._admit(sequence, plan):
+                count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
+                self._plan_row(plan, scheduled, sequence, count)
+            else:  # in order of arrival: nobody overtakes one that needs more room
+                self.waiting.appendleft(sequence)
+                break
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Whether the sequence's next token has, or can get, a block that it may write."""
+        while self._blocks_wanted(sequence) > self.pool.num_available:
+            victim = self._cheapest_victim(sequence)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _cheapest_victim(self, needy: Sequence) -> Sequence:
+        """The younger sequence with the least to compute again; the needy one itself if none is younger."""
+        younger = [s for s in self.running if s.arrival > needy.arrival]
+        return min(younger, key=lambda s: (s.num_scheduled, -s.arrival), default=needy)
+
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+        # Decodes are planned oldest first and victims are younger, so a victim has no row in this plan yet.
+        plan.table_writes = [write for write in plan.table_writes if write.slot != victim.slot]
+        self.running.remove(victim)
+        self._vacate(victim)
+        victim.num_computed = victim.num_scheduled = victim.num_registered = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._merged = [write for write in self._merged if write.slot != sequence.slot]
+        for block_hash in sequence.block_hashes[sequence.num_registered :]:
+            if self._promised.get(block_hash) is sequence:
+                del self._promised[block_hash]
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _waits_for_another(self, sequence: Sequence) -> bool:
+        """Whether what it needs is being computed right now: its own last token, its leader's prompt, its prefix."""
+        leader = sequence.leader
+        if sequence.num_pending:
+            return True
+        if leader is not None and not leader.gone:
+            # Before the leader runs, and while its prompt is computed, waiting is cheaper than computing it twice.
+            return leader.num_computed < leader.prompt_len
+        if sequence.wants_prompt_logprobs:
+            return False
+        matched = len(self._match(sequence))
+        cacheable = self._cacheable(sequence)
+        return matched < cacheable and sequence.block_hashes[matched] in self._promised
+
+    def _cacheable(self, sequence: Sequence) -> int:
+        # At least one token must be computed, for its logits.
+        return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self.config.block_size)
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        blocks = []
+        for block_hash in sequence.block_hashes[: self._cacheable(sequence)]:
+            block = self.pool.lookup(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Gives the sequence a slot and blocks for all its tokens, if there are so many beside what runs."""
+        size = self.config.block_size
+        forked = sequence.leader is not None and sequence.leader.slot >= 0 and not sequence.leader.gone
+        if forked:
+            assert sequence.leader is not None
+            found = sequence.leader.block_table[: -(-sequence.prompt_len // size)]
+            computed = sequence.prompt_len - 1
+        else:
+            found = [] if sequence.wants_prompt_logprobs else self._match(sequence)
+            computed = len(found) * size
+        fresh = -(-len(sequence.token_ids) // size) - len(found)
+        spare = len(self.running) + int(forked)  # one block each that decodes may need next, one to copy on write
+        woken = sum(self.pool.is_cold(block) for block in found)
+        if fresh + woken + (spare if self.running else 0) > self.pool.num_available:
+            return False
+        self.pool.share(found)
+        sequence.block_table = [*found, *self.pool.allocate(fresh)]
+        sequence.slot = self._free_slots.pop()
+        sequence.num_computed = sequence.num_scheduled = computed
+        sequence.num_registered = computed // size
+        if sequence.cached_device_tokens < 0:
+            sequence.cached_device_tokens = min(computed, sequence.prompt_len)
+        for block_hash in sequence.block_hashes[sequence.num_registered : self._cacheable(sequence)]:
+            self._promised.setdefault(block_hash, sequence)
+        self._insert_running(sequence)
+        self._announce(sequence, plan)
+        return True
+
+    def _insert_running(self, sequence: Sequence) -> None:
+        at = len(self.running)
+        while at and self.running[at - 1].arrival > sequence.arrival:
+            at -= 1
+        self.running.insert(at, sequence)
+
+    def _announce(self, sequence: Sequence, plan: StepPlan) -> None:
+        sampling = sequence.request.sampling
+        stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
+        ids = list(sequence.token_ids)
+        plan.new_rows.append(NewRow(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops))
+        plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
+
+    def _blocks_wanted(self, sequence: Sequence) -> int:
+        """Blocks to allocate before its next token is written: 1 if it starts a block or shares its last, else 0."""
+        index = sequence.num_scheduled // self.config.block_size
+        table = sequence.block_table
+        return int(index == len(table) or not self.pool.is_writable(table[index]))
+
+    def _plan_row(self, plan: StepPlan, scheduled: list[Sequence], sequence: Sequence, count: int) -> None:
+        size = self.config.block_size
+        start = sequence.num_scheduled
+        for index in range(start // size, (start + count - 1) // size + 1):
+            if index == len(sequence.block_table):
+                sequence.block_table += self.pool.allocate(1)
+            elif not self.pool.is_writable(shared := sequence.block_table[index]):
+                (sequence.block_table[index],) = self.pool.allocate(1)
+                plan.copies.append((shared, sequence.block_table[index]))
+                self.pool.release([shared])
+            else:
+                continue
+            plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
+        sequence.num_scheduled += count
+        sample = sequence.num_scheduled == sequence.num_tokens
+        sequence.num_pending += int(sample)
+        plan.rows.append(Row(sequence.slot, start, count, sample))
+        scheduled.append(sequence)

@@ -1,0 +1,74 @@
+"""Sequence: one choice of a request while a group works on it; mutable, owned by the scheduler.
+
+Two counts of progress are kept, because plan N + 1 is made before step N's tokens are known: *scheduled* is what
+plans have asked for, *confirmed* is what ranks have reported. It does not know blocks' contents nor the wire.
+
+    token_ids   [ prompt ............ | resumed | generated ]        confirmed tokens
+                  ^ num_computed: their keys and values are in the pool, confirmed
+                     ^ num_scheduled: and planned
+    num_pending   sampled by a plan in flight, so not yet in token_ids
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from .request import Request
+from .step_output import FinishReason, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`leader` is the choice whose prompt blocks this one shares (None: it computes its own prompt)."""
+
+    request: Request
+    choice: int
+    token_ids: list[int]
+    max_len: int  # tokens, prompt included, at which it ends
+    arrival: int
+    end_token_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop tokens
+    leader: Self | None = None
+    slot: int = -1
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_registered: int = 0  # leading blocks that are in the prefix cache under their hash
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_pending: int = 0
+    num_preemptions: int = 0
+    cached_device_tokens: int = -1  # of the prompt, at first admission
+    cached_host_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    reported: bool = False
+    finish_reason: FinishReason | None = None
+    gone: bool = False  # finished or aborted: results still in flight are dropped
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there will be once every plan in flight is confirmed."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_outputs(self) -> int:
+        """Confirmed output tokens, resumed ones included."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that no plan has asked for yet; 1 is a decode, more a prefill."""
+        return self.num_tokens - self.num_scheduled
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt must be computed whole, cache or no cache."""
+        return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
+
+    def end_after(self, token_id: int) -> FinishReason | None:
+        """Why the sequence ends with `token_id`, its newest token, or None."""
+        if token_id in self.end_token_ids and self.num_outputs >= self.request.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
