@@ -1,0 +1,53 @@
+# Every target works as the very first command in a fresh clone: it makes .venv when that is missing or stale.
+# Needs python3 (3.11 or later, with venv), make and gcc.
+
+PYTHON ?= python3
+BIN := .venv/bin
+NATIVE := $(shell find kernels -name '*.[ch]')
+FLOOR := torch==2.11.* triton==3.6.* transformers==5.17.*
+
+.PHONY: demo test test-all test-floor bench lint types clean
+
+demo: .venv/installed
+	$(BIN)/python demo/demo.py
+
+test: lint types
+	$(BIN)/pytest
+
+# The full matrices, of which `make test` runs a pairwise sample.
+test-all: lint types
+	$(BIN)/pytest -m ''
+
+# Workers and kernels at the oldest versions that GPU hosts may have.
+test-floor: .venv-floor/installed
+	.venv-floor/bin/python -m pytest tests/kernels tests/workers
+
+bench: .venv/installed
+	$(BIN)/python bench/engine.py --json bench/results/engine.json
+	$(BIN)/python bench/serve.py --json bench/results/serve.json
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+# torch goes first and alone, so that nothing else's range decides which build of it comes.
+# mypy does not follow an editable install's finder, so a link gives the root its import name.
+.venv/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	mkdir -p .venv/import && ln -sfn ../.. .venv/import/coatcheck
+	touch $@
+
+.venv-floor/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
+	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
+	grep -vE '^(torch|triton|transformers)==' constraints.txt > .venv-floor/constraints.txt
+	.venv-floor/bin/pip install --disable-pip-version-check --quiet -c .venv-floor/constraints.txt $(FLOOR)
+	.venv-floor/bin/pip install --disable-pip-version-check --quiet -c .venv-floor/constraints.txt $(FLOOR) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-floor build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

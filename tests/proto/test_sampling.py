@@ -1,0 +1,167 @@
+"""SamplingParams: every bound is checked where a request comes in, and its message names the field."""
+
+import math
+from typing import Any
+
+import pytest
+from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from hypothesis import given
+from hypothesis import strategies as st
+
+NAN, INFINITY = math.nan, math.inf
+BAD: list[tuple[str, Any]] = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("min_tokens", -1),
+    ("temperature", -0.1),
+    ("temperature", NAN),
+    ("temperature", INFINITY),
+    ("temperature", 100.5),
+    ("top_k", -1),
+    ("top_k", 2**31),
+    ("top_p", 0.0),
+    ("top_p", -0.5),
+    ("top_p", 1.01),
+    ("top_p", NAN),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", NAN),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", NAN),
+    ("repetition_penalty", INFINITY),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", NAN),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", NAN),
+    ("logit_bias", {3: NAN}),
+    ("logit_bias", {3: INFINITY}),
+    ("logit_bias", {3: -1001.0}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("n", 0),
+    ("n", -1),
+    ("n", MAX_CHOICES + 1),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("stop", ("",)),
+    ("stop", ("a",) * (MAX_STOPS + 1)),
+    ("stop_token_ids", tuple(range(257))),
+]
+EDGES: list[tuple[str, Any]] = [
+    ("max_tokens", 1),
+    ("temperature", 0.0),
+    ("temperature", 100.0),
+    ("top_k", 0),
+    ("top_p", 1.0),
+    ("top_p", 1e-6),
+    ("min_p", 0.0),
+    ("min_p", 1.0),
+    ("repetition_penalty", 100.0),
+    ("presence_penalty", -2.0),
+    ("frequency_penalty", 2.0),
+    ("logit_bias", {0: -1000.0, 1: 1000.0}),
+    ("seed", 0),
+    ("seed", 2**64 - 1),
+    ("n", MAX_CHOICES),
+    ("logprobs", 0),
+    ("prompt_logprobs", MAX_LOGPROBS),
+    ("stop", ("a",) * MAX_STOPS),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_bad_value_names_its_field(name: str, value: Any) -> None:
+    """A value outside its bounds is refused with a message that begins with the field's name."""
+    with pytest.raises(InvalidRequest, match=rf"^{name}\b.* must be "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), EDGES)
+def test_bounds_are_inclusive(name: str, value: Any) -> None:
+    """The values on each bound are accepted as they are."""
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_min_tokens_stays_within_max_tokens() -> None:
+    """More tokens at least than at most is refused, naming min_tokens."""
+    with pytest.raises(InvalidRequest, match=r"^min_tokens is 5; it must be at most max_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_unset_fields_take_our_defaults() -> None:
+    """An empty message means our defaults, not proto3's zeros."""
+    assert SamplingParams.from_message(SamplingMessage()) == SamplingParams()
+    assert SamplingParams().temperature == 1.0
+    assert SamplingParams().skip_special_tokens
+
+
+def test_zeros_that_are_set_are_kept() -> None:
+    """A scalar set to zero is not taken for unset."""
+    params = SamplingParams.from_message(SamplingMessage(temperature=0.0, skip_special_tokens=False, logprobs=0))
+    assert (params.temperature, params.skip_special_tokens, params.logprobs) == (0.0, False, 0)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "n", "top_p", "repetition_penalty"])
+def test_zeros_that_are_wrong_are_refused_on_the_wire(field: str) -> None:
+    """A zero sent on purpose is refused where zero is out of bounds."""
+    with pytest.raises(InvalidRequest, match=f"^{field} is 0"):
+        SamplingParams.from_message(SamplingMessage(**{field: 0}))
+
+
+floats = st.floats(0.0, 1.0, width=32)
+valid = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(1, 2**31),
+    temperature=floats,
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=st.floats(2**-20, 1.0, width=32),
+    min_p=floats,
+    repetition_penalty=st.floats(0.5, 2.0, width=32),
+    presence_penalty=st.floats(-2.0, 2.0, width=32),
+    frequency_penalty=st.floats(-2.0, 2.0, width=32),
+    logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-1000, 1000, width=32), max_size=5),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=MAX_STOPS).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple),
+    ignore_eos=st.booleans(),
+    n=st.integers(1, MAX_CHOICES),
+    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    prompt_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    skip_special_tokens=st.booleans(),
+)
+
+
+@given(valid)
+def test_wire_form_keeps_everything(params: SamplingParams) -> None:
+    """Parameters survive the way over the wire and back unchanged."""
+    assert SamplingParams.from_message(SamplingMessage.FromString(params.to_message().SerializeToString())) == params
+
+
+@given(st.binary(max_size=64))
+def test_any_message_is_taken_or_refused(data: bytes) -> None:
+    """Whatever bytes parse as a message give parameters or InvalidRequest, never another error."""
+    message = SamplingMessage()
+    try:
+        message.ParseFromString(data)
+    except Exception:
+        return  # not a message at all: gRPC refuses it before us
+    try:
+        params = SamplingParams.from_message(message)
+    except InvalidRequest as error:
+        assert "must be" in str(error)
+    else:
+        assert SamplingParams.from_message(params.to_message()) == params
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
+def test_token_ids_must_be_the_models(field: str) -> None:
+    """A token id that the model does not have is refused, naming the field and the limit."""
+    good, bad = ((7,), (8,)) if field == "stop_token_ids" else ({7: 1.0}, {8: 1.0})
+    SamplingParams(**{field: good}).check_model(vocab_size=8)
+    with pytest.raises(InvalidRequest, match=f"^{field} entry is 8; it must be a token id below 8"):
+        SamplingParams(**{field: bad}).check_model(vocab_size=8)
