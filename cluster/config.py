@@ -1,0 +1,123 @@
+"""ServeConfig: what an operator may say to `coatcheck serve`, by flags or by a YAML file of the same names.
+
+Frozen, checked here, unknown names refused. Flags override the file. It knows neither Ray nor torch, so that a wrong
+word is answered at once.
+"""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ..proto.errors import InvalidConfig
+
+DEFAULT_PORT = 50051
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)b?\s*", re.IGNORECASE)
+
+
+def parse_memory(value: object) -> object:
+    """Bytes from '4GiB', '512MB' or 4294967296; a share of the device from '0.5', 0.5 or '50%'. None stays None."""
+    if not isinstance(value, str):
+        return value
+    if value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    match = _MEMORY.fullmatch(value)
+    if match is None:
+        raise ValueError("write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)")
+    return float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
+
+
+class ServeConfig(BaseModel):
+    """`groups` tensor-parallel groups of `tp` ranks each, behind one router."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field(min_length=1)
+    served_model_name: str | None = None
+    groups: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1)
+    ray_address: str | None = None
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    # Unset: a share that suits the device, see launch.py.
+    kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0)] = None
+    max_num_seqs: int = Field(256, ge=1)
+    max_batch_tokens: int = Field(2048, ge=1)
+    max_model_len: int | None = Field(None, ge=2)
+
+    @classmethod
+    def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
+        """Flags (None: not given) over the file's settings; raises InvalidConfig that names the setting."""
+        settings = read_settings(file) if file else {}
+        settings |= {name: value for name, value in flags.items() if value is not None}
+        for name in settings:
+            if name not in cls.model_fields:
+                raise InvalidConfig(f"{file}: unknown setting {name!r}; {_suggest(name, list(cls.model_fields))}")
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            raise InvalidConfig("; ".join(_explain(item) for item in error.errors())) from None
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give: as configured, else the directory's name or the hub id."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model).expanduser()
+        return path.resolve().name if path.is_dir() else self.model
+
+    @property
+    def group_names(self) -> list[str]:
+        """The groups, by name."""
+        return [f"group-{index}" for index in range(self.groups)]
+
+    def check_model_directory(self) -> None:
+        """Raises InvalidConfig for what plainly is no checkpoint, long before a rank would find out."""
+        path = Path(self.model).expanduser()
+        looks_local = path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1
+        if not path.exists():
+            if looks_local:
+                raise InvalidConfig(f"model directory {self.model} does not exist; give a directory or a hub id")
+            return
+        if not path.is_dir():
+            raise InvalidConfig(f"model {self.model} is a file; give the directory that holds config.json")
+        if not (path / "config.json").is_file():
+            raise InvalidConfig(f"model directory {self.model} has no config.json; is it a transformers checkpoint?")
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """A YAML file's settings, dashes in names as underscores; raises InvalidConfig."""
+    import yaml  # here: only a run with --config pays for it
+
+    try:
+        loaded = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise InvalidConfig(f"{file}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise InvalidConfig(f"{file} must hold settings, one `name: value` a line")
+    return {str(name).replace("-", "_"): value for name, value in loaded.items()}
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+def _explain(item: Any) -> str:
+    name = "-".join(str(part) for part in item["loc"][:1]).replace("_", "-")
+    message = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    if item["type"] == "missing":
+        return f"{name} is missing; give it as an argument or in the file"
+    return f"{name} is {item['input']!r}; {message}"

@@ -1,0 +1,93 @@
+"""What an operator may write, and what each mistake is answered with."""
+
+from pathlib import Path
+
+import pytest
+from coatcheck.cluster.config import ServeConfig, parse_memory
+from coatcheck.proto.errors import InvalidConfig
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("4 gib", 4 * 2**30),
+        ("512MB", 512e6),
+        ("512m", 512e6),
+        ("1.5Gi", 1.5 * 2**30),
+        ("4294967296", 2**32),
+        ("0.5", 0.5),
+        (".25", 0.25),
+        ("50%", 0.5),
+        (0.5, 0.5),
+        (2**30, 2**30),
+        (None, None),
+    ],
+)
+def test_memory_is_bytes_or_a_share(written: object, meant: float | None) -> None:
+    """Memory may be written as bytes with or without a unit, or as a share."""
+    assert parse_memory(written) == meant
+
+
+@pytest.mark.parametrize("written", ["", "four", "4GiBs", "-1GiB", "1e9", "GiB"])
+def test_memory_that_is_neither_is_refused(written: str) -> None:
+    """What is neither bytes nor a share is refused with the forms that are allowed."""
+    with pytest.raises(InvalidConfig, match=r"kv-memory.*4GiB"):
+        ServeConfig.build({"model": "m", "kv_memory": written})
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    """The file takes the flags' names, dashes or underscores, and a flag wins over it."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: some/model\ngroups: 3\nmax-num-seqs: 8\nkv_memory: 1GiB\n")
+    config = ServeConfig.build({"groups": 2, "tp": None}, file)
+    assert (config.model, config.groups, config.tp, config.max_num_seqs) == ("some/model", 2, 1, 8)
+    assert config.kv_memory == 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: m\nmax-num-seq: 8\n", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ("model: m\nzebra: 1\n", "unknown setting 'zebra'; known are model"),
+        ("- model\n", "one `name: value` a line"),
+        ("model: [\n", "is not YAML"),
+        ("groups: 1\n", "model is missing"),
+        ("model: m\ngroups: two\n", "groups is 'two'"),
+        ("model: m\ntp: 0\n", "tp is 0; it should be greater than or equal to 1"),
+        ("model: m\nblock-size: 17\n", "block-size is 17"),
+        ("model: m\ndtype: int3\n", "dtype is 'int3'"),
+        ("model: m\ngrpc-port: 70000\n", "grpc-port is 70000"),
+        ("model: m\nkv-memory: 0\n", "kv-memory is 0"),
+        ("model: m\nmax-model-len: 1\n", "max-model-len is 1"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """Every mistake is answered with the setting's name and what it may be."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidConfig) as refused:
+        ServeConfig.build({}, file)
+    assert message in str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """A file that is not there is an InvalidConfig, not a traceback."""
+    with pytest.raises(InvalidConfig, match="No such file"):
+        ServeConfig.build({}, tmp_path / "none.yaml")
+
+
+def test_a_directory_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    """A path that plainly is no checkpoint is refused by name; a hub id is left to the loader."""
+    (tmp_path / "file").write_text("")
+    for path, message in (("none", "does not exist"), ("file", "is a file"), (".", "no config.json")):
+        with pytest.raises(InvalidConfig, match=message):
+            ServeConfig(model=str(tmp_path / path)).check_model_directory()
+    ServeConfig(model="some/model").check_model_directory()
+
+
+def test_the_model_is_named_after_its_directory(tmp_path: Path) -> None:
+    """Requests name the model by its directory, its hub id, or what the operator chose."""
+    assert ServeConfig(model=str(tmp_path)).model_name == tmp_path.name
+    assert ServeConfig(model="some/model").model_name == "some/model"
+    assert ServeConfig(model="some/model", served_model_name="x").model_name == "x"
