@@ -1,0 +1,92 @@
+"""Tiny random checkpoints of every architecture that we serve, for the tests of several rooms.
+
+`tiny_checkpoint(arch, directory)` writes one and returns its path. Weights are larger than the usual initialisation,
+so that greedy decoding wanders instead of repeating one token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+VOCAB = 199  # odd, so that no number of ranks divides it
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    original_max_position_embeddings=32,
+    short_factor=[1.0, 1.1, 1.2, 1.3],
+    long_factor=[1.0, 2.0, 4.0, 8.0],
+)
+
+# name -> (transformers' model type, what differs from the common shape)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3-rope": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+            tie_word_embeddings=True,
+        ),
+    ),
+    "dynamic-rope": ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))),
+    "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "mistral": ("mistral", dict(sliding_window=16, head_dim=16)),
+    "gemma2": (
+        "gemma2",
+        dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0),
+    ),
+    "gemma3": ("gemma3_text", dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16, sliding_window_pattern=2)),
+    "phi3": ("phi3", dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
+    "phi3-longrope": ("phi3", dict(rope_parameters=_LONGROPE)),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        dict(embedding_multiplier=6.0, logits_scaling=4.0, residual_multiplier=0.3, attention_multiplier=0.2),
+    ),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3-moe": (
+        "qwen3_moe",
+        dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
+    ),
+}
+
+
+def tiny_checkpoint(arch: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """Writes the checkpoint to `directory / arch` unless it is there, and returns that path."""
+    path = directory / arch
+    if path.exists():
+        return path
+    model_type, differences = ARCHITECTURES[arch]
+    config = CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **overrides})
+    torch.manual_seed(sum(arch.encode()))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases that no mistake leaves alike
+    model.save_pretrained(path)
+    return path

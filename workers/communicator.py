@@ -1,0 +1,92 @@
+"""Communicator: what the ranks of one group say to each other.
+
+Tensors travel over torch.distributed, NCCL between GPUs and gloo between CPU processes; plain ints always over gloo,
+since they are read on the host. A group of one never initialises torch.distributed. The module does not know what is
+sent, nor how the ranks found their address.
+"""
+
+from __future__ import annotations  # array[int] is a type only for checkers before Python 3.12
+
+from array import array
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A step's plan nearly always fits here, so that one collective carries it: length first, then the ints.
+_HEAD_INTS = 2048
+
+
+class Communicator:
+    """One rank's end. The default is a group of one, whose collectives are the identity."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+        self._ints: dist.ProcessGroup | None = None
+
+    @classmethod
+    def join(
+        cls, rank: int, size: int, address: str, *, device: torch.device, timeout_seconds: float = 60.0
+    ) -> Self:
+        """Meets the other ranks at rank 0's `address` (host:port); a collective that waits longer than the timeout raises."""
+        self = cls(rank, size)
+        if size == 1:
+            return self
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self._ints = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        return self
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, written into `x` and returned."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Every rank's `x` (equal shapes), side by side along `dim` in rank order."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, dim=dim)
+
+    def broadcast_ints(self, values: array[int] | None) -> array[int]:
+        """Rank 0's int32 `values` on every rank; the others pass None."""
+        if self._ints is None:
+            assert values is not None
+            return values
+        head = torch.zeros(_HEAD_INTS, dtype=torch.int32)
+        body = torch.zeros(0, dtype=torch.int32)
+        if self.rank == 0:
+            assert values is not None and values.itemsize == 4
+            body = torch.frombuffer(values, dtype=torch.int32) if values else body
+            head[0] = len(body)
+            head[1 : 1 + len(body)] = body[: _HEAD_INTS - 1]
+        dist.broadcast(head, src=0, group=self._ints)
+        length = int(head[0])
+        if length > _HEAD_INTS - 1:
+            rest = body[_HEAD_INTS - 1 :].clone() if self.rank == 0 else head.new_empty(length - _HEAD_INTS + 1)
+            dist.broadcast(rest, src=0, group=self._ints)
+            head = torch.cat((head, rest))
+        if self.rank == 0:
+            assert values is not None
+            return values
+        return array("i", head[1 : 1 + length].numpy().tobytes())
+
+    def close(self) -> None:
+        """Leaves the group; the object is of no use afterwards."""
+        if self._ints is not None:
+            self._ints = None
+            dist.destroy_process_group()

@@ -1,0 +1,139 @@
+"""Model: transformers' own code for a checkpoint, over the paged KV pool, as one rank of a group holds it.
+
+`forward` turns flattened tokens into hidden states, `logits` hidden states into logits. Which tokens share a step,
+where their KV lies and what is sampled is decided elsewhere.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from .attention import AttentionCall, KVPools, probe_attention
+from .attention_metadata import AttentionMetadata
+from .checkpoint import Checkpoint
+from .communicator import Communicator
+from .model_spec import LayerSpec, ModelSpec
+from .parallel import parallelise
+from .rotary_scaling import choose_max_model_len, pin_rotary
+from .sharding import Shard, plan_sharding
+from .skeleton import build_skeleton, check_complete, choose_dtype, read_config
+from .weights import Progress, load_weights
+
+
+class Model:
+    """One rank's model. Every rank calls the same methods with the same tokens."""
+
+    def __init__(self, spec: ModelSpec, body: nn.Module, head: PreTrainedModel) -> None:
+        self.spec = spec
+        self._body = body
+        self._head = head
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
+        """int64 [T], int64 [T] -> [T, hidden_size], the final norm applied; writes the tokens' KV."""
+        hidden: Tensor = self._body(input_ids, positions, metadata, kv)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> float32 [R, vocab_size], of all ranks, soft-capped or scaled as the model does."""
+        logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return logits[0].float()
+
+
+class TransformersBody(nn.Module):
+    """The base model called as transformers wrote it."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
+        hidden: Tensor = self.base(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            attention_metadata=metadata,
+            kv_pools=kv,
+        ).last_hidden_state
+        return hidden[0]
+
+
+class _FinishedBody(nn.Module):
+    """Stands where the head expects its base model, so that the head's own code can run on finished hidden states."""
+
+    def forward(self, *, inputs_embeds: Tensor, **unused: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+
+
+def load_model(
+    path_or_id: str | os.PathLike[str],
+    *,
+    communicator: Communicator,
+    dtype: str = "auto",
+    device: torch.device | str,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Reads this rank's slices of a checkpoint, local or from the hub.
+
+    `progress(done_bytes, total_bytes)` follows the reading. Raises InvalidModel for a checkpoint that cannot be served,
+    InvalidConfig for a setting that does not fit it.
+    """
+    device = torch.device(device)
+    with Checkpoint.open(os.fspath(path_or_id)) as checkpoint:
+        config = read_config(checkpoint.directory)
+        stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
+        model_dtype = choose_dtype(dtype, config, stored)
+        length = choose_max_model_len(config, max_model_len)
+        causal = build_skeleton(config, model_dtype, device)
+        pin_rotary(causal, length)
+        calls = probe_attention(causal)
+        names = {module: name for name, module in causal.named_modules()}
+        plan = plan_sharding(
+            {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
+            causal.tp_plan,
+            calls,
+            names[causal.get_input_embeddings()],
+            names[causal.get_output_embeddings()],
+            shard := Shard(communicator.rank, communicator.size),
+        )
+        weight_bytes = load_weights(causal, checkpoint, plan.cuts, device, progress)
+        fingerprint = checkpoint.fingerprint()
+        end_tokens = _end_tokens(checkpoint.directory, config)
+    check_complete(causal)
+    if shard.size > 1:
+        parallelise(causal, plan, calls, config.vocab_size, communicator)
+    body = TransformersBody(causal.base_model)
+    setattr(causal, causal.base_model_prefix, _FinishedBody())
+    spec = ModelSpec(
+        name=checkpoint.name,
+        architecture=type(causal).__name__,
+        vocab_size=config.vocab_size,
+        max_model_len=length,
+        dtype=str(model_dtype).removeprefix("torch."),
+        fingerprint=fingerprint,
+        eos_token_ids=end_tokens,
+        layers=tuple(_layer_spec(call, shard) for call in calls),
+        tp=shard.size,
+        weight_bytes=weight_bytes,
+    )
+    return Model(spec, body, causal)
+
+
+def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
+    """generation_config.json says it better where there is one: chat models end turns with more than one token."""
+    chosen = config.eos_token_id
+    if (directory / "generation_config.json").exists():
+        chosen = GenerationConfig.from_pretrained(directory).eos_token_id or chosen
+    return () if chosen is None else tuple(chosen) if isinstance(chosen, list) else (chosen,)
+
+
+def _layer_spec(call: AttentionCall, shard: Shard) -> LayerSpec:
+    heads, kv_heads = shard.local_heads(call)
+    return LayerSpec(heads, kv_heads, call.head_dim, call.sliding_window, call.softcap)

@@ -1,0 +1,86 @@
+"""The skeleton: transformers' own model from a config, on the meta device, with every computed buffer filled in.
+
+No weight is read. What cannot be served is refused here, before anything large happens. It does not know ranks.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..proto.errors import InvalidConfig, InvalidModel
+from . import attention
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_config(directory: Path) -> Any:
+    """The model's config; raises InvalidModel where transformers does not know it or we cannot serve it."""
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise InvalidModel(f"{directory}/config.json: {str(error).splitlines()[0]}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise InvalidModel(f"{directory} is quantised; only float32, bfloat16 and float16 checkpoints are served")
+    if config.get_text_config() is not config:
+        raise InvalidModel(f"{config.model_type} takes more than text; serve its text-only checkpoint")
+    if config.is_encoder_decoder:
+        raise InvalidModel(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
+    return config
+
+
+def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
+    """`auto` is the config's, or else the checkpoint's."""
+    if asked == "auto":
+        named = getattr(config, "dtype", None)
+        return named if named in DTYPES.values() else stored
+    if asked not in DTYPES:
+        raise InvalidConfig(f"dtype is {asked!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[asked]
+
+
+def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model with parameters on meta and non-persistent buffers computed on `device`."""
+    attention.register()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise InvalidModel(f"{config.model_type} cannot be served: {str(error).splitlines()[0]}") from error
+    assert isinstance(model, PreTrainedModel)
+    model.eval()
+    for module in model.modules():
+        _compute_buffers(model, module, device)
+    return model
+
+
+def check_complete(model: nn.Module) -> None:
+    """Raises InvalidModel where a parameter, buffer or plain attribute was left on the meta device."""
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    for name, module in model.named_modules():
+        left += [f"{name}.{k}" for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta]
+    if left:
+        raise InvalidModel(f"nothing initialises {', '.join(sorted(left)[:4])}; this architecture cannot be served")
+
+
+def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Non-persistent buffers are in no checkpoint: transformers' own initialiser computes them.
+
+    They are first filled with NaN, so that one which the initialiser forgets is noticed. Weights of the same module
+    are on meta, where initialising costs and changes nothing.
+    """
+    computed = sorted(module._non_persistent_buffers_set)
+    buffers = {name: buffer for name in computed if (buffer := module._buffers[name]) is not None}
+    if not buffers:
+        return
+    for name, buffer in buffers.items():
+        if not buffer.is_floating_point():
+            raise InvalidModel(f"nothing initialises the buffer {name}; this architecture cannot be served")
+        module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
+    with torch.no_grad():
+        model._init_weights(module)
+    forgotten = [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
+    if forgotten:
+        raise InvalidModel(f"nothing initialises the buffer {', '.join(forgotten)}; it cannot be served")
