@@ -9,9 +9,9 @@ another tenant's cache. It does not know where a block lives, nor how many token
 
 import hashlib
 import struct
+import sys
 from array import array
 from collections.abc import Sequence
-import sys
 
 HASH_BYTES = 16
 

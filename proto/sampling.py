@@ -67,11 +67,7 @@ class SamplingParams:
     @classmethod
     def from_message(cls, message: SamplingMessage) -> Self:
         """The wire form with our defaults in the place of what is unset; raises InvalidRequest."""
-        present = {
-            name: getattr(message, name)
-            for name in _SCALARS
-            if message.HasField(name)  # type: ignore[arg-type]  # the names are the message's own
-        }
+        present = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
         return cls(
             **present,
             logit_bias=dict(message.logit_bias),

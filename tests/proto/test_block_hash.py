@@ -4,9 +4,10 @@ import hashlib
 import struct
 
 import pytest
-from coatcheck.proto.block_hash import HASH_BYTES, block_key, hash_block, hash_chain
 from hypothesis import given
 from hypothesis import strategies as st
+
+from coatcheck.proto.block_hash import HASH_BYTES, block_key, hash_block, hash_chain
 
 KEY = block_key(salt="", model="demo", fingerprint="0123")
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=200)

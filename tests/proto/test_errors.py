@@ -2,6 +2,7 @@
 
 import grpc
 import pytest
+
 from coatcheck.proto import errors
 from coatcheck.proto.errors import CoatcheckError, Overloaded, error_of, status_of
 

@@ -4,11 +4,12 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from hypothesis import given
-from hypothesis import strategies as st
 
 NAN, INFINITY = math.nan, math.inf
 BAD: list[tuple[str, Any]] = [
