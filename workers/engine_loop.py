@@ -42,6 +42,11 @@ class EngineLoop:
         """Begins to step."""
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def submit(self, request: Request, on_refused: Callable[[CoatcheckError], None]) -> None:
         """Queues a request; a refusal is called back in the engine's thread."""
 

@@ -64,7 +64,7 @@ class StepPlan:
         """Tokens computed in this step."""
         return sum(row.num_tokens for row in self.rows)
 
-    def encode(self) -> array[int]:
+    def encode(self) -> "array[int]":
         """The plan as int32."""
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
         out.extend((len(self.rows), 0, 0))
@@ -83,7 +83,7 @@ class StepPlan:
         return out
 
     @classmethod
-    def decode(cls, ints: array[int]) -> Self:
+    def decode(cls, ints: "array[int]") -> Self:
         """The plan that `encode` made."""
         step, stop, num_new, num_writes, num_copies, num_rows = ints[:6]
         at = _HEADER
@@ -107,11 +107,11 @@ class StepPlan:
         return cls(step, new_rows, writes, copies, rows, bool(stop))
 
 
-def _bits(*values: float) -> array[int]:
+def _bits(*values: float) -> "array[int]":
     return array("i", struct.pack(f"={len(values)}f", *values))
 
 
-def _encode_sampling(params: SamplingParams) -> array[int]:
+def _encode_sampling(params: SamplingParams) -> "array[int]":
     # Stop strings, n, max_tokens and ignore_eos are for the host; ranks need only what changes the draw.
     out = array("i", struct.pack("=Q", params.seed or 0))
     out.extend(_bits(params.temperature, params.top_p, params.min_p))
@@ -126,7 +126,7 @@ def _encode_sampling(params: SamplingParams) -> array[int]:
     return out
 
 
-def _decode_sampling(ints: array[int]) -> SamplingParams:
+def _decode_sampling(ints: "array[int]") -> SamplingParams:
     (seed,) = struct.unpack("=Q", ints[:2].tobytes())
     temperature, top_p, min_p, repetition, presence, frequency = struct.unpack("=6f", ints[2:8].tobytes())
     top_k, min_tokens, logprobs, prompt_logprobs = ints[8:12]

@@ -1,0 +1,100 @@
+"""FakeRunner: stands where the ranks' model does, and catches every way in which a plan could be wrong.
+
+It keeps the same mirror as a rank, but a slot of its pool holds the (token, position, hash of all before) that was
+stored there. Each row reads back its whole context through its block table and fails if anything but its own tokens
+lies there. The token it "samples" is a hash of that context, so a wrong block also changes what comes out.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+from coatcheck.workers.engine import StepResult
+from coatcheck.workers.model_spec import LayerSpec, ModelSpec
+from coatcheck.workers.step_plan import StepPlan
+
+SPEC = ModelSpec(
+    name="fake",
+    architecture="Fake",
+    vocab_size=1000,
+    max_model_len=4096,
+    dtype="float32",
+    fingerprint="fake",
+    eos_token_ids=(0,),
+    layers=(LayerSpec(1, 1, 16),),
+    tp=1,
+    weight_bytes=1 << 20,
+)
+
+
+def next_token(context: list[int], choice: int, seed: int = 0) -> int:
+    """What the fake model says after `context`; 0 (end of sequence) one time in 61."""
+    value = zlib.crc32(repr((context, choice, seed)).encode())
+    return 0 if value % 61 == 0 else 1 + value % 999
+
+
+def answer(prompt: list[int], max_tokens: int, choice: int = 0, seed: int = 0) -> list[int]:
+    """All that the fake model says to a prompt."""
+    said: list[int] = []
+    while len(said) < max_tokens and (not said or said[-1] != 0):
+        said.append(next_token(prompt + said, choice, seed))
+    return said
+
+
+@dataclass
+class FakeStep:
+    """A step that is computed when it is launched, as on CPU."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        """The step's tokens."""
+        return self.result
+
+
+class FakeRunner:
+    """`pool[block][offset]` is the context up to and with the token stored there, or None."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.rows: dict[int, tuple[int, int, int]] = {}  # slot -> prompt_len, choice, seed
+        self.plans = 0
+        self.computed = 0
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """Carries out the plan as it comes off the wire."""
+        plan = StepPlan.decode(plan.encode())
+        self.plans += 1
+        for new in plan.new_rows:
+            self.tokens[new.slot] = list(new.token_ids)
+            self.tables[new.slot] = {}
+            self.rows[new.slot] = (new.prompt_len, new.choice, new.sampling.seed or 0)
+        for write in plan.table_writes:
+            self.tables[write.slot][write.index] = write.block
+        for source, target in plan.copies:
+            self.pool[target] = list(self.pool[source])
+        sampled = []
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots), "a slot has two rows"
+        for row in plan.rows:  # every row's keys are stored before any row attends
+            tokens, table = self.tokens[row.slot], self.tables[row.slot]
+            for position in range(row.start, row.start + row.num_tokens):
+                block = table[position // self.block_size]
+                self.pool[block][position % self.block_size] = tuple(tokens[: position + 1])
+            self.computed += row.num_tokens
+        for row in plan.rows:
+            tokens, table = self.tokens[row.slot], self.tables[row.slot]
+            end = row.start + row.num_tokens
+            for position in range(end):
+                there = self.pool[table[position // self.block_size]][position % self.block_size]
+                assert there == tuple(tokens[: position + 1]), f"slot {row.slot} reads another's KV at {position}"
+            token = -1
+            if row.sample:
+                _, choice, seed = self.rows[row.slot]
+                token = next_token(tokens[:end], choice, seed)
+                assert len(tokens) == end, "sampled before its last token"
+                tokens.append(token)
+            sampled.append(token)
+        return FakeStep(StepResult(sampled))
