@@ -28,10 +28,8 @@ class Communicator:
         self._ints: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(
-        cls, rank: int, size: int, address: str, *, device: torch.device, timeout_seconds: float = 60.0
-    ) -> Self:
-        """Meets the other ranks at rank 0's `address` (host:port); a collective that waits longer than the timeout raises."""
+    def join(cls, rank: int, size: int, address: str, *, device: torch.device, timeout_seconds: float = 60.0) -> Self:
+        """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises."""
         self = cls(rank, size)
         if size == 1:
             return self

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 VOCAB = 199  # odd, so that no number of ranks divides it
 
@@ -55,7 +55,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", dict(sliding_window=16, head_dim=16)),
     "gemma2": (
         "gemma2",
-        dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0),
+        dict(
+            head_dim=16,
+            sliding_window=16,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=30.0,
+        ),
     ),
     "gemma3": ("gemma3_text", dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=16, sliding_window_pattern=2)),
     "phi3": ("phi3", dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),

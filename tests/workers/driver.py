@@ -1,0 +1,87 @@
+"""Runs a Model by hand: block tables without a scheduler, chunked prefills and decodes mixed in one batch.
+
+It stands in for the engine in tests of the model alone; it does not sample, share blocks or preempt.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coatcheck.workers.attention_metadata import AttentionMetadata
+from coatcheck.workers.block_layout import BlockLayout
+from coatcheck.workers.model import Model
+
+
+@dataclass(slots=True)
+class Running:
+    """One sequence: its tokens, how many are in the cache, and its blocks."""
+
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+    output: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """A pool of `num_blocks` and the sequences that run over it; block 0 stays unused, others go out shuffled."""
+
+    def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 128) -> None:
+        self.model = model
+        self.layout = BlockLayout.of(model.spec.layers, block_size, getattr(torch, model.spec.dtype))
+        # NaN in what was never written: a read outside of a sequence's own tokens cannot go unnoticed.
+        pool = self.layout.allocate(num_blocks, torch.device("cpu"))
+        pool.view(self.layout.dtype).fill_(torch.nan)
+        self.kv = self.layout.views(pool)
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
+        self._free: list[int] = order.tolist()
+
+    def start(self, tokens: list[int], max_tokens: int) -> Running:
+        """Takes the blocks that the sequence will ever need."""
+        count = -(-(len(tokens) + max_tokens) // self.layout.block_size)
+        blocks, self._free = self._free[:count], self._free[count:]
+        assert len(blocks) == count, "the test needs a larger pool"
+        return Running(list(tokens), blocks)
+
+    def step(self, work: list[tuple[Running, int]]) -> Tensor:
+        """One forward pass over the next `n` tokens of each sequence; logits [S, vocab] after each one's last."""
+        ids, positions, slots, lens, starts = [], [], [], [], [0]
+        size = self.layout.block_size
+        for sequence, n in work:
+            span = range(sequence.computed, sequence.computed + n)
+            ids += sequence.tokens[span.start : span.stop]
+            positions += span
+            slots += [sequence.blocks[i // size] * size + i % size for i in span]
+            sequence.computed = span.stop
+            lens.append(span.stop)
+            starts.append(starts[-1] + n)
+        tables = torch.zeros(len(work), max(len(sequence.blocks) for sequence, _ in work), dtype=torch.int32)
+        for row, (sequence, _) in enumerate(work):
+            tables[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+        metadata = AttentionMetadata(
+            slot_mapping=torch.tensor(slots),
+            block_tables=tables,
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
+            max_seqlen_q=max(n for _, n in work),
+            max_seq_len=max(lens),
+        )
+        hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.kv)
+        return self.model.logits(hidden[torch.tensor(starts[1:]) - 1])
+
+    def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
+        """Greedy tokens; sequence i joins at step i * stagger, so that its prefill meets the others' decodes."""
+        waiting = [self.start(prompt, max_tokens) for prompt in prompts]
+        everyone, running, step = list(waiting), list[Running](), 0
+        while waiting or running:
+            while waiting and step >= (len(everyone) - len(waiting)) * stagger:
+                running.append(waiting.pop(0))
+            if running:
+                work = [(s, min(chunk, len(s.tokens) - s.computed)) for s in running]
+                for (sequence, _), row in zip(work, self.step(work), strict=True):
+                    if sequence.computed == len(sequence.tokens):
+                        sequence.output.append(int(row.argmax()))
+                        sequence.tokens.append(sequence.output[-1])
+                running = [s for s in running if len(s.output) < max_tokens]
+            step += 1
+        return [s.output for s in everyone]

@@ -1,0 +1,59 @@
+"""Starts real rank processes over gloo and collects what each one returns.
+
+A fork server imports torch and transformers once for all of them: that is most of a rank's start.
+"""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from coatcheck.workers.communicator import Communicator
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["coatcheck.workers.model"])
+
+Work = Callable[[Communicator, Any], Any]
+
+
+def run_ranks(size: int, work: Work, argument: Any, *, seconds: float = 100.0) -> list[Any]:
+    """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        _context.Process(target=_rank, args=(rank, size, address, work, argument, pipes[rank][1]), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        answers = []
+        for rank, (receiver, sender) in enumerate(pipes):
+            sender.close()
+            if not receiver.poll(seconds):
+                raise TimeoutError(f"rank {rank} of {size} did not answer in {seconds} s")
+            answers.append(receiver.recv())
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    for rank, (failure, _) in enumerate(answers):
+        if failure:
+            raise AssertionError(f"rank {rank} of {size} failed:\n{failure}")
+    return [value for _, value in answers]
+
+
+def _rank(rank: int, size: int, address: str, work: Work, argument: Any, answer: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        communicator = Communicator.join(rank, size, address, device=torch.device("cpu"), timeout_seconds=60)
+        value = work(communicator, argument)
+        communicator.close()
+        answer.send((None, value))
+    except Exception:
+        answer.send((traceback.format_exc(), None))
