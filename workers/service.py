@@ -1,0 +1,272 @@
+"""WorkerService: the gRPC service of a group's rank 0.
+
+Routers attach with one stream each; it turns their submissions into requests for the engine, and each engine step
+into at most one batch of tokens per router. Two threads meet here: the engine's calls `publish` and `_refuse`, all
+else runs in the event loop of the service's own thread. Per step the engine's thread builds messages and wakes the
+loop once; it never waits for a stream. It does not know what a token means, nor how the other ranks are reached.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import grpc.aio
+
+from ..proto import coatcheck_pb2 as public
+from ..proto import worker_pb2 as wire
+from ..proto.errors import CoatcheckError, InvalidRequest, status_of
+from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from .engine import Engine
+from .engine_loop import EngineLoop
+from .step_output import EngineStats, KvEvent, StepOutput
+from .subscriber import Subscriber
+from .wire import event_messages, request_of, snapshot_messages, status_message, write_output
+
+BUFFER_BYTES = 16 << 20
+LOAD_SECONDS = 0.1
+QUIET_LOAD_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+_Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """One submission that is being answered; `choices` are those not yet finished."""
+
+    subscriber: Subscriber
+    submit_id: int
+    attempt: int
+    choices: set[int] = field(default_factory=set)
+
+
+class WorkerService(WorkerServicer):
+    """Made before its engine's loop, which calls `publish`; `start` is given that loop."""
+
+    def __init__(
+        self,
+        registration: wire.Registration,
+        ranks: list[public.RankStatus],
+        *,
+        kernels: str = "",
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self.address = ""
+        self._registration = registration
+        self._ranks = ranks
+        self._kernels = kernels
+        self._buffer_bytes = buffer_bytes
+        self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
+        self._tickets: dict[str, _Ticket] = {}
+        self._attached = 0
+        self._sequence = 0  # of the next KV event; the engine's thread owns it
+        self._stats: EngineStats | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
+        self._server: grpc.aio.Server
+        self._engine: EngineLoop
+        self._load_task: asyncio.Task[None]
+
+    def start(self, engine: EngineLoop, listen: str) -> str:
+        """Serves on `listen` (host:port, 0 for any port) and returns host:port."""
+        self._engine = engine
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(listen), self._loop).result()
+        return self.address
+
+    def stop(self) -> None:
+        """Ends every stream, then the thread."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def publish(self, output: StepOutput, stats: EngineStats) -> None:
+        """Sends a step's tokens and events to whom they belong. In the engine's thread."""
+        self._stats = stats
+        mail: list[tuple[Subscriber, wire.FromGroup]] = []
+        if output.events:
+            if self._subscribers:
+                for message in event_messages(self._registration.epoch, self._sequence, output.events):
+                    mail.extend((subscriber, message) for subscriber in self._subscribers.values())
+            self._sequence += len(output.events)
+        batches: dict[int, wire.FromGroup] = {}
+        for sequence in output.outputs:
+            ticket = self._tickets.get(sequence.request_id)
+            if ticket is None:
+                continue  # its router has gone or has given it up; the abort is on its way to the engine
+            batch = batches.get(ticket.subscriber.number)
+            if batch is None:
+                batch = batches[ticket.subscriber.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
+                mail.append((ticket.subscriber, batch))
+            write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
+            if sequence.finish_reason is not None:
+                self._close_choice(sequence.request_id, ticket, sequence.choice)
+        if mail:
+            self._loop.call_soon_threadsafe(self._deliver, mail)
+
+    async def Attach(self, requests: AsyncIterator[wire.ToGroup], stream: _Stream) -> None:
+        """One router, until either side ends; then its requests are aborted."""
+        first = await anext(requests, None)
+        if first is None or not first.HasField("hello"):
+            await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a Hello")
+        assert first is not None  # abort raises
+        self._attached += 1
+        subscriber = Subscriber(self._attached, first.hello.router, buffer_bytes=self._buffer_bytes)
+        subscriber.put(wire.FromGroup(registration=self._registration))
+        _log.info("router %r attached", subscriber.router)
+        ends = [
+            asyncio.create_task(self._read(subscriber, requests)),
+            asyncio.create_task(subscriber.write_to(stream.write)),
+            asyncio.create_task(subscriber.overflowed.wait()),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+            self._detach(subscriber)
+        if subscriber.overflowed.is_set():
+            await stream.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"router {subscriber.router!r} let more than {self._buffer_bytes} bytes pile up; attach anew",
+            )
+
+    async def Probe(self, request: wire.ProbeRequest, stream: object) -> wire.ProbeResponse:
+        """Answers between two steps, so only while the engine lives; the ranks' first step came before it."""
+        stats = await asyncio.wrap_future(self._engine.call(Engine.stats))
+        return wire.ProbeResponse(registration=self._registration, status=self._status(stats))
+
+    async def _start(self, listen: str) -> None:
+        # A router that vanished without a word is noticed by keepalive within 15 s.
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                ("grpc.max_receive_message_length", 64 << 20),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # protoc writes no types
+        port = self._server.add_insecure_port(listen)
+        self.address = f"{listen.rpartition(':')[0]}:{port}"
+        await self._server.start()
+        self._load_task = asyncio.create_task(self._publish_load())
+
+    async def _stop(self) -> None:
+        self._load_task.cancel()
+        await self._server.stop(grace=0.2)
+
+    async def _read(self, subscriber: Subscriber, requests: AsyncIterator[wire.ToGroup]) -> None:
+        await self._send_snapshot(subscriber)
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "submit":
+                self._submit(subscriber, message.submit)
+            elif kind == "abort":
+                choice = message.abort.choice if message.abort.HasField("choice") else None
+                self._abort(_key(subscriber, message.abort.id), choice)
+            elif kind == "snapshot":
+                await self._send_snapshot(subscriber)
+
+    async def _send_snapshot(self, subscriber: Subscriber) -> None:
+        if subscriber.takes_snapshot:
+            return  # the events behind the one under way have no gap
+        subscriber.hold_events()
+
+        def join(engine: Engine) -> tuple[int, list[KvEvent]]:
+            # Between two steps, so that no event falls between the snapshot and the first one published.
+            self._subscribers[subscriber.number] = subscriber
+            return self._sequence, engine.snapshot()
+
+        sequence, held = await asyncio.wrap_future(self._engine.call(join))
+        subscriber.put_snapshot(sequence, snapshot_messages(self._registration.epoch, sequence, held))
+
+    def _submit(self, subscriber: Subscriber, submit: wire.Submit) -> None:
+        key = _key(subscriber, submit.id)
+        refuse = partial(self._refuse, key, subscriber, submit.id, submit.attempt)
+        if key in self._tickets:
+            self._reply_refused(subscriber, submit.id, submit.attempt, InvalidRequest(f"id {submit.id} is in use"))
+            return
+        try:
+            request = request_of(submit, key)
+        except CoatcheckError as error:
+            self._reply_refused(subscriber, submit.id, submit.attempt, error)
+            return
+        choices = set(range(request.sampling.n))
+        self._tickets[key] = _Ticket(subscriber, submit.id, submit.attempt, choices)
+        self._engine.submit(request, refuse)
+
+    def _abort(self, key: str, choice: int | None) -> None:
+        ticket = self._tickets.get(key)
+        if ticket is None:
+            return  # it has ended meanwhile
+        if choice is None:
+            self._tickets.pop(key, None)
+        else:
+            self._close_choice(key, ticket, choice)
+        self._engine.abort(key, choice)
+
+    def _close_choice(self, key: str, ticket: _Ticket, choice: int) -> None:
+        ticket.choices.discard(choice)
+        if not ticket.choices:
+            self._tickets.pop(key, None)
+
+    def _refuse(self, key: str, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
+        # In the engine's thread.
+        self._tickets.pop(key, None)
+        self._loop.call_soon_threadsafe(self._reply_refused, subscriber, submit_id, attempt, error)
+
+    def _reply_refused(self, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
+        refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
+        subscriber.put(wire.FromGroup(refused=refused))
+
+    def _deliver(self, mail: list[tuple[Subscriber, wire.FromGroup]]) -> None:
+        for subscriber, message in mail:
+            subscriber.put(message)
+
+    def _detach(self, subscriber: Subscriber) -> None:
+        _log.info("router %r left", subscriber.router)
+        self._engine.call(lambda _: self._subscribers.pop(subscriber.number, None))  # after a `join` still queued
+        for key, ticket in list(self._tickets.items()):
+            if ticket.subscriber is subscriber:
+                self._abort(key, None)
+
+    def _status(self, stats: EngineStats) -> public.GroupStatus:
+        name = self._registration.group
+        return status_message(stats, name, self.address, self._kernels, self._ranks)
+
+    async def _publish_load(self) -> None:
+        """Soon after a change, else once a second, and only while steps go on: silence means a stuck engine."""
+        sent: EngineStats | None = None
+        sent_at = 0.0
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            stats = self._stats
+            if stats is None or stats is sent or not self._subscribers:
+                continue
+            if _is_idle(stats, sent) and time.monotonic() - sent_at < QUIET_LOAD_SECONDS - LOAD_SECONDS:
+                continue
+            sent, sent_at = stats, time.monotonic()
+            load = wire.Load(status=self._status(stats), queued_prefill_tokens=stats.queued_prefill_tokens)
+            message = wire.FromGroup(load=load)
+            self._deliver([(subscriber, message) for subscriber in list(self._subscribers.values())])
+
+
+def _is_idle(stats: EngineStats, before: EngineStats | None) -> bool:
+    return before is not None and (stats.running, stats.waiting, stats.generated_tokens) == (
+        before.running,
+        before.waiting,
+        before.generated_tokens,
+    )
+
+
+def _key(subscriber: Subscriber, submit_id: int) -> str:
+    """The engine's request id: routers number their submissions independently of each other."""
+    return f"{subscriber.number}.{submit_id}"
