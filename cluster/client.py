@@ -1,0 +1,122 @@
+"""Client: our own client of the public service. A stream that loses its router goes on by itself at another.
+
+It needs nothing from the router that was lost: a resume is the request again with the seed from Started and the token
+ids that have come so far. It does not know groups or engines, and it prints nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+import grpc
+
+from ..proto import coatcheck_pb2 as pb
+from ..proto.coatcheck_pb2_grpc import GenerationStub
+from ..proto.errors import CoatcheckError, Unavailable, error_of
+from .delivered import Delivered
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # A router that comes back should be found at once, not after gRPC's usual minutes of back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+class Client:
+    """Speaks to any of several routers of one cluster; an async context manager that owns its channels.
+
+    `max_resumes` bounds how often one stream moves without having got an event in between, `patience` for how many
+    seconds in a row it looks for a router.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, max_resumes: int = 32, patience: float = 15.0) -> None:
+        if not addresses:
+            raise ValueError("a client needs at least one address, host:port")
+        self._addresses = tuple(addresses)
+        self._max_resumes = max_resumes
+        self._patience = patience
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._current = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends every channel and the streams on them."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
+
+    async def generate_stream(
+        self, request: pb.GenerateRequest, *, timeout: float | None = None
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        """One Started, Deltas without gap or repeat, one Final, over however many routers it takes.
+
+        Raises the CoatcheckError of the status with which a router refuses, and Unavailable when none is left.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        delivered = Delivered(request)
+        losses = 0
+        lost_since = 0.0
+        while True:
+            try:
+                async for event in self._attempt(delivered.request(), deadline):
+                    if (new := delivered.take(event)) is not None:
+                        losses = 0
+                        yield new
+                if delivered.complete:
+                    return
+                loss: CoatcheckError = Unavailable(f"{self.address} ended the stream before its end")
+            except grpc.aio.AioRpcError as error:
+                loss = self._explain(error)
+                if not _may_go_on(error.code(), delivered.started):
+                    raise loss from None
+            losses += 1
+            if losses == 1:
+                lost_since = time.monotonic()
+            # Before the first event every router is asked once; a stream that had begun is worth waiting for.
+            budget = self._max_resumes if delivered.started else len(self._addresses) - 1
+            if losses > budget or time.monotonic() - lost_since > self._patience:
+                raise loss
+            self._current += 1
+            if losses >= len(self._addresses):
+                await asyncio.sleep(min(0.05 * 2 ** min(losses, 5), self._patience))
+
+    @property
+    def address(self) -> str:
+        """The router that is asked next, or that was asked last."""
+        return self._addresses[self._current % len(self._addresses)]
+
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to `address`, opened when first needed."""
+        if self.address not in self._channels:
+            self._channels[self.address] = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+        return self._channels[self.address]
+
+    async def _attempt(self, request: pb.GenerateRequest, deadline: float | None) -> AsyncIterator[pb.GenerateEvent]:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        call: Any = GenerationStub(self.channel()).GenerateStream(request, timeout=timeout)  # type: ignore[no-untyped-call]
+        try:
+            async for event in call:
+                yield event
+        finally:
+            # A caller that leaves early must not leave a sequence running.
+            call.cancel()
+
+    def _explain(self, error: grpc.aio.AioRpcError) -> CoatcheckError:
+        details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
+            return Unavailable(f"no server answers at {self.address}; is `coatcheck serve` running there?")
+        return error_of(error.code().value[0], details)
+
+
+def _may_go_on(code: grpc.StatusCode, started: bool) -> bool:
+    """Whether another router may answer what this one did not. A begun stream outwaits a full router as well."""
+    return code is grpc.StatusCode.UNAVAILABLE or (started and code is grpc.StatusCode.RESOURCE_EXHAUSTED)

@@ -1,0 +1,91 @@
+"""FakeRouter: the public service in this process, with made-up tokens. The one seam of the client's tests.
+
+A token depends on (seed, choice, position) alone, as the real one's do, so that a resumed stream can be compared with
+an undisturbed one. What it was asked stays in `requests`.
+"""
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import grpc
+
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.coatcheck_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+
+PIECES = [" one", " two", " drei", " vier", " ☂", " six", " sept", " acht"]
+
+
+def token(seed: int, choice: int, position: int) -> int:
+    """The token at a position of a choice."""
+    return hashlib.blake2b(f"{seed}/{choice}/{position}".encode(), digest_size=2).digest()[0] % len(PIECES)
+
+
+class FakeRouter(GenerationServicer):
+    """Answers at `address`. `losses` scripts what its next streams do: the number of events until one breaks."""
+
+    def __init__(self, name: str = "group-0", *, losses: list[int] | None = None, port: int = 0) -> None:
+        self.name = name
+        self.losses = losses or []
+        self.requests: list[pb.GenerateRequest] = []
+        self.cancelled = 0
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.breaks_with = grpc.StatusCode.UNAVAILABLE
+        self._port = port
+
+    async def __aenter__(self) -> Self:
+        self._server = grpc.aio.server()
+        add_GenerationServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._server.stop(None)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
+        self.requests.append(request)
+        if self.refusal:
+            await context.abort(*self.refusal)
+        budget = self.losses.pop(0) if self.losses else None
+        try:
+            for sent, event in enumerate(self._events(request)):
+                if sent == budget:
+                    await context.abort(self.breaks_with, "this router is going away")
+                yield event
+        finally:
+            self.cancelled += context.cancelled()
+
+    def _events(self, request: pb.GenerateRequest) -> list[pb.GenerateEvent]:
+        sampling = request.sampling
+        seed = sampling.seed if sampling.HasField("seed") else 7
+        prompt = len(request.token_ids.ids) or len(request.text.split()) or len(request.chat.messages)
+        n, total = sampling.n or 1, sampling.max_tokens or 5
+        held = {resumed.choice: len(resumed.token_ids) for resumed in request.resume}
+        started = pb.Started(
+            request_id=request.request_id or "r1", model="fake", seed=seed, group=self.name, prompt_tokens=prompt
+        )
+        events = [pb.GenerateEvent(started=started)]
+        if sampling.HasField("prompt_logprobs"):
+            logprobs = [pb.TokenLogprob(token_id=3, logprob=-1.5, rank=2)]
+            events.append(pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(tokens=logprobs)))
+        for position in range(total):
+            for choice in range(n):
+                if position < held.get(choice, 0):
+                    continue
+                chosen = token(seed, choice, position)
+                delta = pb.Delta(choice=choice, text=PIECES[chosen], token_ids=[chosen])
+                if sampling.HasField("logprobs"):
+                    top = [pb.TopLogprob(token_id=chosen, logprob=-0.5)] * sampling.logprobs
+                    delta.logprobs.append(pb.TokenLogprob(token_id=chosen, logprob=-0.5, rank=1, top=top))
+                if position == total - 1:
+                    delta.finish_reason = pb.FINISH_REASON_LENGTH
+                events.append(pb.GenerateEvent(delta=delta))
+        usage = pb.Usage(prompt_tokens=prompt, completion_tokens=n * total, cached_device_tokens=prompt // 2)
+        final = pb.Final(usage=usage, group=self.name, routed_by="most of its prefix is there", moves=0)
+        events.append(pb.GenerateEvent(final=final))
+        return events

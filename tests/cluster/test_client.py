@@ -1,0 +1,149 @@
+"""Our client: a stream outlives the router that began it."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from coatcheck.cluster.client import Client
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unavailable
+from coatcheck.tests.cluster.fake_router import FakeRouter, token
+
+
+def request(**sampling: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="a b c", sampling=pb.SamplingParams(**{"max_tokens": 6, **sampling}))  # type: ignore[arg-type]
+
+
+async def gather(client: Client, asked: pb.GenerateRequest) -> list[pb.GenerateEvent]:
+    return [event async for event in client.generate_stream(asked)]
+
+
+def ids(events: list[pb.GenerateEvent], choice: int = 0) -> list[int]:
+    return [i for event in events if event.HasField("delta") and event.delta.choice == choice
+            for i in event.delta.token_ids]  # fmt: skip
+
+
+async def test_stream_comes_whole() -> None:
+    """A stream is one Started, the tokens in order, one Final."""
+    async with FakeRouter() as router, Client([router.address]) as client:
+        events = await gather(client, request(seed=3))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["started", *["delta"] * 6, "final"]
+    assert ids(events) == [token(3, 0, position) for position in range(6)]
+
+
+@pytest.mark.parametrize("after", range(1, 14))
+@pytest.mark.parametrize("n", [1, 2])
+async def test_lost_stream_goes_on_elsewhere(after: int, n: int) -> None:
+    """Wherever a stream breaks, the events a caller sees are those of an undisturbed one, but for who ended it."""
+    asked = request(n=n, prompt_logprobs=0)
+    async with FakeRouter("group-0", losses=[after]) as first, FakeRouter("group-1") as second, FakeRouter() as calm:
+        async with Client([first.address, second.address]) as client, Client([calm.address]) as undisturbed:
+            events, expected = await gather(client, asked), await gather(undisturbed, asked)
+    assert [event.WhichOneof("event") for event in events] == [event.WhichOneof("event") for event in expected]
+    assert events[:-1] == expected[:-1]
+    if second.requests:
+        (again,) = second.requests
+        assert again.sampling.seed == 7
+        assert again.request_id == "r1"
+        held = {resumed.choice: list(resumed.token_ids) for resumed in again.resume}
+        assert all(ids(events, choice)[: len(known)] == known for choice, known in held.items())
+        assert sum(map(len, held.values())) == max(0, min(after - 2, 6 * n))
+
+
+async def test_same_router_when_it_is_back() -> None:
+    """With one address only, the client waits for that router and goes on there."""
+    async with FakeRouter(losses=[3, 2, 4]) as router, Client([router.address]) as client:
+        events = await gather(client, request(seed=5))
+    assert ids(events) == [token(5, 0, position) for position in range(6)]
+    assert len(router.requests) == 4
+
+
+async def test_restarted_router_is_found_again() -> None:
+    """A router that is gone and comes back on its port, a new process in all but name, ends the stream."""
+    old = await FakeRouter(losses=[3]).__aenter__()
+    async with Client([old.address]) as client:
+        stream = client.generate_stream(request(seed=5))
+        events = [await anext(stream) for _ in range(3)]
+        await old.__aexit__()
+        rest = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        async with FakeRouter(port=int(old.address.split(":")[1])):
+            events.append(await rest)
+            events.extend([event async for event in stream])
+    assert ids(events) == [token(5, 0, position) for position in range(6)]
+
+
+async def test_retries_are_bounded() -> None:
+    """A stream that breaks again and again without bringing anything new ends with UNAVAILABLE."""
+    async with FakeRouter(losses=[2, *[1] * 50]) as router:
+        async with Client([router.address], max_resumes=3) as client:
+            with pytest.raises(Unavailable, match="going away"):
+                await gather(client, request())
+    assert len(router.requests) == 1 + 3
+
+
+async def test_nobody_there() -> None:
+    """When no router answers, the error says which address and what to look for, at once."""
+    async with Client(["127.0.0.1:1"]) as client:
+        with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1; is `coatcheck serve` running"):
+            await gather(client, request())
+
+
+async def test_next_address_when_the_first_is_down() -> None:
+    """A dead router among several costs nothing but the attempt."""
+    async with FakeRouter() as router, Client(["127.0.0.1:1", router.address]) as client:
+        events = await gather(client, request())
+        assert client.address == router.address
+    assert len(ids(events)) == 6
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.INTERNAL, CoatcheckError),
+    ],
+)
+async def test_refusal_is_not_retried(code: grpc.StatusCode, kind: type[CoatcheckError]) -> None:
+    """A refusal comes back as our error with the server's message, after one attempt."""
+    async with FakeRouter() as router, FakeRouter() as other, Client([router.address, other.address]) as client:
+        router.refusal = (code, "temperature is -1")
+        with pytest.raises(kind, match="temperature is -1"):
+            await gather(client, request())
+    assert (len(router.requests), len(other.requests)) == (1, 0)
+
+
+async def test_begun_stream_outwaits_a_full_router() -> None:
+    """A resume refused for lack of room is tried elsewhere: the stream had been promised."""
+    async with FakeRouter(losses=[3]) as first, FakeRouter() as full, FakeRouter("group-2") as third:
+        full.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        async with Client([first.address, full.address, third.address]) as client:
+            events = await gather(client, request(seed=1))
+    assert ids(events) == [token(1, 0, position) for position in range(6)]
+    assert events[-1].final.group == "group-2"
+
+
+async def test_callers_own_resume_is_kept() -> None:
+    """Token ids that the caller already held are part of every later resume."""
+    asked = request(seed=4)
+    asked.resume.add(choice=0, token_ids=[token(4, 0, 0), token(4, 0, 1)])
+    async with FakeRouter(losses=[2]) as router, Client([router.address]) as client:
+        events = await gather(client, asked)
+    assert ids(events) == [token(4, 0, position) for position in range(2, 6)]
+    assert list(router.requests[1].resume[0].token_ids) == [token(4, 0, position) for position in range(3)]
+
+
+async def test_timeout_covers_the_whole_stream() -> None:
+    """A stream past its time ends with an error, not with a new attempt."""
+    async with FakeRouter() as router, Client([router.address]) as client:
+        with pytest.raises(CoatcheckError, match="Deadline"):
+            [event async for event in client.generate_stream(request(), timeout=0.0)]
+
+
+def test_a_client_needs_an_address() -> None:
+    """No address at all is a mistake of the caller."""
+    with pytest.raises(ValueError, match="at least one address"):
+        Client([])
