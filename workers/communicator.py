@@ -7,6 +7,7 @@ sent, nor how the ranks found their address.
 
 from __future__ import annotations  # array[int] is a type only for checkers before Python 3.12
 
+import socket
 from array import array
 from datetime import timedelta
 from typing import Self
@@ -28,15 +29,35 @@ class Communicator:
         self._ints: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, rank: int, size: int, address: str, *, device: torch.device, timeout_seconds: float = 60.0) -> Self:
-        """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises."""
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        address: str,
+        *,
+        device: torch.device,
+        timeout_seconds: float = 60.0,
+        listener: socket.socket | None = None,
+    ) -> Self:
+        """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises.
+
+        `listener`: a socket that rank 0 has already bound to that address, so that nobody else can take the port.
+        """
         self = cls(rank, size)
         if size == 1:
             return self
         timeout = timedelta(seconds=timeout_seconds)
+        host, _, port = address.rpartition(":")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{address}",
+            store=dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing from the module's __all__
+                host,
+                int(port),
+                size,
+                is_master=rank == 0,
+                timeout=timeout,
+                master_listen_fd=listener.detach() if listener else None,
+            ),
             rank=rank,
             world_size=size,
             timeout=timeout,

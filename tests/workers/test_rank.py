@@ -1,0 +1,178 @@
+"""A group's ranks as real processes over gloo, on a tiny checkpoint: they serve, they end, they die together."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.coatcheck_pb2 import SamplingParams
+from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.workers.group_config import GroupConfig
+from coatcheck.workers.rank import Rank
+from coatcheck.workers.rank_progress import Phase, RankProgress
+from tests.workers.checkpoints import tiny_checkpoint
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["coatcheck.workers.rank"])
+
+
+class Group:
+    """The processes of one group."""
+
+    def __init__(self, config: GroupConfig) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.close()
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for rank in range(config.tp):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_live, args=(config, rank, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def wait_ready(self) -> str:
+        """The address, once every rank serves."""
+        addresses = []
+        for pipe in self.pipes:
+            while True:
+                assert pipe.poll(60), "a rank says nothing"
+                said = pipe.recv()
+                assert isinstance(said, RankProgress), said
+                if said.phase is Phase.SERVING:
+                    addresses.append(said.address)
+                    break
+        return addresses[0]
+
+    def failures(self) -> list[str]:
+        """What each rank says when it cannot start."""
+        found = []
+        for pipe in self.pipes:
+            while isinstance(said := pipe.recv(), RankProgress):
+                pass
+            found.append(said)
+        return found
+
+    def exit_codes(self, seconds: float) -> list[int | None]:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _live(config: GroupConfig, number: int, rendezvous: str, pipe: Connection) -> None:
+    """A process: the rank's phases go into the pipe; a word from it stops the group."""
+    rank = Rank(config, number)
+
+    def report() -> None:
+        said = None
+        while True:
+            if rank.progress.phase is not said:
+                said = rank.progress.phase
+                pipe.send(rank.progress)
+            if pipe.poll(0.01):
+                rank.stop()
+                return
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        rank.run(rendezvous)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        os._exit(3)
+
+
+@pytest.fixture
+def start(checkpoint_directory: Path) -> Iterator[Callable[..., Group]]:
+    """Starts groups, and leaves none behind."""
+    groups: list[Group] = []
+    path = str(tiny_checkpoint("llama", checkpoint_directory))
+
+    def start(**settings: object) -> Group:
+        settings = {"kv_memory": 1 << 20, "dtype": "float32", "device": "cpu", "threads": 1, **settings}
+        groups.append(Group(GroupConfig("g", path, "tiny", **settings)))  # type: ignore[arg-type]
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.kill()
+
+
+def generate(address: str, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy tokens over the worker stream."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    submit = wire.Submit(id=1, prompt_token_ids=prompt, sampling=sampling)
+    tokens: list[int] = []
+    answered = threading.Event()
+    with grpc.insecure_channel(address) as channel:
+        sent = [wire.ToGroup(hello=wire.Hello(router="test")), wire.ToGroup(submit=submit)]
+        stream = WorkerStub(channel).Attach(_then_wait(sent, answered))
+        for message in stream:
+            for output in message.batch.outputs:
+                tokens += output.token_ids
+                if output.finish_reason:
+                    answered.set()
+                    return tokens
+    raise AssertionError(f"the stream ended after {tokens}")
+
+
+def _then_wait(messages: list[wire.ToGroup], answered: threading.Event) -> Iterator[wire.ToGroup]:
+    yield from messages
+    answered.wait(60)
+
+
+def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., Group]) -> None:
+    """A group of two gives the tokens that a group of one gives; told to stop, every rank exits 0."""
+    one, two = start(), start(tp=2)
+    prompt = list(range(3, 43))
+    answers = [generate(group.wait_ready(), prompt, 12) for group in (one, two)]
+    assert answers[0] == answers[1] and len(answers[0]) == 12
+    for group in (one, two):
+        group.pipes[0].send("stop")
+        assert set(group.exit_codes(10)) == {0}
+
+
+def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., Group]) -> None:
+    """Once it serves, a group can say each rank's process, its memory, and that all have run a step."""
+    group = start(tp=2)
+    with grpc.insecure_channel(group.wait_ready()) as channel:
+        answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10)
+    assert [rank.pid for rank in answer.status.ranks] == [process.pid for process in group.processes]
+    assert all(rank.healthy and rank.peak_memory_bytes > 1 << 20 for rank in answer.status.ranks)
+    assert answer.registration.model.name == "tiny" and answer.registration.tp == 2
+    assert answer.registration.num_blocks == answer.status.blocks_total > 0
+    assert answer.status.blocks_used == answer.status.prompt_tokens == 0  # the first steps left no trace
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_its_group(start: Callable[..., Group], victim: int) -> None:
+    """When one rank is killed while the group idles, the other exits non-zero within seconds: nothing hangs."""
+    group = start(tp=2)
+    group.wait_ready()
+    os.kill(group.processes[victim].pid or 0, signal.SIGKILL)
+    codes = group.exit_codes(5)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1
+
+
+def test_a_setting_that_cannot_be_is_said_by_every_rank(start: Callable[..., Group]) -> None:
+    """A pool too small for a block is an InvalidConfig with what to change, not a crash."""
+    for failure in start(tp=2, kv_memory=100).failures():
+        assert failure.startswith("InvalidConfig: kv-memory gives 100 bytes a rank")

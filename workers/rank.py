@@ -1,0 +1,235 @@
+"""Rank: one process's part of a group, from its start to its end, without Ray.
+
+It joins the other ranks, loads its slices, sizes the pool with them and runs the first steps; then rank 0 serves the
+engine over gRPC and the others follow its plans. Once it serves, any failure ends the process at once, so that no rank
+waits for one that is gone. It does not know who started it, nor any other group.
+"""
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import socket
+import threading
+import uuid
+from typing import Any
+
+import torch
+
+from ..kernels.native import native_status
+from ..proto import coatcheck_pb2 as public
+from ..proto import worker_pb2 as wire
+from ..proto.errors import InvalidConfig
+from .block_layout import BlockLayout
+from .communicator import Communicator
+from .engine import Engine
+from .engine_loop import EngineLoop
+from .free_memory import free_bytes, peak_bytes
+from .group_config import GroupConfig
+from .group_runner import GroupRunner, follow
+from .model import Model, load_model
+from .model_spec import ModelSpec
+from .pool_size import choose_num_blocks
+from .rank_process import die, divide_cores
+from .rank_progress import Phase, RankProgress
+from .runner import ModelRunner
+from .service import WorkerService
+from .warm_up import warm_up_plans
+
+_FACTS_BYTES = 512
+_WARM_UP_TOKENS = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Rank:
+    """`run` is called once and blocks; `stop` (on rank 0) and `progress` may be used from other threads.
+
+    `ranks_on_host`: of all groups, who share its cores and memory. `host`: where other hosts reach this one.
+    `listener`: rank 0's bound socket, whose address is the rendezvous.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        rank: int,
+        *,
+        ranks_on_host: int | None = None,
+        host: str = "127.0.0.1",
+        listener: socket.socket | None = None,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.name = f"{config.name} rank {rank}"
+        self.progress = RankProgress()
+        self._ranks_on_host = ranks_on_host or config.tp
+        self._host = host
+        self._listener = listener
+        self._stopping = threading.Event()
+
+    def run(self, rendezvous: str) -> None:
+        """The rank's life. Raises CoatcheckError for what cannot be served; returns when the group was stopped."""
+        config = self.config
+        torch.set_num_threads(divide_cores(config.threads, self._ranks_on_host))
+        device = choose_device(config.device)
+        communicator = Communicator.join(
+            self.rank,
+            config.tp,
+            rendezvous,
+            device=device,
+            timeout_seconds=config.collective_timeout_seconds,
+            listener=self._listener,
+        )
+        model = load_model(
+            config.model,
+            communicator=communicator,
+            dtype=config.dtype,
+            device=device,
+            max_model_len=config.max_model_len,
+            progress=self._loading,
+        )
+        self._note(phase=Phase.WARMING)
+        # Routers name the model as its operator does, and block hashes hold that name.
+        spec = dataclasses.replace(model.spec, name=config.served_model_name)
+        runner, num_blocks = self._build_runner(model, communicator, device)
+        ranks = self._warm_up(runner, communicator, num_blocks)
+        # What is loaded stays: the collector need not walk it again in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        try:
+            if self.rank == 0:
+                self._lead(spec, runner, communicator, num_blocks, ranks)
+            else:
+                self._note(phase=Phase.SERVING)
+                follow(runner, communicator)
+        except BaseException as error:
+            die(self.name, error)
+        communicator.close()
+        self._note(phase=Phase.ENDED)
+
+    def stop(self) -> None:
+        """Asks rank 0 to end the group after the step under way; the other ranks end with it."""
+        self._stopping.set()
+
+    def _build_runner(self, model: Model, communicator: Communicator, device: torch.device) -> tuple[ModelRunner, int]:
+        config, spec = self.config, model.spec
+        layout = BlockLayout.of(spec.layers, config.block_size, getattr(torch, spec.dtype))
+        fits = choose_num_blocks(
+            config.kv_memory,
+            free_bytes=free_bytes(device),
+            sharing_ranks=self._ranks_on_host if device.type == "cpu" else 1,
+            bytes_per_block=layout.bytes_per_block,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+        )
+        num_blocks = min(facts["fits"] for facts in gather(communicator, device, {"fits": fits}))
+        runner = ModelRunner(
+            model,
+            layout,
+            layout.allocate(num_blocks, device),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=min(spec.max_model_len, num_blocks * config.block_size),
+        )
+        return runner, num_blocks
+
+    def _warm_up(self, runner: ModelRunner, communicator: Communicator, num_blocks: int) -> list[public.RankStatus]:
+        """The same first steps on every rank; returns what each has to say of itself."""
+        config, device = self.config, runner.pool.device
+        # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
+        wanted = config.max_batch_tokens if device.type == "cuda" else _WARM_UP_TOKENS
+        room = min(runner.model.spec.max_model_len, num_blocks * config.block_size)
+        for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
+            runner.launch(plan).wait()
+        facts = gather(
+            communicator, device, {"node": socket.gethostname()[:200], "pid": os.getpid(), "peak": peak_bytes(device)}
+        )
+        return [
+            public.RankStatus(
+                rank=rank, healthy=True, node=fact["node"], pid=fact["pid"], peak_memory_bytes=fact["peak"]
+            )
+            for rank, fact in enumerate(facts)
+        ]
+
+    def _lead(
+        self,
+        spec: ModelSpec,
+        runner: ModelRunner,
+        communicator: Communicator,
+        num_blocks: int,
+        ranks: list[public.RankStatus],
+    ) -> None:
+        """Rank 0: schedules and serves until `stop`."""
+        config, on_gpu = self.config, runner.pool.device.type == "cuda"
+        group_runner = GroupRunner(runner, communicator) if communicator.size > 1 else None
+        engine = Engine(
+            spec,
+            group_runner or runner,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            max_model_len=config.max_model_len,
+            pipeline_depth=1 if on_gpu else 0,
+        )
+        kernels = "triton" if on_gpu else native_status()
+        service = WorkerService(self._registration(spec, engine, num_blocks), ranks, kernels=kernels)
+        loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
+        address = service.start(loop, f"{config.listen_host}:0")
+        loop.start()
+        self._note(
+            phase=Phase.SERVING,
+            address=f"{self._host}:{address.rpartition(':')[2]}",
+            num_blocks=num_blocks,
+            max_model_len=engine.max_model_len,
+            dtype=spec.dtype,
+        )
+        _log.info("%s serves on %s: %d blocks of %d tokens", config.name, address, num_blocks, config.block_size)
+        self._stopping.wait()
+        loop.stop()
+        if group_runner is not None:
+            group_runner.stop()
+        service.stop()
+
+    def _registration(self, spec: ModelSpec, engine: Engine, num_blocks: int) -> wire.Registration:
+        model = public.GetModelResponse(
+            name=spec.name,
+            max_model_len=engine.max_model_len,
+            vocab_size=spec.vocab_size,
+            block_size=engine.block_size,
+            dtype=spec.dtype,
+            kv_dtype=spec.dtype,
+            fingerprint=spec.fingerprint,
+            eos_token_ids=spec.eos_token_ids,
+        )
+        return wire.Registration(
+            group=self.config.name,
+            epoch=str(uuid.uuid4()),
+            model=model,
+            num_blocks=num_blocks,
+            tp=spec.tp,
+            max_num_seqs=self.config.max_num_seqs,
+            max_batch_tokens=self.config.max_batch_tokens,
+        )
+
+    def _loading(self, done: int, total: int) -> None:
+        self._note(phase=Phase.LOADING, done_bytes=done, total_bytes=total)
+
+    def _note(self, **changed: Any) -> None:
+        self.progress = dataclasses.replace(self.progress, **changed)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name on this host; raises InvalidConfig when it is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig("device is cuda, and this host has no usable GPU; use --device cpu or fix the driver")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def gather(communicator: Communicator, device: torch.device, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's facts, in rank order: small JSON objects, padded with blanks to one size."""
+    encoded = json.dumps(facts).encode().ljust(_FACTS_BYTES)
+    assert len(encoded) == _FACTS_BYTES, "facts are small"
+    mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+    everyone = bytes(communicator.all_gather(mine, dim=0).cpu().numpy())
+    return [json.loads(everyone[at : at + _FACTS_BYTES]) for at in range(0, len(everyone), _FACTS_BYTES)]

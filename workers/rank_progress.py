@@ -1,0 +1,27 @@
+"""RankProgress: how far a rank has come, for whoever watches it start. Plain values without torch."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """A rank's life, in order."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    WARMING = "warming up"
+    SERVING = "serving"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """`address` and what follows are known once the group serves; the address is rank 0's."""
+
+    phase: Phase = Phase.STARTING
+    done_bytes: int = 0
+    total_bytes: int = 0
+    address: str = ""
+    num_blocks: int = 0
+    max_model_len: int = 0
+    dtype: str = ""
