@@ -17,6 +17,7 @@ from .attention import AttentionCall, KVPools, probe_attention
 from .attention_metadata import AttentionMetadata
 from .checkpoint import Checkpoint
 from .communicator import Communicator
+from .fusion import fuse, pack_linears
 from .model_spec import LayerSpec, ModelSpec
 from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len, pin_rotary
@@ -49,7 +50,7 @@ class Model:
 class TransformersBody(nn.Module):
     """The base model called as transformers wrote it."""
 
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base
 
@@ -68,7 +69,7 @@ class _FinishedBody(nn.Module):
     """Stands where the head expects its base model, so that the head's own code can run on finished hidden states."""
 
     def forward(self, *, inputs_embeds: Tensor, **unused: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def load_model(
@@ -94,13 +95,14 @@ def load_model(
         causal = build_skeleton(config, model_dtype, device)
         pin_rotary(causal, length)
         calls = probe_attention(causal)
-        names = {module: name for name, module in causal.named_modules()}
+        named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
+        head: Any = causal.get_output_embeddings
         plan = plan_sharding(
             {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
             causal.tp_plan,
             calls,
-            names[causal.get_input_embeddings()],
-            names[causal.get_output_embeddings()],
+            named[causal.get_input_embeddings()],
+            named[head()],
             shard := Shard(communicator.rank, communicator.size),
         )
         weight_bytes = load_weights(causal, checkpoint, plan.cuts, device, progress)
@@ -109,8 +111,11 @@ def load_model(
     check_complete(causal)
     if shard.size > 1:
         parallelise(causal, plan, calls, config.vocab_size, communicator)
-    body = TransformersBody(causal.base_model)
+    layers = tuple(_layer_spec(call, shard) for call in calls)
+    body = fuse(causal, calls, layers) or TransformersBody(causal.base_model)
     setattr(causal, causal.base_model_prefix, _FinishedBody())
+    pack_linears(body)
+    pack_linears(causal)
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
@@ -119,7 +124,7 @@ def load_model(
         dtype=str(model_dtype).removeprefix("torch."),
         fingerprint=fingerprint,
         eos_token_ids=end_tokens,
-        layers=tuple(_layer_spec(call, shard) for call in calls),
+        layers=layers,
         tp=shard.size,
         weight_bytes=weight_bytes,
     )

@@ -41,7 +41,7 @@ def pin_rotary(model: PreTrainedModel, max_model_len: int) -> None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
-            module.rope_type = _pin(module, kinds, "", None, max_model_len)
+            module.__dict__["rope_type"] = _pin(module, kinds, "", None, max_model_len)
         elif isinstance(kinds, dict):  # one per layer type, as gemma3 has
             for layer_type, kind in kinds.items():
                 kinds[layer_type] = _pin(module, kind, f"{layer_type}_", layer_type, max_model_len)

@@ -34,8 +34,8 @@ def read_config(directory: Path) -> Any:
 def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
     """`auto` is the config's, or else the checkpoint's."""
     if asked == "auto":
-        named = getattr(config, "dtype", None)
-        return named if named in DTYPES.values() else stored
+        named: torch.dtype | None = getattr(config, "dtype", None)
+        return stored if named is None or named not in DTYPES.values() else named
     if asked not in DTYPES:
         raise InvalidConfig(f"dtype is {asked!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[asked]
@@ -46,11 +46,12 @@ def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Pre
     attention.register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+            build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
+            model = build(config, dtype=dtype, attn_implementation=attention.NAME)
     except (ValueError, ImportError, AttributeError) as error:
         raise InvalidModel(f"{config.model_type} cannot be served: {str(error).splitlines()[0]}") from error
     assert isinstance(model, PreTrainedModel)
-    model.eval()
+    nn.Module.train(model, False)
     for module in model.modules():
         _compute_buffers(model, module, device)
     return model
@@ -80,7 +81,8 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
             raise InvalidModel(f"nothing initialises the buffer {name}; this architecture cannot be served")
         module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
     with torch.no_grad():
-        model._init_weights(module)
+        initialise: Any = model._init_weights  # untyped, like most of transformers' methods
+        initialise(module)
     forgotten = [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
     if forgotten:
         raise InvalidModel(f"nothing initialises the buffer {', '.join(forgotten)}; it cannot be served")

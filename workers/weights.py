@@ -134,7 +134,8 @@ def _realise(
         return
     converter = deepcopy(target.converter)  # it collects tensors inside itself
     for read in reads:
-        converter.collected_tensors[read.pattern].append(lambda read=read: checkpoint.read(read.key, read.cut))
+        tensor = checkpoint.read(read.key, read.cut)
+        converter.collected_tensors[read.pattern].append(tensor)  # type: ignore[arg-type]  # tensors serve too
     for name, tensor in converter.convert(target.name, model=model, config=model.config).items():
         yield name, tensor[0] if isinstance(tensor, list) else tensor
 

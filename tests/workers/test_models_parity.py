@@ -16,7 +16,7 @@ from tests.workers.ranks import run_ranks
 
 MAX_TOKENS = 12
 CHUNK = 16
-# Longer than longrope's original length (32) and than a window (16), or inside of a chunk; together past one batch's mix.
+# Longer than a window (16) and several chunks, or inside of one.
 PROMPT_LENGTHS = (50, 7, 37)
 # With longrope the whole of every prompt must lie past the original length, or transformers itself changes frequencies.
 LONGROPE_LENGTHS = (50, 34, 40)
