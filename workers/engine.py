@@ -74,7 +74,6 @@ class Engine:
         max_num_seqs: int = 256,
         max_batch_tokens: int = 512,
         max_model_len: int | None = None,
-        attention_crossover: int = 4096,
         pipeline_depth: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -82,7 +81,7 @@ class Engine:
         self.block_size = block_size
         # What the pool can hold alone bounds a sequence as the model's context does.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
-        config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, attention_crossover)
+        config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.scheduler = Scheduler(config, BlockPool(num_blocks))
         self.throughput = Throughput()
         self._runner = runner
