@@ -10,12 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _check(pool, src, dst)
-    copy_blocks_reference(pool, src, dst)
+    library = native.library()
+    if library is None or pool.device.type != "cpu":
+        return copy_blocks_reference(pool, src, dst)
+    library.copy_blocks(
+        pool.data_ptr(), pool.stride(0), pool.shape[1], src.data_ptr(), dst.data_ptr(), src.shape[0]
+    )  # fmt: skip
 
 
 def _check(pool: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -1,21 +1,30 @@
-"""y = x @ weight^T + bias, with the weight in whatever form the machine reads fastest.
+"""y = x @ weight^T + bias, with the weight in the form that the machine reads fastest.
 
-Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features], y [..., out_features].
-On CPU in bfloat16 and float32 the weight is packed once into oneDNN's blocked form; the plain one is dropped, so that
-memory is not held twice. Elsewhere it is `F.linear`. The module does not know about ranks: a shard is just a weight.
+Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features] (rows may be strided),
+y [..., out_features], dense. The weight is packed once and the plain one dropped, so that memory is not held twice:
+
+    native   CPU with AVX512-BF16 and no AMX, bfloat16 or float32: panels of 16 features (kernels/native/linear.c)
+    onednn   other CPUs, bfloat16 or float32: oneDNN's blocked form
+    plain    everything else: `F.linear`
+
+In the native form a row's result is the same bits whatever other rows share the call. The module does not know about
+ranks: a shard is just a weight.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import native
 from .launch_check import refuse, want_device, want_dtype, want_shape
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference. `weight_shape` stays readable after the plain weight is gone."""
+    """A linear layer for inference. `weight_shape` and `form` stay readable after the plain weight is gone."""
 
     bias: Tensor | None
 
@@ -29,26 +38,75 @@ class PackedLinear(nn.Module):
             want_device("bias", bias, weight.device)
         self.weight_shape = (weight.shape[0], weight.shape[1])
         self.dtype = weight.dtype
-        weight = weight.detach()
-        self._onednn = (
-            weight.device.type == "cpu"
-            and weight.dtype in (torch.bfloat16, torch.float32)
-            and torch._C._has_mkldnn
-        )
-        if self._onednn:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self._weight = weight
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.form = pick_form(weight)
+        self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
+        # Plain attributes, not buffers: a packed weight must not be moved, cast or saved as if it were the weight.
+        self._weight = _pack(weight.detach(), self.form)
+        self._bias_pointer = 0 if self.bias is None else self.bias.data_ptr()
+        self._pointer = self._weight.data_ptr() if self.form == "native" else 0
+        library = native.library()
+        if self.form == "native" and library is not None:
+            self._call = library.linear_bf16 if weight.dtype == torch.bfloat16 else library.linear_f32
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != self.dtype or x.shape[-1] != self.weight_shape[1]:
-            refuse("x", f"[..., {self.weight_shape[1]}] of {self.dtype}", f"{list(x.shape)} of {x.dtype}")
-        if not self._onednn:
+        features, depth = self.weight_shape
+        if x.dtype != self.dtype or x.shape[-1] != depth:
+            refuse("x", f"[..., {depth}] of {self.dtype}", f"{list(x.shape)} of {x.dtype}")
+        if self.form == "plain":
             return F.linear(x, self._weight, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        if self.form == "onednn":
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return y
+        if x.device.type != "cpu":
+            refuse("x", "a CPU tensor, as the weight is packed for the CPU", x.device)
+        rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
+        count = rows.shape[0]
+        y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)
+        self._call(
+            rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth, y.data_ptr(),
+            features, _scratch(count * (depth + 1) * 4),
+        )  # fmt: skip
         return y
 
     def warm(self, row_counts: list[int]) -> None:
-        """Run each row count once, so that no request pays for building a primitive."""
+        """Run each row count once, so that no request pays for building one of oneDNN's primitives."""
         for rows in row_counts:
             self(torch.zeros(rows, self.weight_shape[1], dtype=self.dtype, device=self._weight.device))
+
+
+def pick_form(weight: Tensor) -> str:
+    if weight.device.type != "cpu" or weight.dtype not in native.TYPES:
+        return "plain"
+    library = native.library()
+    # Where there is AMX, oneDNN's tiles multiply several times as fast as vdpbf16ps can.
+    if library is not None and library.avx512_bf16 and not torch.cpu._is_amx_tile_supported():
+        return "native"
+    return "onednn" if torch._C._has_mkldnn else "plain"
+
+
+def _pack(weight: Tensor, form: str) -> Tensor:
+    if form == "plain":
+        return weight
+    weight = weight.contiguous()
+    if form == "onednn":
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        return packed
+    library = native.library()
+    assert library is not None, "the native form is only picked where the library is"
+    features, depth = weight.shape
+    bf16 = weight.dtype == torch.bfloat16
+    words = (depth + 1) // 2 if bf16 else depth
+    packed = torch.empty((-(-features // 16), words, 16), dtype=torch.int32)
+    (library.pack_bf16 if bf16 else library.pack_f32)(weight.data_ptr(), features, depth, packed.data_ptr())
+    return packed
+
+
+_local = threading.local()
+
+
+def _scratch(size: int) -> int:
+    """Where this thread's calls repack their rows: one buffer that grows, since calls of a thread never overlap."""
+    held: Tensor | None = getattr(_local, "scratch", None)
+    if held is None or held.numel() < size:
+        held = _local.scratch = torch.empty(max(size, 1 << 20), dtype=torch.uint8)
+    return held.data_ptr()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 
@@ -25,7 +26,17 @@ def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor,
     want_device("token_ids", token_ids, logits.device)
     if not 0 <= k <= logits.shape[1]:
         refuse("k", f"0 to {logits.shape[1]}, the vocabulary", k)
-    return logprobs_reference(logits, token_ids, k)
+    library = native.library()
+    if library is None or logits.device.type != "cpu":
+        return logprobs_reference(logits, token_ids, k)
+    rows, vocab = logits.shape
+    chosen, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    ids, values = torch.empty((rows, k), dtype=torch.int64), torch.empty((rows, k))
+    library.logprobs(
+        logits.data_ptr(), logits.stride(0), rows, vocab, token_ids.data_ptr(), k, chosen.data_ptr(), rank.data_ptr(),
+        ids.data_ptr(), values.data_ptr(),
+    )  # fmt: skip
+    return chosen, rank, ids, values
 
 
 def logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

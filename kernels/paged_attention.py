@@ -23,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import (
     FLOATS,
     refuse,
@@ -54,9 +55,21 @@ def paged_attention(
     check_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, sliding_window, softcap, sinks, out)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    paged_attention_reference(
-        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
-    )
+    library = native.library()
+    if library is None or q.device.type != "cpu" or q.dtype not in native.TYPES or q.shape[2] % 16 or q.shape[2] > 256:
+        paged_attention_reference(
+            q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
+        )
+        return out
+    _, kv_heads, block_size, dim = k_cache.shape
+    call = native.ATTENTION.pack(
+        q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0),
+        block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(), cu_seqlens_q.data_ptr(),
+        seq_lens.shape[0], q.shape[1], kv_heads, dim, block_size, scale, softcap, sliding_window,
+        0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    if library.attention[q.dtype](call):
+        raise native.out_of_memory("paged_attention")
     return out
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 
@@ -46,7 +47,17 @@ def apply_penalties(
         want_dtype(name, tensor, dtype)
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
-    return apply_penalties_reference(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
+    library = native.library()
+    if library is None or logits.device.type != "cpu":
+        return apply_penalties_reference(
+            logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency
+        )  # fmt: skip
+    if library.penalties(
+        logits.data_ptr(), logits.stride(0), rows, logits.shape[1], token_ids.data_ptr(), token_ids.stride(0),
+        prompt_lens.data_ptr(), total_lens.data_ptr(), repetition.data_ptr(), presence.data_ptr(), frequency.data_ptr(),
+    ):  # fmt: skip
+        raise native.out_of_memory("apply_penalties")
+    return logits
 
 
 def apply_penalties_reference(

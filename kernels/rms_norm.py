@@ -16,6 +16,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 
@@ -59,7 +60,32 @@ def rms_norm(
     _check(x, weight, residual, out)
     if cast_first is None:
         cast_first = weight_offset == 0.0
-    return rms_norm_reference(x, weight, eps, residual, weight_offset, cast_first, out)
+    library = native.library()
+    if library is None or x.device.type != "cpu" or x.dtype not in native.TYPES:
+        return rms_norm_reference(x, weight, eps, residual, weight_offset, cast_first, out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    outer, inner, width, x_outer, x_inner = _strides(x)
+    _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
+    library.rms_norm(
+        native.NORM.pack(
+            x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            0 if total is None else total.data_ptr(), outer, inner, width, x_outer, x_inner, r_outer, r_inner,
+            eps, weight_offset, cast_first, native.TYPES[x.dtype],
+        )
+    )  # fmt: skip
+    return out if total is None else (out, total)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int, int]:
+    """(outer, inner, width, stride over outer, stride over inner) of one to three dimensions."""
+    shape, stride = x.shape, x.stride()
+    if len(shape) == 3:
+        return shape[0], shape[1], shape[2], stride[0], stride[1]
+    if len(shape) == 2:
+        return shape[0], 1, shape[1], stride[0], 0
+    return 1, 1, shape[0], 0, 0
 
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor | None) -> None:

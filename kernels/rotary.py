@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
 from .store_kv import check_store, store_kv_reference
 
@@ -22,7 +23,19 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: boo
     """Returns rotated (q, k): dense copies, or with `inplace` the arguments themselves, overwritten."""
     _check_turn("q", q, cos, sin)
     _check_turn("k", k, cos, sin)
-    return apply_rotary_reference(q, k, cos, sin, inplace=inplace)
+    library = native.library()
+    if library is None or q.device.type != "cpu" or q.dtype not in native.TYPES:
+        return apply_rotary_reference(q, k, cos, sin, inplace=inplace)
+    q_out, k_out = (q, k) if inplace else (torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype))
+    library.rotary(
+        native.ROTARY.pack(
+            q.data_ptr(), k.data_ptr(), 0, cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), 0, 0, 0,
+            q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos.shape[1],
+            q.stride(0), k.stride(0), 0, q_out.stride(0), k_out.stride(0), 0, 0, 1,
+            native.TYPES[q.dtype], native.TYPES[cos.dtype],
+        )
+    )  # fmt: skip
+    return q_out, k_out
 
 
 def rotary_and_store(
@@ -32,7 +45,22 @@ def rotary_and_store(
     _check_turn("q", q, cos, sin)
     _check_turn("k", k, cos, sin)
     check_store(k, v, k_cache, v_cache, slot_mapping)
-    return rotary_and_store_reference(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    library = native.library()
+    if library is None or q.device.type != "cpu" or q.dtype not in native.TYPES:
+        return rotary_and_store_reference(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    q_out = torch.empty(q.shape, dtype=q.dtype)
+    tokens, heads, dim = q.shape
+    library.rotary(
+        native.ROTARY.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr(), q_out.data_ptr(), 0,
+            k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
+            tokens, heads, k.shape[1], dim, cos.shape[1],
+            q.stride(0), k.stride(0), v.stride(0), heads * dim, 0,
+            k_cache.stride(0), v_cache.stride(0), k_cache.shape[2],
+            native.TYPES[q.dtype], native.TYPES[cos.dtype],
+        )
+    )  # fmt: skip
+    return q_out
 
 
 def _check_turn(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:

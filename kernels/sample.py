@@ -22,6 +22,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 # splitmix64's increment and multipliers, as the signed integers that torch takes.
@@ -58,7 +59,17 @@ def sample(
         want_dtype(name, tensor, dtype)
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
-    return sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position)
+    library = native.library()
+    if library is None or logits.device.type != "cpu" or logits.shape[1] == 0:
+        return sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    if library.sample(
+        logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], temperature.data_ptr(),
+        top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), seed.data_ptr(), choice.data_ptr(), position.data_ptr(),
+        out.data_ptr(),
+    ):  # fmt: skip
+        raise native.out_of_memory("sample")
+    return out
 
 
 def sample_reference(

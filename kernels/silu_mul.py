@@ -6,9 +6,11 @@ One program computes a stretch of one row. The file does not know where the proj
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import native
 from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -16,7 +18,15 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
     _check(gate_up, activation, out)
-    return silu_mul_reference(gate_up, activation, out)
+    library = native.library()
+    if library is None or gate_up.device.type != "cpu" or gate_up.dtype not in native.TYPES:
+        return silu_mul_reference(gate_up, activation, out)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, width), dtype=gate_up.dtype)
+    gelu, kind = activation == "gelu_tanh", native.TYPES[gate_up.dtype]
+    library.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width, gelu, kind)
+    return out
 
 
 def _check(gate_up: Tensor, activation: str, out: Tensor | None) -> None:

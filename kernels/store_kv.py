@@ -11,12 +11,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import native
 from .launch_check import FLOATS, refuse, want_cache, want_contiguous, want_device, want_dtype, want_heads, want_shape
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     check_store(k, v, k_cache, v_cache, slot_mapping)
-    store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    library = native.library()
+    if library is None or k.device.type != "cpu" or k.dtype not in native.TYPES:
+        return store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    tokens, kv_heads, dim = k.shape
+    kind = native.TYPES[k.dtype]
+    library.rotary(
+        native.ROTARY.pack(
+            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
+            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0,
+            k_cache.stride(0), v_cache.stride(0), k_cache.shape[2], kind, kind,
+        )
+    )  # fmt: skip
 
 
 def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -1,0 +1,25 @@
+/* What one call of paged attention is, as the launcher packs it (see kernels/paged_attention.py for the formula). */
+#pragma once
+#include <stdint.h>
+
+typedef struct {
+    const void *q;          /* [tokens][heads][dim], tokens q_stride elements apart */
+    int64_t q_stride;
+    const void *k, *v;      /* [blocks][kv_heads][block_size][dim], blocks k_stride and v_stride elements apart */
+    int64_t k_stride, v_stride;
+    const int32_t *tables;  /* [seqs][table_stride] */
+    int64_t table_stride;
+    const int32_t *seq_lens, *cu_seqlens;
+    int64_t seqs, heads, kv_heads, dim, block_size;
+    float scale, softcap;
+    int64_t window;         /* 0: off */
+    const float *sinks;     /* [heads] or null */
+    void *out;              /* [tokens][heads][dim], dense */
+} Attention;
+
+/* Keys are summed in splits of this many, at absolute positions, and the splits combined in order: the same order in
+ * decode and in prefill, whatever else is in the batch. */
+#define SPLIT 1024
+
+static inline int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t upper(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -1,0 +1,388 @@
+/* Paged attention in bfloat16 with vdpbf16ps, read from the pool in place.
+ *
+ * The rows of one (sequence, KV head) are its queries' heads: row r is head r % group of query r / group. A work item
+ * is up to ROWS of them. It walks the keys in chunks of CHUNK at absolute positions: each chunk of K and V is packed
+ * once into pairs (of dimensions for K, of keys for V) and used by every row of the item, in tiles of up to 6 rows by
+ * 64 keys or dimensions. A row's sums run in the same order whatever the item holds besides, so a result is the same
+ * bits in decode, prefill, any chunking and any batch. Decodes are also spread over the splits of a sequence.
+ */
+#if defined(__x86_64__) && defined(__GNUC__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+#include <immintrin.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention.h"
+
+#define ROWS 96      /* rows of one work item */
+#define TILE 6       /* rows of one register tile: 6 x 4 accumulators */
+#define CHUNK 64     /* keys packed at once */
+#define MAX_DIM 256
+#define LOG2E 1.44269504088896f
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    const Attention *a;
+    int64_t seq, kv_head, seq_len, q_len, group;
+    int64_t row, rows;             /* of q_len * group */
+    int64_t split, splits;         /* which splits of the sequence this item sums */
+    float *partial;                /* where a decode's split leaves [rows][dim + 2], or null */
+} Item;
+
+typedef struct {
+    uint32_t q[ROWS * MAX_DIM / 2];      /* tiles of [dim / 2][m] pairs */
+    uint32_t k[CHUNK * MAX_DIM / 2];     /* [4][dim / 2][16 keys] pairs of dimensions */
+    uint32_t v[CHUNK / 2 * MAX_DIM];     /* [32][dim] pairs of keys */
+    uint32_t p[TILE * CHUNK / 2];        /* [m][32] pairs of keys */
+    float o[ROWS * MAX_DIM], all[ROWS * MAX_DIM];
+    float sum[ROWS * 16], peak[ROWS], all_sum[ROWS], all_peak[ROWS];
+} Scratch;
+
+/* 2^x: a polynomial on the fraction, exact powers by vscalefps. Anything below 2^-200 is exactly 0. */
+INLINE __m512 exp2_16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+    __m512 whole = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(1.33835541e-3f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.61857531e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.55033982e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40226507e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93147182e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+/* cap * tanh(x / cap), then in units of log2. */
+INLINE __m512 capped(__m512 x, float cap) {
+    __m512 e = exp2_16(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(2 * LOG2E / cap)), _mm512_set1_ps(60.0f)));
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 t = _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one));
+    return _mm512_mul_ps(t, _mm512_set1_ps(cap * LOG2E));
+}
+
+/* 16 rows of 16 words, turned. */
+INLINE void turn(__m512i r[16]) {
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+/* Packs keys [from, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
+static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to) {
+    const Attention *a = it->a;
+    const int64_t dim = a->dim, words = dim / 2, size = a->block_size;
+    const int32_t *table = a->tables + it->seq * a->table_stride;
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const uint16_t *k[CHUNK], *v[CHUNK];
+    for (int64_t j = 0; j < CHUNK; j++) {
+        int64_t at = chunk + j;
+        if (at >= to) {
+            k[j] = v[j] = NULL;
+        } else if (j && at % size) {
+            k[j] = k[j - 1] + dim;
+            v[j] = v[j - 1] + dim;
+        } else {
+            int64_t inside = (it->kv_head * size + at % size) * dim;
+            k[j] = (const uint16_t *)a->k + table[at / size] * a->k_stride + inside;
+            v[j] = (const uint16_t *)a->v + table[at / size] * a->v_stride + inside;
+        }
+    }
+    for (int64_t part = 0; part < CHUNK / 16; part++) {
+        uint32_t *to_k = s->k + part * words * 16;
+        const uint16_t *const *keys = k + part * 16, *const *values = v + part * 16;
+        if (chunk + part * 16 >= to) {
+            memset(to_k, 0, words * 64);
+            memset(s->v + part * 8 * dim, 0, dim * 32);
+            continue;
+        }
+        for (int64_t w = 0; w < words; w += 16) {
+            __m512i r[16];
+            __mmask16 mask = words - w >= 16 ? 0xFFFF : 0x00FF;
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++)
+                r[j] = keys[j] ? _mm512_maskz_loadu_epi32(mask, keys[j] + 2 * w) : _mm512_setzero_si512();
+            turn(r);
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++)
+                if (j < 8 || words - w >= 16) _mm512_store_si512(to_k + (w + j) * 16, r[j]);
+        }
+        for (int64_t j = 0; j < 16; j += 2) {
+            uint32_t *to_v = s->v + (part * 8 + j / 2) * dim;
+            const uint16_t *one = values[j], *two = values[j + 1];
+            for (int64_t d = 0; d < dim; d += 32) {
+                __mmask32 mask = dim - d >= 32 ? 0xFFFFFFFF : 0x0000FFFF;
+                __m512i x = one ? _mm512_maskz_loadu_epi16(mask, one + d) : _mm512_setzero_si512();
+                __m512i y = two ? _mm512_maskz_loadu_epi16(mask, two + d) : _mm512_setzero_si512();
+                _mm512_storeu_si512(to_v + d, _mm512_permutex2var_epi16(x, low, y));
+                if (dim - d >= 32) _mm512_storeu_si512(to_v + d + 16, _mm512_permutex2var_epi16(x, high, y));
+            }
+        }
+    }
+}
+
+INLINE __m512 dot(__m512 acc, __m512i packed, const uint32_t *pair) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)packed, (__m512bh)_mm512_set1_epi32((int)*pair));
+}
+
+/* One chunk for m rows, the first of which is `row` of the item: scores, running softmax, weighted values. */
+INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
+    const Attention *a = it->a;
+    const int64_t dim = a->dim, words = dim / 2;
+    const int64_t shift = it->seq_len - it->q_len;
+    const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
+    if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
+
+    __m512 score[TILE * 4];
+#pragma GCC unroll 24
+    for (int i = 0; i < m * 4; i++) score[i] = _mm512_setzero_ps();
+    const uint32_t *q = s->q + row * words, *k = s->k;
+    for (int64_t w = 0; w < words; w++, q += m, k += 16) {
+        __m512i keys[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) keys[j] = _mm512_load_si512(k + j * words * 16);
+#pragma GCC unroll 6
+        for (int i = 0; i < m; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) score[i * 4 + j] = dot(score[i * 4 + j], keys[j], q + i);
+    }
+
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    const int inside = chunk + CHUNK - 1 <= first && (!a->window || chunk > last - a->window);
+    __m512 decay[TILE];
+#pragma GCC unroll 6
+    for (int i = 0; i < m; i++) {
+        __m512 *x = score + i * 4;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            x[j] = a->softcap > 0 ? capped(_mm512_mul_ps(x[j], _mm512_set1_ps(a->scale)), a->softcap)
+                                  : _mm512_mul_ps(x[j], _mm512_set1_ps(a->scale * LOG2E));
+        if (!inside) {
+            int64_t position = shift + (it->row + row + i) / it->group;
+            int64_t to = position - chunk + 1, from = a->window ? upper(to - a->window, 0) : 0;
+            uint64_t seen = (to >= 64 ? ~0ull : to <= 0 ? 0 : (1ull << to) - 1) & (from >= 64 ? 0 : ~0ull << from);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) x[j] = _mm512_mask_mov_ps(nothing, (__mmask16)(seen >> (16 * j)), x[j]);
+        }
+        float before = s->peak[row + i];
+        float peak = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
+        peak = peak > before ? peak : before;
+        s->peak[row + i] = peak;
+        /* A row that has seen nothing yet keeps the peak -inf; 0 stands in, so that -inf - -inf never arises. */
+        __m512 base = _mm512_set1_ps(peak == -INFINITY ? 0.0f : peak);
+        decay[i] = exp2_16(_mm512_sub_ps(_mm512_set1_ps(before), base));
+        __m512 sum = _mm512_mul_ps(_mm512_load_ps(s->sum + (row + i) * 16), decay[i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            __m512 weight = exp2_16(_mm512_sub_ps(x[j], base));
+            sum = _mm512_add_ps(sum, weight);
+            _mm256_storeu_si256((__m256i *)(s->p + i * (CHUNK / 2) + j * 8), (__m256i)_mm512_cvtneps_pbh(weight));
+        }
+        _mm512_store_ps(s->sum + (row + i) * 16, sum);
+    }
+
+    const int64_t pairs = lower(CHUNK / 2, (last - chunk) / 2 + 1);
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) {
+        __m512 acc[TILE * 4];
+#pragma GCC unroll 6
+        for (int i = 0; i < m; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+                acc[i * 4 + j] = _mm512_mul_ps(_mm512_load_ps(s->o + (row + i) * dim + d + j * 16), decay[i]);
+        const uint32_t *v = s->v + d;
+        for (int64_t t = 0; t < pairs; t++, v += dim) {
+            __m512i values[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) values[j] = _mm512_load_si512(v + j * 16);
+#pragma GCC unroll 6
+            for (int i = 0; i < m; i++)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++)
+                    acc[i * 4 + j] = dot(acc[i * 4 + j], values[j], s->p + i * (CHUNK / 2) + t);
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < m; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) _mm512_store_ps(s->o + (row + i) * dim + d + j * 16, acc[i * 4 + j]);
+    }
+    for (; d < dim; d += 16) {
+        __m512 acc[TILE];
+#pragma GCC unroll 6
+        for (int i = 0; i < m; i++) acc[i] = _mm512_mul_ps(_mm512_load_ps(s->o + (row + i) * dim + d), decay[i]);
+        const uint32_t *v = s->v + d;
+        for (int64_t t = 0; t < pairs; t++, v += dim) {
+            __m512i values = _mm512_load_si512(v);
+#pragma GCC unroll 6
+            for (int i = 0; i < m; i++) acc[i] = dot(acc[i], values, s->p + i * (CHUNK / 2) + t);
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < m; i++) _mm512_store_ps(s->o + (row + i) * dim + d, acc[i]);
+    }
+}
+
+static void attend_1(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(1, it, s, row, chunk); }
+static void attend_2(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(2, it, s, row, chunk); }
+static void attend_3(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(3, it, s, row, chunk); }
+static void attend_4(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(4, it, s, row, chunk); }
+static void attend_5(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(5, it, s, row, chunk); }
+static void attend_6(const Item *it, Scratch *s, int64_t row, int64_t chunk) { attend(6, it, s, row, chunk); }
+static void (*const attend_rows[])(const Item *, Scratch *, int64_t, int64_t) = {
+    0, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
+
+/* (peak, sum, o) <- itself combined with one more split. */
+static void combine(int64_t dim, float *peak, float *sum, float *o, float more_peak, float more_sum, const float *more) {
+    float top = *peak > more_peak ? *peak : more_peak, base = top == -INFINITY ? 0.0f : top;
+    float keep = _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(*peak - base)));
+    float add = _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(more_peak - base)));
+    for (int64_t d = 0; d < dim; d += 16) {
+        __m512 y = _mm512_mul_ps(_mm512_loadu_ps(o + d), _mm512_set1_ps(keep));
+        _mm512_storeu_ps(o + d, _mm512_fmadd_ps(_mm512_loadu_ps(more + d), _mm512_set1_ps(add), y));
+    }
+    *sum = *sum * keep + more_sum * add;
+    *peak = top;
+}
+
+static void finish(const Item *it, int64_t row, float peak, float sum, const float *o) {
+    const Attention *a = it->a;
+    int64_t at = it->row + row, token = a->cu_seqlens[it->seq] + at / it->group;
+    int64_t head = it->kv_head * it->group + at % it->group;
+    float scale = 1.0f;
+    if (a->sinks) {
+        float sink = a->sinks[head] * LOG2E, top = peak > sink ? peak : sink;
+        scale = _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(peak - top)));
+        sum = sum * scale + _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(sink - top)));
+    }
+    scale = sum > 0 ? scale / sum : 0.0f;
+    uint16_t *out = (uint16_t *)a->out + (token * a->heads + head) * a->dim;
+    for (int64_t d = 0; d < a->dim; d += 16)
+        _mm256_storeu_si256((__m256i *)(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(
+                                                      _mm512_loadu_ps(o + d), _mm512_set1_ps(scale))));
+}
+
+static void run(const Item *it, Scratch *s) {
+    const Attention *a = it->a;
+    const int64_t dim = a->dim, words = dim / 2, shift = it->seq_len - it->q_len;
+    for (int64_t r = 0; r < it->rows; r += TILE) {
+        int64_t m = lower(TILE, it->rows - r);
+        for (int64_t i = 0; i < m; i++) {
+            int64_t at = it->row + r + i, token = a->cu_seqlens[it->seq] + at / it->group;
+            const uint32_t *q = (const uint32_t *)((const uint16_t *)a->q + token * a->q_stride +
+                                                   (it->kv_head * it->group + at % it->group) * dim);
+            for (int64_t w = 0; w < words; w++) memcpy(s->q + r * words + w * m + i, q + w, 4);
+        }
+    }
+    int64_t to = shift + (it->row + it->rows - 1) / it->group + 1;
+    int64_t from = a->window ? upper(shift + it->row / it->group - a->window + 1, 0) : 0;
+    for (int64_t r = 0; r < it->rows; r++) s->all_peak[r] = -INFINITY, s->all_sum[r] = 0;
+    memset(s->all, 0, it->rows * dim * 4);
+    for (int64_t split = it->split; split < it->split + it->splits; split++) {
+        for (int64_t r = 0; r < it->rows; r++) s->peak[r] = -INFINITY;
+        memset(s->o, 0, it->rows * dim * 4);
+        memset(s->sum, 0, it->rows * 64);
+        int64_t start = upper(from / CHUNK * CHUNK, split * SPLIT), end = lower(to, (split + 1) * SPLIT);
+        for (int64_t chunk = start; chunk < end; chunk += CHUNK) {
+            pack(it, s, chunk, to);
+            for (int64_t r = 0; r < it->rows; r += TILE) attend_rows[lower(TILE, it->rows - r)](it, s, r, chunk);
+        }
+        for (int64_t r = 0; r < it->rows; r++) {
+            float sum = _mm512_reduce_add_ps(_mm512_load_ps(s->sum + r * 16));
+            if (it->partial) {
+                float *left = it->partial + r * (dim + 2);
+                memcpy(left, s->o + r * dim, dim * 4);
+                left[dim] = s->peak[r], left[dim + 1] = sum;
+            } else {
+                combine(dim, s->all_peak + r, s->all_sum + r, s->all + r * dim, s->peak[r], sum, s->o + r * dim);
+            }
+        }
+    }
+    if (!it->partial)
+        for (int64_t r = 0; r < it->rows; r++) finish(it, r, s->all_peak[r], s->all_sum[r], s->all + r * dim);
+}
+
+/* The splits of an item that were summed apart, combined in order. */
+static void join(const Item *it, int64_t splits) {
+    const int64_t dim = it->a->dim;
+    for (int64_t r = 0; r < it->rows; r++) {
+        float o[MAX_DIM] = {0}, peak = -INFINITY, sum = 0;
+        for (int64_t split = 0; split < splits; split++) {
+            const float *left = it[split].partial + r * (dim + 2);
+            combine(dim, &peak, &sum, o, left[dim], left[dim + 1], left);
+        }
+        finish(it, r, peak, sum, o);
+    }
+}
+
+/* Returns 0, or -1 where memory for the list of work is not to be had. */
+int attention_bf16_avx512(const Attention *a) {
+    const int64_t group = a->heads / a->kv_heads;
+    int64_t count = 0, partials = 0;
+    for (int64_t seq = 0; seq < a->seqs; seq++) {
+        int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;
+        count += a->kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 ? splits : 1);
+        if (q_len == 1 && splits > 1) partials += splits * a->heads;
+    }
+    if (count == 0) return 0;
+    Item *items = malloc(count * sizeof(Item));
+    float *left = partials ? malloc(partials * (a->dim + 2) * sizeof(float)) : NULL;
+    if (!items || (partials && !left)) {
+        free(items);
+        free(left);
+        return -1;
+    }
+    float *next = left;
+    Item *it = items;
+    for (int64_t seq = 0; seq < a->seqs; seq++) {
+        int64_t seq_len = a->seq_lens[seq], q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq];
+        int64_t splits = (seq_len + SPLIT - 1) / SPLIT, apart = q_len == 1 && splits > 1 ? splits : 1;
+        /* Long rows first within a sequence: the last tiles of a prefill see the most keys. */
+        for (int64_t tile = (q_len * group + ROWS - 1) / ROWS - 1; tile >= 0; tile--)
+            for (int64_t kv_head = 0; kv_head < a->kv_heads; kv_head++)
+                for (int64_t split = 0; split < apart; split++) {
+                    int64_t row = tile * ROWS, rows = lower(ROWS, q_len * group - row);
+                    *it++ = (Item){a,   seq,  kv_head, seq_len, q_len, group,
+                                   row, rows, split,   apart > 1 ? 1 : splits, apart > 1 ? next : NULL};
+                    if (apart > 1) next += rows * (a->dim + 2);
+                }
+    }
+#pragma omp parallel if (count > 1)
+    {
+        Scratch s __attribute__((aligned(64)));
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; i++) run(items + i, &s);
+        if (partials) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < count; i++)
+                if (items[i].partial && items[i].split == 0) join(items + i, (items[i].seq_len + SPLIT - 1) / SPLIT);
+        }
+    }
+    free(items);
+    free(left);
+    return 0;
+}
+#endif

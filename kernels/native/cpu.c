@@ -1,0 +1,15 @@
+/* What this library is, and what of it this processor can run. */
+
+/* Raised with every change of a signature or a struct: the Python side refuses a library that was built before. */
+int native_version(void) { return 1; }
+
+int has_avx512_bf16(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bf16");
+#else
+    return 0;
+#endif
+}

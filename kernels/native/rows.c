@@ -1,0 +1,160 @@
+/* The row-wise operations: RMSNorm, SiLU-mul, rotary, storing keys and values, copying blocks. Formulas and shapes are
+ * in the Python file of each. Small calls stay on one thread: waking the others would cost more than the work. */
+#include "scalar.h"
+
+#define PARALLEL_FROM 16384 /* elements */
+
+typedef struct {
+    const void *x, *residual, *weight; /* residual may be null */
+    void *out, *sum;                   /* sum: the new residual, dense */
+    int64_t outer, inner, width;       /* [outer][inner][width], rows of `width` */
+    int64_t x_outer, x_inner, r_outer, r_inner;
+    float eps, offset;
+    int64_t cast_first, type;
+} Norm;
+
+INLINE void norm_row(const Norm *n, int64_t row, int type) {
+    int64_t outer = row / n->inner, inner = row % n->inner, width = n->width;
+    const void *x = at(n->x, outer * n->x_outer + inner * n->x_inner, type);
+    void *out = at(n->out, row * width, type);
+    float total = 0;
+    if (n->residual) {
+        const void *residual = at(n->residual, outer * n->r_outer + inner * n->r_inner, type);
+        void *sum = at(n->sum, row * width, type);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) put(sum, i, get(x, i, type) + get(residual, i, type), type);
+        x = sum;
+    }
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < width; i++) total += get(x, i, type) * get(x, i, type);
+    float scale = 1.0f / sqrtf(total / (float)width + n->eps);
+    if (n->cast_first) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++)
+            put(out, i, rounded(get(x, i, type) * scale, type) * rounded(get(n->weight, i, type) + n->offset, type),
+                type);
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++)
+            put(out, i, get(x, i, type) * scale * (get(n->weight, i, type) + n->offset), type);
+    }
+}
+
+CLONES static void norm_rows(const Norm *n, int64_t from, int64_t to) {
+    if (n->type == BF16)
+        for (int64_t row = from; row < to; row++) norm_row(n, row, BF16);
+    else
+        for (int64_t row = from; row < to; row++) norm_row(n, row, F32);
+}
+
+void rms_norm(const Norm *n) {
+    int64_t rows = n->outer * n->inner;
+#pragma omp parallel for schedule(static) if (rows * n->width >= PARALLEL_FROM)
+    for (int64_t part = 0; part < 16; part++) norm_rows(n, rows * part / 16, rows * (part + 1) / 16);
+}
+
+INLINE float silu(float x) { return x / (1.0f + exp_(-x)); }
+
+INLINE float gelu_tanh(float x) {
+    /* 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u) */
+    return x / (1.0f + exp_(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+INLINE void gated(const void *gate_up, int64_t stride, void *out, int64_t width, int gelu, int type, int64_t row,
+                  int64_t from, int64_t to) {
+    const void *gate = at(gate_up, row * stride, type), *up = at(gate, width, type);
+    void *y = at(out, row * width, type);
+    if (gelu) {
+#pragma omp simd
+        for (int64_t i = from; i < to; i++) put(y, i, gelu_tanh(get(gate, i, type)) * get(up, i, type), type);
+    } else {
+#pragma omp simd
+        for (int64_t i = from; i < to; i++) put(y, i, silu(get(gate, i, type)) * get(up, i, type), type);
+    }
+}
+
+CLONES static void gated_rows(const void *gate_up, int64_t stride, void *out, int64_t width, int64_t gelu, int64_t type,
+                              int64_t row, int64_t from, int64_t to) {
+    if (type == BF16) {
+        if (gelu) gated(gate_up, stride, out, width, 1, BF16, row, from, to);
+        else gated(gate_up, stride, out, width, 0, BF16, row, from, to);
+    } else {
+        if (gelu) gated(gate_up, stride, out, width, 1, F32, row, from, to);
+        else gated(gate_up, stride, out, width, 0, F32, row, from, to);
+    }
+}
+
+void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type) {
+    /* Stretches of 1024, so that one long row keeps every thread busy too. */
+    int64_t stretches = (width + 1023) / 1024;
+#pragma omp parallel for schedule(static) if (rows * width >= PARALLEL_FROM)
+    for (int64_t i = 0; i < rows * stretches; i++) {
+        int64_t from = i % stretches * 1024, to = from + 1024 < width ? from + 1024 : width;
+        gated_rows(gate_up, stride, out, width, gelu, type, i / stretches, from, to);
+    }
+}
+
+typedef struct {
+    const void *q, *k, *v, *cos, *sin; /* k or v may be null */
+    void *q_out, *k_out;               /* k_out: dense, or null where k goes to its slot */
+    void *k_cache, *v_cache;           /* null where nothing is stored */
+    const int64_t *slots;
+    int64_t tokens, heads, kv_heads, dim, rot_dim;
+    int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride, k_block, v_block, block_size;
+    int64_t type, table_type;
+} Rotary;
+
+INLINE void turn(const void *x, void *y, const Rotary *r, int64_t token, int type, int table) {
+    int64_t half = r->rot_dim / 2;
+    const void *cos = at(r->cos, token * r->rot_dim, table), *sin = at(r->sin, token * r->rot_dim, table);
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float a = get(x, i, type), b = get(x, i + half, type);
+        put(y, i, a * get(cos, i, table) - b * get(sin, i, table), type);
+        put(y, i + half, b * get(cos, i + half, table) + a * get(sin, i + half, table), type);
+    }
+    if (x != y) memcpy(at(y, r->rot_dim, type), at(x, r->rot_dim, type), (r->dim - r->rot_dim) * (type == BF16 ? 2 : 4));
+}
+
+INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
+    int64_t dim = r->dim, slot = r->slots ? r->slots[token] : -1;
+    const void *q = at(r->q, token * r->q_stride, type), *k = at(r->k, token * r->k_stride, type);
+    void *q_out = at(r->q_out, token * r->q_out_stride, type);
+    if (r->q)
+        for (int64_t h = 0; h < r->heads; h++) turn(at(q, h * dim, type), at(q_out, h * dim, type), r, token, type, table);
+    if (r->k_out) {
+        void *k_out = at(r->k_out, token * r->k_out_stride, type);
+        for (int64_t h = 0; h < r->kv_heads; h++)
+            turn(at(k, h * dim, type), at(k_out, h * dim, type), r, token, type, table);
+    }
+    if (slot < 0) return;
+    const void *v = at(r->v, token * r->v_stride, type);
+    int64_t block = slot / r->block_size, offset = slot % r->block_size;
+    for (int64_t h = 0; h < r->kv_heads; h++) {
+        int64_t inside = (h * r->block_size + offset) * dim;
+        void *to_k = at(r->k_cache, block * r->k_block + inside, type);
+        if (r->cos) turn(at(k, h * dim, type), to_k, r, token, type, table);
+        else memcpy(to_k, at(k, h * dim, type), dim * (type == BF16 ? 2 : 4));
+        memcpy(at(r->v_cache, block * r->v_block + inside, type), at(v, h * dim, type), dim * (type == BF16 ? 2 : 4));
+    }
+}
+
+CLONES static void turn_tokens(const Rotary *r, int64_t from, int64_t to) {
+    for (int64_t token = from; token < to; token++) {
+        if (r->type == F32) turn_token(r, token, F32, F32);
+        else if (r->table_type == BF16) turn_token(r, token, BF16, BF16);
+        else turn_token(r, token, BF16, F32);
+    }
+}
+
+/* apply_rotary, rotary_and_store and (with neither q nor cos) store_kv. */
+void rotary(const Rotary *r) {
+#pragma omp parallel for schedule(static) if (r->tokens * (r->heads + 2 * r->kv_heads) * r->dim >= PARALLEL_FROM)
+    for (int64_t part = 0; part < 16; part++)
+        turn_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
+}
+
+void copy_blocks(void *pool, int64_t stride, int64_t bytes, const int64_t *from, const int64_t *to, int64_t count) {
+#pragma omp parallel for schedule(static) if (count * bytes >= PARALLEL_FROM * 4)
+    for (int64_t i = 0; i < count; i++) memcpy((char *)pool + to[i] * stride, (char *)pool + from[i] * stride, bytes);
+}

@@ -1,0 +1,85 @@
+/* Elements and elementary functions written so that the compiler turns loops over them into vectors. */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* One body, several instruction sets, chosen as the library is loaded. Bodies hold no OpenMP: a parallel region is
+ * outlined into a function of its own, which would not be cloned. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+enum { BF16 = 0, F32 = 1 };
+
+INLINE float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE uint32_t to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+INLINE float get(const void *p, int64_t i, int type) {
+    return type == BF16 ? from_bits((uint32_t)((const uint16_t *)p)[i] << 16) : ((const float *)p)[i];
+}
+
+/* To nearest, ties to even; a NaN stays one. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits = to_bits(x), rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+INLINE void put(void *p, int64_t i, float x, int type) {
+    if (type == BF16) ((uint16_t *)p)[i] = to_bf16(x);
+    else ((float *)p)[i] = x;
+}
+
+INLINE float rounded(float x, int type) { return type == BF16 ? from_bits((uint32_t)to_bf16(x) << 16) : x; }
+
+INLINE void *at(const void *p, int64_t i, int type) { return (char *)p + i * (type == BF16 ? 2 : 4); }
+
+/* e^x, 2 ulp; below -87 it is 0, above 88 it is infinite. */
+INLINE float exp_(float x) {
+    float t = x * 1.44269504f;
+    float clamped = t < -127.0f ? -127.0f : t > 128.0f ? 128.0f : t;
+    float whole = (clamped + 12582912.0f) - 12582912.0f;
+    /* The remainder of x, not of x * log2(e), keeps large arguments exact. */
+    float f = x - whole * 0.693359375f;
+    f = f + whole * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * f + 1.3981999507e-3f;
+    y = y * f + 8.3334519073e-3f;
+    y = y * f + 4.1665795894e-2f;
+    y = y * f + 1.6666665459e-1f;
+    y = y * f + 5.0000001201e-1f;
+    y = y * f * f + f + 1.0f;
+    y *= from_bits((uint32_t)((int32_t)whole + 127) << 23);
+    return t <= -126.0f ? 0.0f : t >= 128.0f ? INFINITY : y;
+}
+
+/* log(x) for positive normal x. */
+INLINE float log_(float x) {
+    uint32_t bits = to_bits(x) - 0x3F3504F3; /* sqrt(1/2) */
+    float exponent = (float)((int32_t)bits >> 23);
+    float f = from_bits((bits & 0x7FFFFF) + 0x3F3504F3) - 1.0f, z = f * f;
+    float y = 7.0376836292e-2f;
+    y = y * f - 1.1514610310e-1f;
+    y = y * f + 1.1676998740e-1f;
+    y = y * f - 1.2420140846e-1f;
+    y = y * f + 1.4249322787e-1f;
+    y = y * f - 1.6668057665e-1f;
+    y = y * f + 2.0000714765e-1f;
+    y = y * f - 2.4999993993e-1f;
+    y = y * f + 3.3333331174e-1f;
+    y = y * f * z + exponent * -2.12194440e-4f;
+    return f + (y - 0.5f * z) + exponent * 0.693359375f;
+}

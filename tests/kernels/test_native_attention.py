@@ -1,0 +1,176 @@
+"""The CPU path of paged attention against the float32 reference: odd lengths, layouts and options, and its contracts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.paged_attention import paged_attention, paged_attention_reference
+from torch import Tensor
+
+
+class Batch:
+    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, size: int = 16
+    ) -> None:
+        torch.manual_seed(sum(q * 7 + s for q, s in lengths) + heads + dim)
+        per_seq = [-(-s // size) for _, s in lengths]
+        blocks = sum(per_seq) + 3
+        width = kv_heads * size * dim * dtype.itemsize
+        pool = torch.full((blocks, 4 * width), 255, dtype=torch.uint8)  # 0xFFFF is a NaN: unused slots must not leak
+        self.k, self.v = (pool[:, i * width : (i + 1) * width].view(dtype).view(-1, kv_heads, size, dim) for i in (1, 3))
+        order = torch.randperm(blocks)
+        self.block_tables = torch.zeros(len(lengths), max(per_seq, default=0) + 2, dtype=torch.int32)
+        used = 0
+        for row, ((_, seq_len), count) in enumerate(zip(lengths, per_seq, strict=True)):
+            ids = order[used : used + count]
+            used += count
+            self.block_tables[row, :count] = ids
+            for cache in (self.k, self.v):
+                flat = torch.randn(seq_len, kv_heads, dim).to(dtype)
+                for at in range(seq_len):
+                    cache[ids[at // size], :, at % size] = flat[at]
+        self.seq_lens = torch.tensor([s for _, s in lengths], dtype=torch.int32)
+        self.cu_seqlens_q = torch.tensor([0, *torch.tensor([q for q, _ in lengths]).cumsum(0)], dtype=torch.int32)
+        tokens = int(self.cu_seqlens_q[-1])
+        self.q = torch.randn(tokens, (heads + 2) * dim).to(dtype)[:, : heads * dim].unflatten(1, (heads, dim))
+        self.scale = dim**-0.5
+
+    def tables(self) -> dict[str, Any]:
+        return dict(block_tables=self.block_tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
+
+    def run(self, **options: Any) -> Tensor:
+        options = {"scale": self.scale, "max_seqlen_q": 1, **options}
+        return paged_attention(self.q, self.k, self.v, **self.tables(), **options)
+
+    def reference(self, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+        out = torch.zeros(self.q.shape)
+        paged_attention_reference(
+            self.q, self.k, self.v, *self.tables().values(), self.scale, sliding_window, softcap, sinks, out
+        )
+        return out
+
+
+def close(have: Tensor, want: Tensor) -> None:
+    """bfloat16 weights and one rounding at the end: a few of its units; float32: a few of its own."""
+    tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[have.dtype]
+    torch.testing.assert_close(have.float(), want, rtol=tolerance, atol=tolerance)
+
+
+MIXED = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 257), (33, 40), (130, 200)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 32), (12, 4, 64), (8, 1, 80), (4, 2, 96), (7, 1, 128), (2, 1, 256)]
+)
+def test_mixed_batches_agree_with_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    """Decodes, chunks and whole prompts in one batch give each sequence what the float32 formula gives."""
+    batch = Batch(MIXED, heads, kv_heads, dim, dtype)
+    close(batch.run(), batch.reference())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 1, 13, 64, 100])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_window_softcap_and_sinks(dtype: torch.dtype, window: int, softcap: float, with_sinks: bool) -> None:
+    """Sliding window, soft-cap and sinks do what the formula says, alone and together."""
+    batch = Batch([(1, 90), (70, 190), (3, 3), (1, 1)], 6, 2, 64, dtype)
+    sinks = torch.randn(6) if with_sinks else None
+    have = batch.run(sliding_window=window, softcap=softcap, sinks=sinks)
+    close(have, batch.reference(window, softcap, sinks))
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 128])
+def test_any_block_size(size: int) -> None:
+    """Block sizes that divide nothing serve as well as 16."""
+    batch = Batch([(1, 100), (20, 65), (1, 129)], 4, 2, 32, torch.bfloat16, size)
+    close(batch.run(), batch.reference())
+
+
+def test_large_head_dims_and_odd_ones_still_serve() -> None:
+    """A head_dim outside the native set takes the reference."""
+    batch = Batch([(2, 9), (1, 17)], 2, 1, 20, torch.bfloat16)
+    close(batch.run(), batch.reference())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_sequence_is_summed_in_splits(dtype: torch.dtype) -> None:
+    """Beyond one split of 1,024 keys, decode and prefill still agree with the formula."""
+    batch = Batch([(1, 2500), (3, 1030), (1, 1024), (1, 1025)], 3, 1, 64, dtype)
+    close(batch.run(), batch.reference())
+    close(batch.run(sliding_window=1200), batch.reference(1200))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_and_chunks_leave_every_bit_alone(dtype: torch.dtype) -> None:
+    """A sequence alone, in a batch, in one chunk, in many, and token by token: the same bits."""
+    batch = Batch([(300, 1300), (1, 40), (50, 1100)], 6, 2, 64, dtype)
+    whole = batch.run()
+    alone = paged_attention(
+        batch.q[:300], batch.k, batch.v, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
+        cu_seqlens_q=batch.cu_seqlens_q[:2], max_seqlen_q=300, scale=batch.scale,
+    )  # fmt: skip
+    assert torch.equal(whole[:300], alone)
+    for first, last in ((0, 100), (100, 101), (101, 260), (299, 300)):
+        part = paged_attention(
+            batch.q[first:last], batch.k, batch.v, block_tables=batch.block_tables[:1],
+            seq_lens=torch.tensor([1000 + last], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32), max_seqlen_q=last - first,
+            scale=batch.scale,
+        )  # fmt: skip
+        assert torch.equal(whole[first:last], part)
+
+
+def test_shared_blocks_give_both_sequences_their_prefix() -> None:
+    """Two sequences whose tables name the same blocks read the same keys."""
+    batch = Batch([(1, 40), (1, 40)], 4, 2, 64, torch.bfloat16)
+    batch.block_tables[1] = batch.block_tables[0]
+    batch.q[1] = batch.q[0]
+    have = batch.run()
+    assert torch.equal(have[0], have[1])
+
+
+def test_rows_past_the_last_sequence_are_left_alone() -> None:
+    """Padding tokens and sequences of no tokens write nothing; an empty batch is fine."""
+    batch = Batch([(1, 20), (0, 0), (3, 30)], 4, 2, 32, torch.bfloat16)
+    padded = torch.cat((batch.q, batch.q))
+    out = torch.full(padded.shape, 7.0).bfloat16()
+    got = paged_attention(padded, batch.k, batch.v, **batch.tables(), max_seqlen_q=3, scale=batch.scale, out=out)
+    assert got is out and (out[4:] == 7).all()
+    assert torch.equal(out[:4], batch.run())
+    empty = Batch([], 4, 2, 32, torch.bfloat16)
+    assert empty.run().shape == (0, 4, 32)
+
+
+def test_the_launcher_names_the_tensor_it_refuses() -> None:
+    """Wrong shapes, dtypes, strides and devices are refused by name before anything is written."""
+    batch = Batch([(2, 20), (1, 3)], 4, 2, 32, torch.float32)
+    out = torch.full(batch.q.shape, 7.0)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("q", {"q": batch.q[:, :3]}),
+        ("q", {"q": batch.q.transpose(1, 2)}),
+        ("q", {"q": batch.q.double()}),
+        ("k_cache", {"k_cache": batch.k.bfloat16()}),
+        ("k_cache", {"k_cache": batch.k.transpose(1, 2)}),
+        ("v_cache", {"v_cache": batch.v[:, :1]}),
+        ("block_tables", {"block_tables": batch.block_tables.long()}),
+        ("seq_lens", {"seq_lens": batch.seq_lens[:1]}),
+        ("cu_seqlens_q", {"cu_seqlens_q": batch.cu_seqlens_q[:2]}),
+        ("cu_seqlens_q", {"cu_seqlens_q": batch.cu_seqlens_q.to("meta")}),
+        ("sinks", {"sinks": torch.zeros(3)}),
+        ("sliding_window", {"sliding_window": -1}),
+        ("softcap", {"softcap": float("nan")}),
+        ("out", {"out": out.bfloat16()}),
+    ]
+    good = dict(q=batch.q, k_cache=batch.k, v_cache=batch.v, out=out, max_seqlen_q=2, scale=1.0, **batch.tables())
+    for name, change in cases:
+        arguments = {**good, **change}
+        with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
+            paged_attention(arguments.pop("q"), arguments.pop("k_cache"), arguments.pop("v_cache"), **arguments)
+    assert (out == 7).all()

@@ -1,0 +1,192 @@
+"""The CPU path of the row-wise operations against float32 torch, over odd shapes and strides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from coatcheck.kernels.copy_blocks import copy_blocks
+from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.rms_norm import rms_norm, rms_norm_reference
+from coatcheck.kernels.rotary import apply_rotary, apply_rotary_reference, rotary_and_store
+from coatcheck.kernels.silu_mul import silu_mul, silu_mul_reference
+from coatcheck.kernels.store_kv import store_kv, store_kv_reference
+
+SENTINEL = 7.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def ulps(dtype: torch.dtype) -> dict[str, float]:
+    """One rounding apart: float32 inside leaves at most the last bit of the element type to differ."""
+    return {torch.float32: dict(rtol=2e-6, atol=2e-6), torch.bfloat16: dict(rtol=2**-7, atol=1e-6)}.get(
+        dtype, dict(rtol=2**-10, atol=1e-6)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (3, 17), (5, 768), (33, 1000)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_agrees_with_its_reference(
+    dtype: torch.dtype, shape: tuple[int, int], offset: float, with_residual: bool
+) -> None:
+    """RMSNorm gives what the float32 formula gives, and with a residual also the rounded sum."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    residual = torch.randn(shape).to(dtype) if with_residual else None
+    want = rms_norm_reference(x, weight, 1e-6, residual, offset, offset == 0)
+    have = rms_norm(x, weight, 1e-6, residual=residual, weight_offset=offset)
+    if residual is not None:
+        assert torch.equal(have[1], want[1])
+        have, want = have[0], want[0]
+    torch.testing.assert_close(have, want, **ulps(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_follows_transformers_rounding(dtype: torch.dtype) -> None:
+    """Llama casts before the weight, Gemma and OLMo 2 after: at most one rounding apart, and rarely that."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    torch.manual_seed(1)
+    x, weight = torch.randn(50, 96).to(dtype), torch.randn(96).to(dtype)
+    for module, offset, cast_first in ((LlamaRMSNorm, 0.0, None), (GemmaRMSNorm, 1.0, None), (Olmo2RMSNorm, 0.0, False)):
+        theirs = module(96, eps=1e-6).to(dtype)
+        theirs.weight.data = weight
+        ours = rms_norm(x, weight, 1e-6, weight_offset=offset, cast_first=cast_first)
+        torch.testing.assert_close(ours, theirs(x).data, **ulps(dtype))
+        if dtype == torch.bfloat16:
+            assert (ours != theirs(x)).float().mean() < 0.01
+
+
+def test_rms_norm_takes_strided_heads() -> None:
+    """A norm over the heads of a fused projection reads the slice in place."""
+    fused = torch.randn(7, 6 * 32).bfloat16()
+    heads, weight = fused[:, 32:96].unflatten(1, (2, 32)), torch.randn(32).bfloat16()
+    assert torch.equal(rms_norm(heads, weight, 1e-5), rms_norm(heads.contiguous(), weight, 1e-5))
+    out = torch.full((7, 2, 32), SENTINEL).bfloat16()
+    assert rms_norm(heads, weight, 1e-5, out=out) is out
+    assert torch.equal(out, rms_norm(heads, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 34), (2, 5000), (40, 1026)])
+def test_silu_mul_agrees_with_its_reference(dtype: torch.dtype, activation: str, shape: tuple[int, int]) -> None:
+    """The gated activation gives what float32 gives, for strided rows too, and for very large inputs."""
+    torch.manual_seed(2)
+    wide = torch.randn(shape[0], shape[1] + 6).to(dtype)
+    gate_up = wide[:, : shape[1]]
+    if shape[0]:
+        gate_up[0, 0], gate_up[-1, shape[1] // 2 - 1] = -200.0, 200.0
+    have = silu_mul(gate_up, activation)
+    torch.testing.assert_close(have, silu_mul_reference(gate_up, activation), **ulps(dtype))
+    assert torch.isfinite(have).all()
+
+
+def caches(dtype: torch.dtype, blocks: int, heads: int, size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the middle layer of three in a uint8 pool, every byte a sentinel."""
+    width = heads * size * dim * dtype.itemsize
+    pool = torch.full((blocks, 6 * width), 65, dtype=torch.uint8)
+    k, v = (pool[:, i * width : (i + 1) * width].view(dtype).view(blocks, heads, size, dim) for i in (2, 3))
+    return k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype, tokens: int) -> None:
+    """Keys and values land in their slots from strided inputs; slot -1 and all other bytes stay untouched."""
+    torch.manual_seed(3)
+    fused = torch.randn(tokens, 8 * 16).to(dtype)
+    k, v = fused[:, 64:96].unflatten(1, (2, 16)), fused[:, 96:128].unflatten(1, (2, 16))
+    slots = torch.randperm(9 * 5)[:tokens]
+    slots[1::4] = -1
+    k_cache, v_cache = caches(dtype, 9, 2, 5, 16)
+    pool = torch.empty(0, dtype=torch.uint8).set_(k_cache.untyped_storage()).clone()
+    other_k, other_v = caches(dtype, 9, 2, 5, 16)
+    store_kv(k, v, k_cache, v_cache, slots)
+    store_kv_reference(k, v, other_k, other_v, slots)
+    now, other = (torch.empty(0, dtype=torch.uint8).set_(c.untyped_storage()) for c in (k_cache, other_k))
+    assert torch.equal(now, other)
+    assert (now != pool).any() or not tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("table", ["same", "float32"])
+@pytest.mark.parametrize(("tokens", "dim", "rot_dim"), [(0, 16, 16), (1, 16, 8), (7, 80, 80), (50, 64, 64), (3, 6, 2)])
+def test_rotary_agrees_with_its_reference(
+    dtype: torch.dtype, table: str, tokens: int, dim: int, rot_dim: int
+) -> None:
+    """Rotary turns the first rot_dim elements of every head, out of place, in place and on the way to the cache."""
+    torch.manual_seed(4)
+    fused = torch.randn(tokens, 6 * dim).to(dtype)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in fused.split([4 * dim, dim, dim], dim=1))
+    angle = torch.randn(tokens, rot_dim // 2).repeat(1, 2)
+    cos, sin = (t.to(dtype if table == "same" else torch.float32) for t in (angle.cos(), angle.sin()))
+    want_q, want_k = apply_rotary_reference(q, k, cos, sin)
+    have_q, have_k = apply_rotary(q, k, cos, sin)
+    torch.testing.assert_close(have_q, want_q, **ulps(dtype))
+    torch.testing.assert_close(have_k, want_k, **ulps(dtype))
+
+    k_cache, v_cache = caches(dtype, 20, 1, 3, dim)
+    slots = torch.randperm(60)[:tokens]
+    slots[2::3] = -1
+    stored_q = rotary_and_store(q, k, v, cos, sin, k_cache, v_cache, slots)
+    assert torch.equal(stored_q, have_q)
+    kept = slots >= 0
+    assert torch.equal(k_cache[slots[kept] // 3, :, slots[kept] % 3], have_k[kept])
+    assert torch.equal(v_cache[slots[kept] // 3, :, slots[kept] % 3], v[kept])
+
+    in_place_q, in_place_k = apply_rotary(q, k, cos, sin, inplace=True)
+    assert in_place_q.data_ptr() == q.data_ptr() and in_place_k.data_ptr() == k.data_ptr()
+    assert torch.equal(q, have_q) and torch.equal(k, have_k)
+
+
+def test_rotary_equals_transformers_in_float32() -> None:
+    """On full-width rotary the result is llama's own."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, angle = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 8).repeat(1, 2)
+    theirs = apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), angle.cos()[None], angle.sin()[None])
+    for ours, other in zip(apply_rotary(q, k, angle.cos(), angle.sin()), theirs, strict=True):
+        torch.testing.assert_close(ours, other.transpose(1, 2)[0])
+
+
+def test_copy_blocks_copies_whole_blocks() -> None:
+    """Every byte of a destination block is its source's; no other block changes; nothing to copy is fine."""
+    pool = torch.randint(0, 255, (9, 70000), dtype=torch.uint8)
+    before = pool.clone()
+    copy_blocks(pool, torch.tensor([3, 3, 5]), torch.tensor([0, 8, 1]))
+    copy_blocks(pool, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    before[[0, 8, 1]] = before[[3, 3, 5]]
+    assert torch.equal(pool, before)
+
+
+def test_launchers_name_the_tensor_they_refuse() -> None:
+    """A wrong shape, dtype or stride is refused before anything is written, by the tensor's name."""
+    x, cache = torch.zeros(2, 4, 16), torch.full((3, 4, 2, 16), SENTINEL)
+    slots, table = torch.tensor([0, 1]), torch.ones(2, 16)
+    cases = [
+        ("weight", lambda: rms_norm(x, torch.ones(8), 1e-6)),
+        ("residual", lambda: rms_norm(x, torch.ones(16), 1e-6, residual=x.double())),
+        ("x", lambda: rms_norm(x.transpose(1, 2), torch.ones(4), 1e-6)),
+        ("gate_up", lambda: silu_mul(torch.zeros(2, 5))),
+        ("activation", lambda: silu_mul(torch.zeros(2, 4), "relu")),
+        ("slot_mapping", lambda: store_kv(x, x, cache, cache, slots.int())),
+        ("slot_mapping", lambda: store_kv(x, x, cache, cache, torch.tensor([0]))),
+        ("v", lambda: store_kv(x, x[:1], cache, cache, slots)),
+        ("k", lambda: store_kv(x.transpose(1, 2), x, cache, cache, slots)),
+        ("k_cache", lambda: store_kv(x, x, cache.transpose(1, 2), cache, slots)),
+        ("v_cache", lambda: store_kv(x, x, cache, cache.bfloat16(), slots)),
+        ("cos", lambda: apply_rotary(x, x, torch.ones(2, 18), torch.ones(2, 18))),
+        ("sin", lambda: apply_rotary(x, x, table, table.double())),
+        ("pool", lambda: copy_blocks(cache, slots, slots)),
+        ("dst", lambda: copy_blocks(torch.zeros(2, 2, dtype=torch.uint8), slots, slots[:1])),
+        ("slot_mapping", lambda: store_kv(x, x, cache, cache, slots.to("meta"))),
+    ]
+    for name, call in cases:
+        with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
+            call()
+    assert (cache == SENTINEL).all() and math.isfinite(SENTINEL)
