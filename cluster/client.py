@@ -89,6 +89,15 @@ class Client:
             if losses >= len(self._addresses):
                 await asyncio.sleep(min(0.05 * 2 ** min(losses, 5), self._patience))
 
+    async def get_model(self, *, timeout: float | None = None) -> pb.GetModelResponse:
+        """What `address` serves; raises the CoatcheckError of its refusal."""
+        stub = GenerationStub(self.channel())  # type: ignore[no-untyped-call]
+        try:
+            model: pb.GetModelResponse = await stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise self._explain(error) from None
+        return model
+
     @property
     def address(self) -> str:
         """The router that is asked next, or that was asked last."""

@@ -4,6 +4,7 @@ A token depends on (seed, choice, position) alone, as the real one's do, so that
 an undisturbed one. What it was asked stays in `requests`.
 """
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from typing import Any, Self
@@ -26,11 +27,19 @@ class FakeRouter(GenerationServicer):
 
     def __init__(self, name: str = "group-0", *, losses: list[int] | None = None, port: int = 0) -> None:
         self.name = name
+        self.fingerprint = "f"
         self.losses = losses or []
         self.requests: list[pb.GenerateRequest] = []
-        self.cancelled = 0
+        self.running = self.most_at_once = 0
+        # No stream says anything before so many run at once.
+        self.crowd = 1
+        self._crowded = asyncio.Event()
+        # Set once a caller has left a stream before its end.
+        self.left = asyncio.Event()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.breaks_with = grpc.StatusCode.UNAVAILABLE
+        # After this many events a stream says nothing more until its caller leaves.
+        self.stalls_after: int | None = None
         self._port = port
 
     async def __aenter__(self) -> Self:
@@ -47,18 +56,31 @@ class FakeRouter(GenerationServicer):
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        return pb.GetModelResponse(name="fake", vocab_size=100, max_model_len=4096, fingerprint=self.fingerprint)
+
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
         self.requests.append(request)
         if self.refusal:
             await context.abort(*self.refusal)
         budget = self.losses.pop(0) if self.losses else None
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        if self.running >= self.crowd:
+            self._crowded.set()
         try:
+            await self._crowded.wait()
             for sent, event in enumerate(self._events(request)):
                 if sent == budget:
                     await context.abort(self.breaks_with, "this router is going away")
+                if sent == self.stalls_after:
+                    await asyncio.Event().wait()
                 yield event
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
         finally:
-            self.cancelled += context.cancelled()
+            self.running -= 1
 
     def _events(self, request: pb.GenerateRequest) -> list[pb.GenerateEvent]:
         sampling = request.sampling

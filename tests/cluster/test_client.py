@@ -139,8 +139,20 @@ async def test_callers_own_resume_is_kept() -> None:
 async def test_timeout_covers_the_whole_stream() -> None:
     """A stream past its time ends with an error, not with a new attempt."""
     async with FakeRouter() as router, Client([router.address]) as client:
+        router.stalls_after = 2
         with pytest.raises(CoatcheckError, match="Deadline"):
-            [event async for event in client.generate_stream(request(), timeout=0.0)]
+            [event async for event in client.generate_stream(request(), timeout=0.2)]
+    assert len(router.requests) == 1
+
+
+async def test_leaving_early_cancels() -> None:
+    """A caller that stops reading ends the work at the router."""
+    async with FakeRouter() as router, Client([router.address]) as client:
+        router.stalls_after = 3
+        stream = client.generate_stream(request())
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.wait_for(router.left.wait(), timeout=10)
 
 
 def test_a_client_needs_an_address() -> None:

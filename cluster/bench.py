@@ -1,0 +1,160 @@
+"""`coatcheck bench`: puts load on running routers and prints what its users would have felt.
+
+Closed loop (so many clients, each sending its next request when the last is answered) or open loop (Poisson arrivals,
+or a trace's own). It knows the public service alone, as any client does.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..proto import coatcheck_pb2 as pb
+from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
+from .client import Client
+from .generate import DEFAULT_ADDRESS
+from .load import Load, Recording
+from .report import Report, Sample, measure, summarize
+from .report_plot import plot_report
+from .report_table import report_table
+from .trace import read_trace
+from .workload import Job, Prompts, Workload
+
+
+def bench(
+    address: Annotated[
+        list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Clients in a closed loop (default 1); in an open loop, most at once.")
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests to send. Default: 10 a client, or the whole trace.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Open loop: requests a second, Poisson.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Open loop: a trace's times and lengths (.jsonl, .csv, .gz).")
+    ] = None,
+    time_scale: Annotated[
+        float, typer.Option(min=0.0, help="Multiplies the trace's times: 0.5 is twice as fast.")
+    ] = 1.0,
+    length_scale: Annotated[float, typer.Option(min=0.0001, help="Multiplies the trace's lengths.")] = 1.0,
+    prompts: Annotated[Prompts, typer.Option(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
+    prompt: Annotated[str | None, typer.Option(help="This text as every prompt.")] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens (after the prefix, where one is shared).")] = 512,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="Different shared prefixes, taken in turn.")] = 4,
+    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of each shared prefix.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Requests sent first and not counted, with prompts of their own.")
+    ] = 1,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until a request is given up.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the run to this file.")] = None,
+) -> None:
+    """Put load on a server and measure it."""
+    if rate is not None and trace is not None:
+        raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own times")
+    addresses = address or [DEFAULT_ADDRESS]
+    try:
+        model = asyncio.run(_model(addresses))
+        workload = Workload(
+            vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
+            num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature,
+        )  # fmt: skip
+        if trace is not None:
+            entries = read_trace(trace, num_requests)
+            jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
+        else:
+            jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
+        # Its prompts come from another seed, so that they leave nothing in a cache for those that count.
+        warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
+        open_loop = rate is not None or trace is not None
+        report, samples = asyncio.run(
+            _run(addresses, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
+        )
+        if as_json:
+            print(json.dumps(report.to_json()))
+        else:
+            Console().print(report_table(report))
+        if plot is not None:
+            plot_report(report, samples, plot)
+    except CoatcheckError as error:
+        print(f"coatcheck bench: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if not report.succeeded:
+        raise typer.Exit(1)
+
+
+async def _model(addresses: list[str]) -> pb.GetModelResponse:
+    """What is served, from the first router; the others must answer too, or they would measure as errors."""
+    answers = []
+    for address in addresses:
+        async with Client([address]) as client:
+            answers.append(await client.get_model(timeout=20.0))
+    if len({answer.fingerprint for answer in answers}) > 1:
+        raise InvalidConfig("the addresses serve different models; measure one at a time")
+    return answers[0]
+
+
+async def _run(
+    addresses: list[str],
+    jobs: list[Job],
+    warm: list[Job],
+    open_loop: bool,
+    concurrency: int | None,
+    timeout: float | None,
+    objectives: tuple[float | None, float | None],
+) -> tuple[Report, list[Sample]]:
+    async with Load(addresses, timeout=timeout) as load:
+        await load.closed(warm, concurrency=len(addresses))
+        _require_answers(load.recordings)
+        load.recordings, load.finished = [], 0
+        cpu = time.process_time()
+        bar = asyncio.create_task(_show_progress(load, len(jobs)))
+        try:
+            seconds = await (load.open(jobs, concurrency) if open_loop else load.closed(jobs, concurrency or 1))
+        finally:
+            bar.cancel()
+            with suppress(asyncio.CancelledError):
+                await bar
+        cpu = time.process_time() - cpu
+        measured = [measure(recording) for recording in load.recordings]
+    ttft, tpot = objectives
+    report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu)
+    return report, [sample for sample in measured if isinstance(sample, Sample)]
+
+
+def _require_answers(recordings: list[Recording]) -> None:
+    """A run whose warm-up is not answered would measure errors."""
+    for recording in recordings:
+        if recording.status == grpc.StatusCode.UNAVAILABLE.name:
+            raise Unavailable(f"the warm-up was not answered: {recording.details}")
+        if recording.status != "OK":
+            raise InvalidConfig(f"the warm-up was refused ({recording.status}): {recording.details}")
+
+
+async def _show_progress(load: Load, total: int) -> None:
+    """Draws twice a second, on stderr, if a person is watching: never once per token."""
+    console = Console(stderr=True)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
+        task = progress.add_task("requests", total=total)
+        try:
+            while True:
+                progress.update(task, completed=load.finished, refresh=True)
+                await asyncio.sleep(0.5)
+        finally:
+            progress.update(task, completed=load.finished, refresh=True)
