@@ -20,7 +20,7 @@ from .communicator import Communicator
 from .fusion import fuse, pack_linears
 from .model_spec import LayerSpec, ModelSpec
 from .parallel import parallelise
-from .rotary_scaling import choose_max_model_len, pin_rotary
+from .rotary_scaling import choose_max_model_len
 from .sharding import Shard, plan_sharding
 from .skeleton import build_skeleton, check_complete, choose_dtype, read_config
 from .weights import Progress, load_weights
@@ -92,8 +92,7 @@ def load_model(
         stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
         model_dtype = choose_dtype(dtype, config, stored)
         length = choose_max_model_len(config, max_model_len)
-        causal = build_skeleton(config, model_dtype, device)
-        pin_rotary(causal, length)
+        causal = build_skeleton(config, model_dtype, device, length)
         calls = probe_attention(causal)
         named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
         head: Any = causal.get_output_embeddings

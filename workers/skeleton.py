@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..proto.errors import InvalidConfig, InvalidModel
 from . import attention
+from .rotary_scaling import pin_rotary
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,19 +42,21 @@ def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
     return DTYPES[asked]
 
 
-def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model with parameters on meta and non-persistent buffers computed on `device`."""
+def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
+    """The model with parameters on meta, non-persistent buffers computed on `device`, rotary fixed for the length."""
     attention.register()
     try:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
             model = build(config, dtype=dtype, attn_implementation=attention.NAME)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise InvalidModel(f"{config.model_type} cannot be served: {str(error).splitlines()[0]}") from error
+    except (ValueError, ImportError, AttributeError, KeyError) as error:
+        reason = f"transformers cannot build it with our attention ({str(error).splitlines()[0]})"
+        raise InvalidModel(f"{config.model_type} cannot be served: {reason}") from error
     assert isinstance(model, PreTrainedModel)
     nn.Module.train(model, False)
     for module in model.modules():
         _compute_buffers(model, module, device)
+    pin_rotary(model, max_model_len)
     return model
 
 
@@ -78,11 +81,11 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
         return
     for name, buffer in buffers.items():
         if not buffer.is_floating_point():
-            raise InvalidModel(f"nothing initialises the buffer {name}; this architecture cannot be served")
+            raise InvalidModel(f"{model.config.model_type} cannot be served: nothing initialises its buffer {name}")
         module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
     with torch.no_grad():
         initialise: Any = model._init_weights  # untyped, like most of transformers' methods
         initialise(module)
     forgotten = [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
     if forgotten:
-        raise InvalidModel(f"nothing initialises the buffer {', '.join(forgotten)}; it cannot be served")
+        raise InvalidModel(f"{model.config.model_type} cannot be served: nothing initialises {', '.join(forgotten)}")

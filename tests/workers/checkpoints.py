@@ -79,13 +79,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def tiny_config(arch: str, **overrides: Any) -> Any:
+    """The config of a tiny model."""
+    model_type, differences = ARCHITECTURES[arch]
+    return CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **overrides})
+
+
 def tiny_checkpoint(arch: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
     """Writes the checkpoint to `directory / arch` unless it is there, and returns that path."""
     path = directory / arch
     if path.exists():
         return path
-    model_type, differences = ARCHITECTURES[arch]
-    config = CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **overrides})
+    config = tiny_config(arch, **overrides)
     torch.manual_seed(sum(arch.encode()))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
