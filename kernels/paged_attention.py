@@ -19,6 +19,8 @@ order. The file does not know what a request is, nor which layer calls.
 from __future__ import annotations
 
 import math
+import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,51 +54,75 @@ def paged_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    check_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, sliding_window, softcap, sinks, out)
+    caches = _checked_caches(k_cache, v_cache)
+    _check_tables(block_tables, seq_lens, cu_seqlens_q, caches.device)
+    _check_query(q, caches, sliding_window, softcap, sinks, out)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library = native.library()
-    if library is None or q.device.type != "cpu" or q.dtype not in native.TYPES or q.shape[2] % 16 or q.shape[2] > 256:
+    call = None if library is None or caches.device.type != "cpu" else library.attention.get(q.dtype)
+    if call is None or caches.head_dim % 16 or caches.head_dim > 256:
         paged_attention_reference(
             q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
         )
         return out
-    _, kv_heads, block_size, dim = k_cache.shape
-    call = native.ATTENTION.pack(
-        q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0),
-        block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(), cu_seqlens_q.data_ptr(),
-        seq_lens.shape[0], q.shape[1], kv_heads, dim, block_size, scale, softcap, sliding_window,
+    arguments = native.ATTENTION.pack(
+        q.data_ptr(), q.stride()[0], k_cache.data_ptr(), v_cache.data_ptr(), caches.k_stride, caches.v_stride,
+        block_tables.data_ptr(), block_tables.stride()[0], seq_lens.data_ptr(), cu_seqlens_q.data_ptr(),
+        len(seq_lens), q.shape[1], caches.kv_heads, caches.head_dim, caches.block_size, scale, softcap, sliding_window,
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    if library.attention[q.dtype](call):
+    if call(arguments):
         raise native.out_of_memory("paged_attention")
     return out
 
 
-def check_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    sliding_window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    out: Tensor | None,
-) -> None:
-    if q.dim() != 3:
-        refuse("q", "shape [num_tokens, num_heads, head_dim]", list(q.shape))
-    want_dtype("q", q, *FLOATS)
-    want_heads("q", q)
+class _Caches(NamedTuple):
+    """What the checks of one layer's caches found. They are made once: the same two views come back every step."""
+
+    k: weakref.ref[Tensor]
+    v: weakref.ref[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    kv_heads: int
+    block_size: int
+    head_dim: int
+    k_stride: int
+    v_stride: int
+
+
+_caches: dict[int, _Caches] = {}
+
+
+def _checked_caches(k_cache: Tensor, v_cache: Tensor) -> _Caches:
+    found = _caches.get(id(k_cache))
+    if found is not None and found.k() is k_cache and found.v() is v_cache:
+        return found
     want_cache("k_cache", k_cache)
-    want_cache("v_cache", v_cache)
-    want_shape("k_cache", k_cache, (None, None, None, q.shape[2]))
+    want_dtype("k_cache", k_cache, *FLOATS)
     want_shape("v_cache", v_cache, tuple(k_cache.shape))
-    want_dtype("k_cache", k_cache, q.dtype)
-    want_dtype("v_cache", v_cache, q.dtype)
-    if k_cache.shape[1] == 0 or q.shape[1] % k_cache.shape[1]:
-        refuse("q", f"a multiple of k_cache's {k_cache.shape[1]} heads", q.shape[1])
+    want_cache("v_cache", v_cache)
+    want_dtype("v_cache", v_cache, k_cache.dtype)
+    want_device("v_cache", v_cache, k_cache.device)
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    key = id(k_cache)
+    found = _Caches(
+        weakref.ref(k_cache, lambda _: _caches.pop(key, None)), weakref.ref(v_cache), k_cache.dtype, k_cache.device,
+        kv_heads, block_size, head_dim, k_cache.stride(0), v_cache.stride(0),
+    )  # fmt: skip
+    _caches[key] = found
+    return found
+
+
+_last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
+
+
+def _check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+    """Checked once a step: every layer of it brings the same three tensors, which this keeps until the next."""
+    global _last_tables
+    last = _last_tables
+    if last and last[0] is block_tables and last[1] is seq_lens and last[2] is cu_seqlens_q and last[3] == device:
+        return
     want_shape("block_tables", block_tables, (None, None))
     num_seqs = block_tables.shape[0]
     want_rows("block_tables", block_tables)
@@ -104,25 +130,38 @@ def check_attention(
     want_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     for name, index in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
         want_dtype(name, index, torch.int32)
-        want_device(name, index, q.device)
+        want_device(name, index, device)
     want_contiguous("seq_lens", seq_lens)
     want_contiguous("cu_seqlens_q", cu_seqlens_q)
-    want_device("k_cache", k_cache, q.device)
-    want_device("v_cache", v_cache, q.device)
+    _last_tables = (block_tables, seq_lens, cu_seqlens_q, device)
+
+
+def _check_query(
+    q: Tensor, caches: _Caches, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor | None
+) -> None:
+    shape = q.shape
+    if len(shape) != 3 or shape[2] != caches.head_dim:
+        refuse("q", f"shape [num_tokens, num_heads, {caches.head_dim}], as k_cache has it", list(shape))
+    if q.dtype != caches.dtype:
+        refuse("q", f"k_cache's dtype {caches.dtype}", q.dtype)
+    want_heads("q", q)
+    want_device("q", q, caches.device)
+    if caches.kv_heads == 0 or shape[1] % caches.kv_heads:
+        refuse("q", f"a multiple of k_cache's {caches.kv_heads} heads", shape[1])
     if sliding_window < 0:
         refuse("sliding_window", "0 (off) or a positive number of keys", sliding_window)
     if not softcap >= 0.0:
         refuse("softcap", "0 (off) or a positive cap", softcap)
     if sinks is not None:
-        want_shape("sinks", sinks, (q.shape[1],))
+        want_shape("sinks", sinks, (shape[1],))
         want_dtype("sinks", sinks, torch.float32)
         want_contiguous("sinks", sinks)
-        want_device("sinks", sinks, q.device)
+        want_device("sinks", sinks, caches.device)
     if out is not None:
-        want_shape("out", out, tuple(q.shape))
+        want_shape("out", out, tuple(shape))
         want_dtype("out", out, q.dtype)
         want_contiguous("out", out)
-        want_device("out", out, q.device)
+        want_device("out", out, caches.device)
 
 
 def paged_attention_reference(

@@ -91,28 +91,52 @@ INLINE void turn(__m512i r[16]) {
     }
 }
 
-/* Packs keys [from, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
-static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to) {
+/* The keys that some row of an item sees, within its splits: [first_key, end_key). */
+INLINE int64_t first_key(const Item *it) {
+    int64_t position = it->seq_len - it->q_len + it->row / it->group;
+    return upper(it->a->window ? position - it->a->window + 1 : 0, it->split * SPLIT);
+}
+
+INLINE int64_t end_key(const Item *it) {
+    int64_t position = it->seq_len - it->q_len + (it->row + it->rows - 1) / it->group;
+    return lower(position + 1, (it->split + it->splits) * SPLIT);
+}
+
+/* Asks for keys [from, to) early: the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
+static void prefetch(const Item *it, int64_t from, int64_t to) {
+    const Attention *a = it->a;
+    const int32_t *table = a->tables + it->seq * a->table_stride;
+    while (from < to) {
+        int64_t block = from / a->block_size, offset = from % a->block_size, run = lower(a->block_size - offset, to - from);
+        int64_t inside = (it->kv_head * a->block_size + offset) * a->dim;
+        const char *k = (const char *)((const uint16_t *)a->k + table[block] * a->k_stride + inside);
+        const char *v = (const char *)((const uint16_t *)a->v + table[block] * a->v_stride + inside);
+        for (int64_t byte = 0; byte < run * a->dim * 2; byte += 64) {
+            _mm_prefetch(k + byte, _MM_HINT_T1);
+            _mm_prefetch(v + byte, _MM_HINT_T1);
+        }
+        from += run;
+    }
+}
+
+/* Packs keys [chunk, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
+static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const Item *next) {
     const Attention *a = it->a;
     const int64_t dim = a->dim, words = dim / 2, size = a->block_size;
     const int32_t *table = a->tables + it->seq * a->table_stride;
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const int64_t next_from = next ? first_key(next) / CHUNK * CHUNK : 0, next_to = next ? end_key(next) : 0;
     const uint16_t *k[CHUNK], *v[CHUNK];
-    for (int64_t j = 0; j < CHUNK; j++) {
-        int64_t at = chunk + j;
-        if (at >= to) {
-            k[j] = v[j] = NULL;
-        } else if (j && at % size) {
-            k[j] = k[j - 1] + dim;
-            v[j] = v[j - 1] + dim;
-        } else {
-            int64_t inside = (it->kv_head * size + at % size) * dim;
-            k[j] = (const uint16_t *)a->k + table[at / size] * a->k_stride + inside;
-            v[j] = (const uint16_t *)a->v + table[at / size] * a->v_stride + inside;
-        }
+    const int64_t count = lower(CHUNK, to - chunk);
+    for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < count; block++, offset = 0) {
+        int64_t run = lower(size - offset, count - j), inside = (it->kv_head * size + offset) * dim;
+        const uint16_t *one_k = (const uint16_t *)a->k + table[block] * a->k_stride + inside;
+        const uint16_t *one_v = (const uint16_t *)a->v + table[block] * a->v_stride + inside;
+        for (int64_t last = j + run; j < last; j++, one_k += dim, one_v += dim) k[j] = one_k, v[j] = one_v;
     }
+    for (int64_t j = count; j < CHUNK; j++) k[j] = v[j] = NULL;
     for (int64_t part = 0; part < CHUNK / 16; part++) {
         uint32_t *to_k = s->k + part * words * 16;
         const uint16_t *const *keys = k + part * 16, *const *values = v + part * 16;
@@ -121,12 +145,20 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to) {
             memset(s->v + part * 8 * dim, 0, dim * 32);
             continue;
         }
+        const int all = chunk + part * 16 + 16 <= to;
+        int64_t ahead = chunk + CHUNK + part * 16;
+        if (ahead < to) prefetch(it, ahead, lower(ahead + 16, to));
+        else if (next) prefetch(next, next_from + part * 16, lower(next_from + part * 16 + 16, next_to));
         for (int64_t w = 0; w < words; w += 16) {
             __m512i r[16];
             __mmask16 mask = words - w >= 16 ? 0xFFFF : 0x00FF;
+            if (all) {
 #pragma GCC unroll 16
-            for (int j = 0; j < 16; j++)
-                r[j] = keys[j] ? _mm512_maskz_loadu_epi32(mask, keys[j] + 2 * w) : _mm512_setzero_si512();
+                for (int j = 0; j < 16; j++) r[j] = _mm512_maskz_loadu_epi32(mask, keys[j] + 2 * w);
+            } else {
+                for (int j = 0; j < 16; j++)
+                    r[j] = keys[j] ? _mm512_maskz_loadu_epi32(mask, keys[j] + 2 * w) : _mm512_setzero_si512();
+            }
             turn(r);
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++)
@@ -285,9 +317,9 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
                                                       _mm512_loadu_ps(o + d), _mm512_set1_ps(scale))));
 }
 
-static void run(const Item *it, Scratch *s) {
+static void run(const Item *it, Scratch *s, const Item *next) {
     const Attention *a = it->a;
-    const int64_t dim = a->dim, words = dim / 2, shift = it->seq_len - it->q_len;
+    const int64_t dim = a->dim, words = dim / 2;
     for (int64_t r = 0; r < it->rows; r += TILE) {
         int64_t m = lower(TILE, it->rows - r);
         for (int64_t i = 0; i < m; i++) {
@@ -297,8 +329,7 @@ static void run(const Item *it, Scratch *s) {
             for (int64_t w = 0; w < words; w++) memcpy(s->q + r * words + w * m + i, q + w, 4);
         }
     }
-    int64_t to = shift + (it->row + it->rows - 1) / it->group + 1;
-    int64_t from = a->window ? upper(shift + it->row / it->group - a->window + 1, 0) : 0;
+    const int64_t from = first_key(it), to = end_key(it);
     for (int64_t r = 0; r < it->rows; r++) s->all_peak[r] = -INFINITY, s->all_sum[r] = 0;
     memset(s->all, 0, it->rows * dim * 4);
     for (int64_t split = it->split; split < it->split + it->splits; split++) {
@@ -307,7 +338,7 @@ static void run(const Item *it, Scratch *s) {
         memset(s->sum, 0, it->rows * 64);
         int64_t start = upper(from / CHUNK * CHUNK, split * SPLIT), end = lower(to, (split + 1) * SPLIT);
         for (int64_t chunk = start; chunk < end; chunk += CHUNK) {
-            pack(it, s, chunk, to);
+            pack(it, s, chunk, to, chunk + CHUNK >= to ? next : NULL);
             for (int64_t r = 0; r < it->rows; r += TILE) attend_rows[lower(TILE, it->rows - r)](it, s, r, chunk);
         }
         for (int64_t r = 0; r < it->rows; r++) {
@@ -370,11 +401,13 @@ int attention_bf16_avx512(const Attention *a) {
                     if (apart > 1) next += rows * (a->dim + 2);
                 }
     }
+    /* Neighbours in runs, so that an item can ask for the keys of the one after it. */
+    const int64_t chunk = upper(1, lower(8, count / 32));
 #pragma omp parallel if (count > 1)
     {
         Scratch s __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++) run(items + i, &s);
+#pragma omp for schedule(dynamic, chunk)
+        for (int64_t i = 0; i < count; i++) run(items + i, &s, i + 1 < count && (i + 1) % chunk ? items + i + 1 : NULL);
         if (partials) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < count; i++)

@@ -156,7 +156,7 @@ def test_the_launcher_names_the_tensor_it_refuses() -> None:
         ("q", {"q": batch.q[:, :3]}),
         ("q", {"q": batch.q.transpose(1, 2)}),
         ("q", {"q": batch.q.double()}),
-        ("k_cache", {"k_cache": batch.k.bfloat16()}),
+        ("v_cache", {"k_cache": batch.k.bfloat16()}),
         ("k_cache", {"k_cache": batch.k.transpose(1, 2)}),
         ("v_cache", {"v_cache": batch.v[:, :1]}),
         ("block_tables", {"block_tables": batch.block_tables.long()}),
