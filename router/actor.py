@@ -1,0 +1,59 @@
+"""RouterActor: a router as a Ray actor; the only file of this room that knows Ray.
+
+    actor = RouterActor.options(name=...).remote(config); address = await actor.start.remote()
+
+It adds nothing to Router. Ray runs its methods on the actor's event loop and is never on the path of a token.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import ray
+
+from ..proto.coatcheck_pb2 import StatusResponse
+from .config import RouterConfig
+from .group_address import GroupAddress
+from .server import Router
+
+
+@ray.remote(num_cpus=0)
+class RouterActor:
+    """One front door; made, fed with groups and ended by the supervisor."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._router: Router | None = None
+        self._address = ""
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> str:
+        """Listens; returns "host:port". Asked again it only answers again, so that a new supervisor may adopt it."""
+        async with self._starting:
+            if self._router is None:
+                router = Router(self._config)
+                self._address = await router.start()
+                self._router = router
+        return self._address
+
+    async def set_groups(self, groups: Sequence[GroupAddress]) -> None:
+        """See Router.set_groups."""
+        await self._started().set_groups(groups)
+
+    async def status(self) -> StatusResponse:
+        """See Router.status."""
+        return await self._started().status()
+
+    async def drain(self, timeout_seconds: float | None = None) -> bool:
+        """See Router.drain."""
+        return await self._started().drain(timeout_seconds)
+
+    async def stop(self) -> None:
+        """See Router.stop; a router that was never started has nothing to end."""
+        if self._router is not None:
+            router, self._router = self._router, None
+            await router.stop(grace_seconds=1.0)
+
+    def _started(self) -> Router:
+        if self._router is None:
+            raise RuntimeError("this router has not been started; call start first")
+        return self._router

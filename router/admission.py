@@ -1,0 +1,143 @@
+"""admit(): from the message a client sent to a Request, or to the error that says what to change.
+
+Pure but for the tokeniser and the dice that it is given. It does not know groups or streams.
+"""
+
+import dataclasses
+import random
+import uuid
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from ..proto.coatcheck_pb2 import Chat, GenerateRequest, Resumed, TokenizeRequest
+from ..proto.errors import InvalidRequest, NeverFits, NotFound
+from ..proto.sampling import SamplingParams
+from .request import Request
+from .tokenizer import TokenizerJson
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """Nothing that is sent is ignored: raises InvalidRequest for a field that this contract does not have."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise InvalidRequest(
+            f"{message.DESCRIPTOR.name} has a field numbered {unknown[0].field_number} that this server does not know; "
+            "leave it out"
+        )
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for part in value if descriptor.is_repeated else (value,):
+            refuse_unknown_fields(part)
+
+
+def check_model_name(asked: str, served: str) -> None:
+    """Raises NotFound for another model than the one that is served."""
+    if asked and asked != served:
+        raise NotFound(f"model {asked!r} is not served here; this server has {served!r}")
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id that the model does not have."""
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidRequest(f"token id {largest} is outside the vocabulary; ids are below {vocab_size}")
+
+
+def prompt_token_ids(message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson) -> Sequence[int]:
+    """The prompt as ids; may take long for a long text. Raises InvalidRequest."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
+            return tokenizer.encode(message.text, special)
+        case "chat":
+            return tokenizer.encode(_chat_text(message.chat, tokenizer), add_special_tokens=False)
+        case "token_ids" if isinstance(message, GenerateRequest):
+            return list(message.token_ids.ids)
+        case _:
+            raise InvalidRequest("there is no prompt; set text, token_ids or chat")
+
+
+def admit(
+    message: GenerateRequest,
+    token_ids: Sequence[int],
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    capacity: int,
+    rng: random.Random,
+) -> Request:
+    """Checks everything that needs no group to answer, and fills in max_tokens, seed and request id.
+
+    `capacity` is the most tokens that any group's pool holds for one sequence, at most `max_model_len`.
+    """
+    sampling = SamplingParams.from_message(message.sampling)
+    sampling.check_model(vocab_size)
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    check_token_ids(token_ids, vocab_size)
+    length = len(token_ids)
+    if length >= max_model_len:
+        raise NeverFits(
+            f"the prompt has {length} tokens and the model's context {max_model_len}, "
+            f"prompt and answer together; shorten the prompt to at most {max_model_len - 1}"
+        )
+    if length >= capacity:
+        raise NeverFits(
+            f"the prompt has {length} tokens, and no group's KV pool holds more than {capacity} for one sequence; "
+            f"shorten it to at most {capacity - 1}"
+        )
+    room = capacity - length
+    if (sampling.max_tokens or 1) > room:
+        raise NeverFits(
+            f"the prompt has {length} tokens, which leaves room for {room} of the {sampling.max_tokens} in max_tokens; "
+            f"lower max_tokens to {room} or leave it out"
+        )
+    if sampling.min_tokens > room:
+        raise NeverFits(f"min_tokens is {sampling.min_tokens}; behind this prompt there is room for {room}")
+    resume = _resumed(message.resume, sampling, sampling.max_tokens or room, vocab_size)
+    # A drawn seed stays below 2^63, for clients in languages without unsigned integers.
+    seed = rng.getrandbits(63) if sampling.seed is None else sampling.seed
+    return Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt_token_ids=token_ids,
+        sampling=dataclasses.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed),
+        resume=resume,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _resumed(
+    resume: Sequence[Resumed], sampling: SamplingParams, max_tokens: int, vocab_size: int
+) -> dict[int, list[int]]:
+    if resume and sampling.seed is None:
+        raise InvalidRequest("a resumed request needs its seed; set sampling.seed to the one in Started")
+    delivered: dict[int, list[int]] = {}
+    for part in resume:
+        if part.choice >= sampling.n:
+            raise InvalidRequest(f"resume names choice {part.choice}; with n = {sampling.n} choices are below that")
+        if part.choice in delivered:
+            raise InvalidRequest(f"resume names choice {part.choice} twice; give all its token ids at once")
+        check_token_ids(part.token_ids, vocab_size)
+        if len(part.token_ids) > max_tokens:
+            raise InvalidRequest(
+                f"resume holds {len(part.token_ids)} tokens of choice {part.choice}, more than max_tokens "
+                f"({max_tokens}); send the first request's own max_tokens"
+            )
+        delivered[part.choice] = list(part.token_ids)
+    return delivered
+
+
+def _chat_text(chat: Chat, tokenizer: TokenizerJson) -> str:
+    if tokenizer.template is None:
+        raise InvalidRequest("this model has no chat template; send the prompt as text or token_ids")
+    if not chat.messages:
+        raise InvalidRequest("the chat has no messages; give at least one")
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    return tokenizer.template.render(messages, _or_true(chat, "add_generation_prompt"))
+
+
+def _or_true(message: Message, name: str) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else True

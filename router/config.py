@@ -1,0 +1,55 @@
+"""RouterConfig: everything a router is told when it starts, validated at the edge.
+
+It does not know the groups: those come later and change (see group_address).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from ..proto.errors import InvalidConfig
+
+# A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
+MESSAGE_BYTES: Final = 32 * 1024 * 1024
+# From a group: log-probabilities of a whole prompt come in one message.
+GROUP_MESSAGE_BYTES: Final = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """`model` is a directory or hub id and names the tokenizer; `served_model_name` is what clients call it."""
+
+    model: str
+    served_model_name: str = ""
+    name: str = "router-0"
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    # How long a new request waits for a first group, and an accepted one for another after its own was lost.
+    admission_wait_seconds: float = 0.0
+    move_wait_seconds: float = 30.0
+    # A group that says nothing for this long is lost: it reports its load at least once a second.
+    silence_seconds: float = 5.0
+    max_moves: int = 3
+    tokenizer_threads: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig, naming the setting, its value and what it may be."""
+        _require(bool(self.model), "model", self.model, "a checkpoint directory or a hub id")
+        _require(bool(self.name), "name", self.name, "a name")
+        _require(0 <= self.port < 65536, "port", self.port, "from 0 (any) to 65535")
+        for name in ("admission_wait_seconds", "move_wait_seconds"):
+            seconds = getattr(self, name)
+            _require(math.isfinite(seconds) and seconds >= 0, name, seconds, "at least 0")
+        _require(1.0 <= self.silence_seconds < math.inf, "silence_seconds", self.silence_seconds, "at least 1")
+        _require(self.max_moves >= 0, "max_moves", self.max_moves, "at least 0")
+        _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise InvalidConfig(f"{name} is {value!r}; it must be {allowed}")

@@ -1,0 +1,86 @@
+"""The edge: methods over messages become gRPC handlers over bytes, and errors become statuses with details.
+
+Bytes are parsed here and not by gRPC, so that a message that does not parse is the client's error and not INTERNAL.
+This module does not know what the methods do.
+"""
+
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Never, TypeVar
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untyped]  # made by protoc
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as above
+from grpc_status import rpc_status
+
+from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
+
+_log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Question = TypeVar("Question", bound=Message)
+
+
+def unary(kind: type[Question], method: Callable[[Question], Awaitable[Message]]) -> "grpc.RpcMethodHandler[Any, Any]":
+    """A handler for a method that answers once."""
+
+    async def answer(data: bytes, context: Context) -> bytes:
+        try:
+            return (await method(_parse(kind, data))).SerializeToString()
+        except Exception as error:  # every request is answered, whatever went wrong
+            await refuse(context, error)
+
+    return grpc.unary_unary_rpc_method_handler(answer)
+
+
+def streaming(
+    kind: type[Question], method: Callable[[Question], AsyncGenerator[Message, None]]
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    """A handler for a method that answers with a stream; a client that goes away closes the method's generator."""
+
+    async def answer(data: bytes, context: Context) -> None:
+        try:
+            async with aclosing(method(_parse(kind, data))) as events:
+                async for event in events:
+                    await context.write(event.SerializeToString())
+        except Exception as error:  # as above
+            await refuse(context, error)
+
+    return grpc.unary_stream_rpc_method_handler(answer)
+
+
+def _parse(kind: type[Question], data: bytes) -> Question:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+async def refuse(context: Context, error: Exception) -> Never:
+    """Ends the call with the error's status; what is not ours is logged, and the client gets a number to quote."""
+    code, _ = status_of(error)
+    if isinstance(error, CoatcheckError) and code != grpc.StatusCode.INTERNAL.value[0]:
+        text = str(error)
+    else:
+        incident = uuid.uuid4().hex[:12]
+        _log.error("incident %s", incident, exc_info=error)
+        text = f"something failed here that should not; the log has it as incident {incident}"
+    status = Status(code=code, message=text)
+    if isinstance(error, Overloaded):
+        details = AnyMessage()
+        details.Pack(RetryInfo(retry_delay=_duration(error.retry_seconds)))
+        status.details.append(details)
+    grpc_status = rpc_status.to_status(status)
+    await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
+    raise AssertionError("abort always raises")
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

@@ -1,0 +1,147 @@
+"""Generation: the public service as plain methods over its messages, whatever protocol carries them.
+
+A request is checked, tokenised off the event loop, given a seed, placed on a group and relayed. It does not know gRPC
+or HTTP: callers turn its errors into statuses, and close the iterator when their client goes away.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TypeVar
+
+from ..proto.coatcheck_pb2 import (
+    Delta,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerateEvent,
+    GenerateRequest,
+    GenerateResponse,
+    GetModelRequest,
+    GetModelResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from ..proto.errors import InvalidRequest, Unavailable
+from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
+from .config import RouterConfig
+from .groups import Groups, capacity
+from .relay import Relay
+from .request import Request
+from .tokenizer import TokenizerJson
+from .traffic import Traffic
+
+_T = TypeVar("_T")
+
+
+class Generation:
+    """Owns the tokeniser's threads."""
+
+    def __init__(self, config: RouterConfig, tokenizer: TokenizerJson, groups: Groups, traffic: Traffic) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._groups = groups
+        self._traffic = traffic
+        self._rng = random.SystemRandom()
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+
+    async def generate_stream(self, message: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Started, deltas, Final. Closing it early frees what the request holds."""
+        with self._traffic.request():
+            arrived = time.monotonic()
+            request = await self._admit(message)
+            skip = request.sampling.skip_special_tokens
+            relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
+            ttft: float | None = None
+            try:
+                async for event in relay.events():
+                    if ttft is None and event.HasField("delta"):
+                        ttft = time.monotonic() - arrived
+                    yield event
+            finally:
+                relay.close()
+            self._traffic.answered(relay.usage, ttft, time.monotonic() - arrived)
+
+    async def generate(self, message: GenerateRequest) -> GenerateResponse:
+        """The same answer once it is whole."""
+        response = GenerateResponse()
+        choices: dict[int, Delta] = {}
+        texts: dict[int, list[str]] = {}
+        async with aclosing(self.generate_stream(message)) as events:
+            async for event in events:
+                match event.WhichOneof("event"):
+                    case "started":
+                        response.started.CopyFrom(event.started)
+                    case "prompt_logprobs":
+                        response.prompt_logprobs.CopyFrom(event.prompt_logprobs)
+                    case "delta":
+                        delta = event.delta
+                        texts.setdefault(delta.choice, []).append(delta.text)
+                        delta.ClearField("text")  # strings would be replaced, not joined
+                        choices.setdefault(delta.choice, Delta()).MergeFrom(delta)
+                    case "final":
+                        response.final.CopyFrom(event.final)
+        for index in sorted(choices):
+            choices[index].text = "".join(texts[index])
+            response.choices.append(choices[index])
+        return response
+
+    async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
+        """A text's or a chat's token ids."""
+        refuse_unknown_fields(message)
+        check_model_name(message.model, self._config.model_name)
+        if message.HasField("chat") and message.HasField("add_special_tokens"):
+            raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
+        return TokenizeResponse(token_ids=await self._aside(lambda: prompt_token_ids(message, self._tokenizer)))
+
+    async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids."""
+        refuse_unknown_fields(message)
+        check_model_name(message.model, self._config.model_name)
+        check_token_ids(message.token_ids, self._vocab_size())
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        return DetokenizeResponse(text=await self._aside(lambda: self._tokenizer.decode(message.token_ids, skip)))
+
+    async def get_model(self, message: GetModelRequest) -> GetModelResponse:
+        """What is served; raises Unavailable until a group has registered."""
+        refuse_unknown_fields(message)
+        model = GetModelResponse()
+        model.CopyFrom(self._model())
+        model.name = self._config.model_name
+        return model
+
+    def close(self) -> None:
+        """Ends the tokeniser's threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _admit(self, message: GenerateRequest) -> Request:
+        refuse_unknown_fields(message)
+        check_model_name(message.model, self._config.model_name)
+        if message.WhichOneof("prompt") == "token_ids":  # no text, so nothing to wait for
+            token_ids = prompt_token_ids(message, self._tokenizer)
+        else:
+            token_ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer))
+        model = self._model()
+        rooms = [capacity(registration) for _, registration in self._groups.serving()]
+        return admit(
+            message,
+            token_ids,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            capacity=max(rooms, default=model.max_model_len),
+            rng=self._rng,
+        )
+
+    def _model(self) -> GetModelResponse:
+        if self._groups.model is None:
+            raise Unavailable("no worker group has started yet; try again shortly")
+        return self._groups.model
+
+    def _vocab_size(self) -> int:
+        model = self._groups.model
+        return model.vocab_size if model is not None else self._tokenizer.vocab_size
+
+    async def _aside(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

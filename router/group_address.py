@@ -1,0 +1,35 @@
+"""GroupAddress: what a supervisor tells a router about one group.
+
+Plain and frozen, so that it crosses process borders. It does not know whether the group answers: a link finds out.
+"""
+
+from dataclasses import dataclass
+
+STATES = ("starting", "serving", "draining", "lost")
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Where one rank of a group runs."""
+
+    rank: int
+    node: str = ""
+    pid: int = 0
+    healthy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it."""
+
+    name: str
+    address: str
+    state: str = "serving"
+    reason: str = ""
+    ranks: tuple[RankAddress, ...] = ()
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a state that does not exist."""
+        if self.state not in STATES:
+            raise ValueError(f"a group's state is one of {STATES}, not {self.state!r}")

@@ -1,0 +1,254 @@
+"""GroupLink: the one long-lived stream between this router and a group.
+
+It attaches, sends submissions and aborts, hands outputs to their tickets and events to the prefix index, and keeps the
+group's last word on its load. When the stream breaks, or the group falls silent, every ticket fails at once and the
+link attaches anew, with backoff, until it is closed. It does not know costs, text, or what becomes of a lost request.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import grpc
+
+from ..proto.errors import Unavailable, error_of
+from ..proto.worker_pb2 import (
+    Abort,
+    FromGroup,
+    Hello,
+    Load,
+    Refused,
+    Registration,
+    SnapshotRequest,
+    StepBatch,
+    ToGroup,
+)
+from ..proto.worker_pb2_grpc import WorkerStub
+from .config import GROUP_MESSAGE_BYTES, MESSAGE_BYTES
+from .group_address import GroupAddress
+from .prefix_index import Outcome, PrefixIndex
+from .request import Request
+from .ticket import GroupLost, Ticket
+
+_log = logging.getLogger(__name__)
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES * 2),  # a prompt, and what was delivered of its answer
+    ("grpc.max_receive_message_length", GROUP_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # so that a new attempt does not inherit the last one's backoff
+]
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
+# A load report may have been on its way when a submission was: only older ones are in it.
+_REPORT_LAG = 0.05
+
+Stream: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
+
+
+class GroupLink:
+    """`registration` is None while the group is not attached; `changed` is called whenever that changes."""
+
+    def __init__(
+        self,
+        address: GroupAddress,
+        router: str,
+        index: PrefixIndex,
+        changed: Callable[[], None],
+        silence_seconds: float,
+    ) -> None:
+        self.address = address
+        self.registration: Registration | None = None
+        self.load = Load()
+        self.reason = address.reason
+        self.draining = False
+        self._router = router
+        self._index = index
+        self._changed = changed
+        self._silence = silence_seconds
+        self._tickets: dict[int, Ticket] = {}
+        self._unreported: deque[tuple[float, int]] = deque()  # (when, tokens) sent since the load was measured
+        self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
+        self._last_id = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._heard = 0.0
+        self._task = asyncio.create_task(self._run(), name=f"link to {address.name}")
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self.address.name
+
+    @property
+    def active(self) -> int:
+        """Submissions whose outputs are still awaited."""
+        return len(self._tickets)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """As the group last reported, and what was sent to it since."""
+        return self.load.queued_prefill_tokens + sum(tokens for _, tokens in self._unreported)
+
+    def submit(
+        self, request: Request, attempt: int, delivered: Mapping[int, Sequence[int]], uncached_tokens: int
+    ) -> Ticket:
+        """Sends a request; the ticket gets its outputs. Raises GroupLost while the group is not attached."""
+        if self.registration is None:
+            raise GroupLost(f"group {self.name} is not attached")
+        self._last_id += 1
+        ticket = Ticket(self.name, self._last_id, attempt, self._abort)
+        self._tickets[ticket.id] = ticket
+        self._idle.clear()
+        self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens))
+        self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered)))
+        return ticket
+
+    def close_ticket(self, ticket: Ticket, finished: bool) -> None:
+        """Nobody takes from it any more; unless the group has finished it, the group is told."""
+        ticket.close(finished)
+        self._forget(ticket.id)
+
+    async def idle(self) -> None:
+        """Waits until nothing runs here for us."""
+        await self._idle.wait()
+
+    async def close(self, reason: str) -> None:
+        """The group is no longer ours; its requests fail over."""
+        self.reason = reason
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _abort(self, id: int, choice: int | None) -> None:
+        self._outbox.put_nowait(ToGroup(abort=Abort(id=id, choice=choice)))
+
+    async def _run(self) -> None:
+        backoff = _FIRST_BACKOFF
+        while True:
+            attached = await self._attach()
+            backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _attach(self) -> bool:
+        """One stream from its beginning to its end; returns whether the group had registered."""
+        self._outbox = asyncio.Queue()
+        try:
+            async with grpc.aio.insecure_channel(self.address.address, options=_CHANNEL_OPTIONS) as channel:
+                stream: Stream = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
+                await self._converse(stream)
+                self.reason = "the group ended the stream"
+        except grpc.aio.AioRpcError as error:
+            self.reason = f"{error.code().name}: {error.details()}"
+        except _Silent:
+            self.reason = f"the group has said nothing for {self._silence:g} s"
+        except Exception as error:  # whatever a group sends, this router goes on serving the others
+            _log.exception("group %s: its stream could not be read", self.name)
+            self.reason = f"its stream could not be read: {error}"
+        finally:
+            attached = self._lose()
+        return attached
+
+    async def _converse(self, stream: Stream) -> None:
+        self._outbox.put_nowait(ToGroup(hello=Hello(router=self._router)))
+        clock = asyncio.get_running_loop().time
+        self._heard = clock()
+        helpers = [asyncio.create_task(self._write(stream)), asyncio.create_task(self._watch(stream))]
+        try:
+            while isinstance(message := await stream.read(), FromGroup):  # else it is EOF
+                self._heard = clock()
+                self._receive(message)
+        except asyncio.CancelledError:
+            if not helpers[1].done():
+                raise
+            raise _Silent from None
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            stream.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _write(self, stream: Stream) -> None:
+        while True:
+            await stream.write(await self._outbox.get())
+
+    async def _watch(self, stream: Stream) -> None:
+        """Ends the stream of a group that has fallen silent: a stopped process keeps its connections."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            before = clock()
+            await asyncio.sleep(self._silence / 5)
+            late = clock() - before - self._silence / 5  # of which we ourselves were too busy to listen
+            if clock() - self._heard - late > self._silence:
+                stream.cancel()
+                return
+
+    def _receive(self, message: FromGroup) -> None:
+        match message.WhichOneof("message"):
+            case "batch":
+                self._deliver(message.batch)
+            case "events":
+                self._apply(self._index.apply(self.name, message.events))
+            case "load":
+                self._report(message.load)
+            case "snapshot":
+                self._apply(self._index.apply_snapshot(self.name, message.snapshot))
+            case "refused":
+                self._refuse(message.refused)
+            case "registration":
+                self._register(message.registration)
+
+    def _deliver(self, batch: StepBatch) -> None:
+        tickets = self._tickets
+        for output in batch.outputs:
+            ticket = tickets.get(output.id)
+            if ticket is not None and ticket.attempt == output.attempt:
+                ticket.deliver(output)
+
+    def _refuse(self, refused: Refused) -> None:
+        ticket = self._forget(refused.id)
+        if ticket is not None and ticket.attempt == refused.attempt:
+            error = error_of(refused.code, refused.message)
+            # A group that takes no new work is as good as lost to this request; another one may take it.
+            ticket.fail(GroupLost(refused.message) if isinstance(error, Unavailable) else error)
+
+    def _forget(self, id: int) -> Ticket | None:
+        ticket = self._tickets.pop(id, None)
+        if not self._tickets:
+            self._idle.set()
+        return ticket
+
+    def _register(self, registration: Registration) -> None:
+        self.registration = registration
+        self.reason = ""
+        self._index.add_group(self.name, registration.epoch)
+        self._changed()
+
+    def _report(self, load: Load) -> None:
+        self.load = load
+        until = asyncio.get_running_loop().time() - _REPORT_LAG
+        while self._unreported and self._unreported[0][0] < until:
+            self._unreported.popleft()
+
+    def _apply(self, outcome: Outcome) -> None:
+        if outcome is Outcome.SNAPSHOT_NEEDED:
+            _log.warning("group %s: a gap in its events; asking for a snapshot", self.name)
+            self._outbox.put_nowait(ToGroup(snapshot=SnapshotRequest()))
+
+    def _lose(self) -> bool:
+        """The stream is gone: fails every ticket, forgets every block. Returns whether the group had registered."""
+        attached = self.registration is not None
+        self.registration = None
+        self.load = Load()
+        self._unreported.clear()
+        self._index.remove_group(self.name)
+        tickets, self._tickets = self._tickets, {}
+        self._idle.set()
+        for ticket in tickets.values():
+            ticket.fail(GroupLost(f"group {self.name} is lost: {self.reason}"))
+        if attached:
+            self._changed()
+        return attached
+
+
+class _Silent(Exception):
+    pass

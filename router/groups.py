@@ -1,0 +1,192 @@
+"""Groups: the groups that this router knows, their links, and the prefix index that they feed.
+
+The supervisor says which exist, the links find out which answer, and `place` sends a request to the cheapest that can
+hold it. It does not know tokens' text or clients.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from ..proto.coatcheck_pb2 import GetModelResponse
+from ..proto.errors import NeverFits, Unavailable
+from ..proto.worker_pb2 import Registration
+from .config import RouterConfig
+from .group_address import GroupAddress
+from .group_link import GroupLink
+from .policy import Candidate, Decision, choose
+from .prefix_index import PrefixIndex
+from .request import Request
+from .ticket import Ticket
+
+_NO_GROUP = "no worker group is serving; try again shortly"
+
+
+class Placement:
+    """A request on a group: the ticket, the link to close it on, and why it is there."""
+
+    __slots__ = ("_link", "decision", "model", "ticket")
+
+    def __init__(self, link: GroupLink, ticket: Ticket, decision: Decision, model: GetModelResponse) -> None:
+        self._link = link
+        self.ticket = ticket
+        self.decision = decision
+        self.model = model
+
+    def close(self, finished: bool) -> None:
+        """Nobody takes from the ticket any more; unless the group has finished, it is told."""
+        self._link.close_ticket(self.ticket, finished)
+
+
+class Groups:
+    """Owns the links and the index."""
+
+    def __init__(self, config: RouterConfig, rng: random.Random | None = None) -> None:
+        self.index = PrefixIndex()
+        self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
+        self._config = config
+        self._rng = rng or random.Random()
+        self._links: dict[str, GroupLink] = {}
+        self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> Iterable[GroupLink]:
+        """One per group that has an address, attached or not."""
+        return self._links.values()
+
+    @property
+    def absent(self) -> Iterable[GroupAddress]:
+        """Groups that are starting or lost."""
+        return self._absent.values()
+
+    def link(self, name: str) -> GroupLink | None:
+        """By name; None for a group that has no link."""
+        return self._links.get(name)
+
+    async def set(self, addresses: Sequence[GroupAddress]) -> None:
+        """Replaces what the supervisor knows: links to new groups open, links to groups gone or lost close at once."""
+        wanted = {address.name: address for address in addresses if address.address and address.state != "lost"}
+        self._absent = {address.name: address for address in addresses if address.name not in wanted}
+        closing = []
+        for name, link in list(self._links.items()):
+            if name not in wanted or wanted[name].address != link.address.address:
+                closing.append(self._links.pop(name).close("its supervisor has taken it away"))
+        for name, address in wanted.items():
+            if name in self._links:
+                self._links[name].address = address
+            else:
+                config = self._config
+                self._links[name] = GroupLink(address, config.name, self.index, self._notify, config.silence_seconds)
+        await asyncio.gather(*closing)
+        self._notify()
+
+    async def close(self) -> None:
+        """Ends every link."""
+        await self.set([])
+
+    async def changed(self) -> None:
+        """Waits until a group comes or goes."""
+        await self._changed.wait()
+
+    def serving(self) -> list[tuple[GroupLink, Registration]]:
+        """Groups that take new work."""
+        return [
+            (link, link.registration)
+            for link in self._links.values()
+            if link.registration is not None and not link.draining and link.address.state != "draining"
+        ]
+
+    async def place(
+        self,
+        request: Request,
+        attempt: int = 0,
+        delivered: Mapping[int, Sequence[int]] | None = None,
+        *,
+        wait_seconds: float = 0.0,
+        like: GetModelResponse | None = None,
+        avoid: AbstractSet[str] = frozenset(),
+    ) -> Placement:
+        """Sends a request to the cheapest group, one that is equal to `like` if given, and not in `avoid` if another is
+        there. Waits that long for one; raises Unavailable when none has come, NeverFits when none can ever hold it."""
+        delivered = delivered or {}
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_seconds
+        while True:
+            serving = [(link, reg) for link, reg in self.serving() if like is None or _equal(like, reg.model)]
+            if serving:
+                return self._place(request, attempt, delivered, serving, avoid)
+            try:
+                async with asyncio.timeout_at(until):
+                    await self.changed()
+            except TimeoutError:
+                raise Unavailable(_NO_GROUP) from None
+
+    def _place(
+        self,
+        request: Request,
+        attempt: int,
+        delivered: Mapping[int, Sequence[int]],
+        serving: list[tuple[GroupLink, Registration]],
+        avoid: AbstractSet[str],
+    ) -> Placement:
+        holding = [(link, registration) for link, registration in serving if request.max_len <= capacity(registration)]
+        if not holding:
+            most = max(capacity(registration) for _, registration in serving)
+            raise NeverFits(
+                f"prompt and max_tokens make {request.max_len} tokens, and no group's KV pool holds more than {most}: "
+                "shorten the prompt or lower max_tokens"
+            )
+        eligible = [(link, registration) for link, registration in holding if link.name not in avoid] or holding
+        by_name = {link.name: (link, registration) for link, registration in eligible}
+        candidates = self._candidates(request, eligible)
+        decision = choose(candidates, len(request.prompt_token_ids), self._rng)
+        link, registration = by_name[decision.group]
+        cached = next(terms.cached_tokens for terms in decision.terms if terms.group == decision.group)
+        uncached = len(request.prompt_token_ids) - cached
+        ticket = link.submit(request, attempt, delivered, uncached)
+        return Placement(link, ticket, decision, registration.model)
+
+    def _candidates(self, request: Request, eligible: list[tuple[GroupLink, Registration]]) -> list[Candidate]:
+        # Groups of one model share their block names; one walk along the chain matches them all.
+        matched: dict[tuple[str, str, int], dict[str, tuple[int, int]]] = {}
+        candidates = []
+        for link, registration in eligible:
+            model = registration.model
+            kind = (model.name, model.fingerprint, model.block_size)
+            if kind not in matched:
+                matched[kind] = self.index.matched_blocks(request.chain(model))
+            device, host = matched[kind].get(link.name, (0, 0))
+            status = link.load.status
+            candidates.append(
+                Candidate(
+                    group=link.name,
+                    queued_prefill_tokens=link.queued_prefill_tokens,
+                    prefill_tokens_per_second=status.prefill_tokens_per_second,
+                    step_seconds=status.step_seconds,
+                    running=status.running,
+                    device_tokens=device * model.block_size,
+                    host_tokens=host * model.block_size,
+                )
+            )
+        return candidates
+
+    def _notify(self) -> None:
+        for _, registration in self.serving():
+            self.model = registration.model
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def capacity(registration: Registration) -> int:
+    """Most tokens that one sequence can come to on a group."""
+    model = registration.model
+    return min(model.max_model_len, registration.num_blocks * model.block_size)
+
+
+def _equal(one: GetModelResponse, other: GetModelResponse) -> bool:
+    """Whether a stream may move from one group to another: both then compute the same tokens."""
+    return (one.name, one.fingerprint, one.dtype, one.kv_dtype, one.block_size) == (
+        (other.name, other.fingerprint, other.dtype, other.kv_dtype, other.block_size)
+    )

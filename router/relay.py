@@ -1,0 +1,163 @@
+"""Relay: one request's life, from its first group to its last token.
+
+It places the request, turns outputs into events, and when a group is lost sends the request again to an equal one with
+what has been delivered, so that the client sees one stream. It does not know how events are sent.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from ..proto.coatcheck_pb2 import ChoiceEnd, Delta, Final, GenerateEvent, PromptLogprobs, Started, Usage
+from ..proto.errors import Poisoned
+from ..proto.worker_pb2 import SequenceOutput
+from .choice import Choice
+from .config import RouterConfig
+from .detokenizer import Detokenizer
+from .groups import Groups, Placement
+from .request import Request
+from .ticket import GroupLost
+
+_MOST_DEATHS_IN_A_ROW = 2
+
+
+class Relay:
+    """`async for event in relay.events()`, then `close()` whatever happened. The counts are for whoever measures."""
+
+    def __init__(
+        self, request: Request, groups: Groups, config: RouterConfig, detokenizer: Callable[[], Detokenizer]
+    ) -> None:
+        self.request = request
+        self.usage = Usage(prompt_tokens=len(request.prompt_token_ids))
+        self._groups = groups
+        self._config = config
+        self._detokenizer = detokenizer
+        self._choices: list[Choice] = []
+        self._placement: Placement | None = None
+        self._echoed = False  # whether the prompt's log-probabilities were passed on ...
+        self._counted = False  # ... and what the first group found in its cache
+        self._moves = 0
+        self._deaths = 0  # groups lost in a row, none of which delivered anything since the one before
+
+    @property
+    def completion_tokens(self) -> int:
+        """Delivered so far, over all choices."""
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    async def events(self) -> AsyncIterator[GenerateEvent]:
+        """Started, then deltas, then one Final; raises CoatcheckError where the request cannot go on."""
+        request = self.request
+        placement = await self._place(self._config.admission_wait_seconds)
+        yield GenerateEvent(
+            started=Started(
+                request_id=request.request_id,
+                model=self._config.model_name,
+                seed=request.sampling.seed,
+                group=placement.ticket.group,
+                prompt_tokens=len(request.prompt_token_ids),
+            )
+        )
+        for delta in self._prime(placement):
+            yield GenerateEvent(delta=delta)
+        while not self._finished:
+            try:
+                outputs = await placement.ticket.take()
+            except GroupLost as lost:
+                placement = await self._move(placement, lost)
+                continue
+            self._deaths = 0
+            for event in self._advance(outputs, placement):
+                yield event
+        yield GenerateEvent(final=self._final(placement))
+
+    def close(self) -> None:
+        """Frees what a group holds of it; events end."""
+        if self._placement is not None:
+            self._placement.close(finished=self._finished)
+            self._placement = None
+
+    @property
+    def _finished(self) -> bool:
+        return bool(self._choices) and all(choice.finish_reason for choice in self._choices)
+
+    async def _place(self, wait_seconds: float, lost: Placement | None = None) -> Placement:
+        delivered = {choice.index: choice.token_ids for choice in self._choices} or self.request.resume
+        self._placement = await self._groups.place(
+            self.request,
+            self._moves,
+            delivered,
+            wait_seconds=wait_seconds,
+            like=lost.model if lost else None,
+            avoid={lost.ticket.group} if lost else frozenset(),
+        )
+        for choice in self._choices:
+            if choice.finish_reason:  # a group cannot know where a stop string ended a choice
+                self._placement.ticket.abort(choice.index)
+        return self._placement
+
+    def _prime(self, placement: Placement) -> list[Delta]:
+        """Makes the choices and takes up what the client already has; returns the ends that it implies."""
+        sampling, eos = self.request.sampling, frozenset(placement.model.eos_token_ids)
+        ended = []
+        for index in range(sampling.n):
+            choice = Choice(index, self._detokenizer(), sampling.stop, eos)
+            self._choices.append(choice)
+            delta = choice.prime(self.request.resume.get(index, ()))
+            if delta is not None:
+                ended.append(delta)
+                placement.ticket.abort(index)
+        return ended
+
+    async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
+        placement.close(finished=True)
+        self._placement = None
+        self._deaths += 1
+        if self._deaths >= _MOST_DEATHS_IN_A_ROW or self._moves >= self._config.max_moves:
+            raise Poisoned(
+                f"{self._moves + 1} groups were lost while they ran this request, {placement.ticket.group} the last; "
+                "it is not sent to another"
+            ) from lost
+        self._moves += 1
+        return await self._place(self._config.move_wait_seconds, placement)
+
+    def _advance(self, outputs: Sequence[SequenceOutput], placement: Placement) -> list[GenerateEvent]:
+        """All that came at once, as one delta per choice."""
+        events: list[GenerateEvent] = []
+        deltas: dict[int, Delta] = {}
+        for output in outputs:
+            if output.HasField("cached") and not self._counted:
+                self._counted = True
+                self.usage.cached_device_tokens = output.cached.device_tokens
+                self.usage.cached_host_tokens = output.cached.host_tokens
+            if output.prompt_logprobs and not self._echoed:
+                self._echoed = True
+                events.append(GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=output.prompt_logprobs)))
+            index = output.choice
+            choice = self._choices[index]
+            if choice.finish_reason:
+                continue
+            delta = deltas.get(index)
+            if delta is None:
+                event = GenerateEvent()
+                events.append(event)
+                delta = deltas[index] = event.delta
+                delta.choice = index
+            choice.advance(output, delta)
+            if choice.finish_reason and not output.finish_reason:
+                placement.ticket.abort(index)
+        return events
+
+    def _final(self, placement: Placement) -> Final:
+        self.usage.completion_tokens = self.completion_tokens
+        return Final(
+            usage=self.usage,
+            group=placement.ticket.group,
+            routed_by=placement.decision.why,
+            moves=self._moves,
+            choices=[
+                ChoiceEnd(
+                    choice=choice.index,
+                    finish_reason=choice.finish_reason,
+                    completion_tokens=len(choice.token_ids),
+                )
+                for choice in self._choices
+            ],
+        )

@@ -1,0 +1,53 @@
+"""Request: what a client asked, checked and in token ids, as it is sent to whichever group answers it.
+
+It does not know groups, streams or text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..proto.block_hash import block_key, hash_chain
+from ..proto.coatcheck_pb2 import GetModelResponse, Resumed
+from ..proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from ..proto.sampling import SamplingParams
+from ..proto.worker_pb2 import Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`sampling` has its seed and max_tokens; `resume[choice]` are output tokens that the client already has."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    resume: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    cache_salt: str = ""
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens that one choice can come to, prompt included."""
+        return len(self.prompt_token_ids) + (self.sampling.max_tokens or 1)
+
+    def chain(self, model: GetModelResponse) -> list[bytes]:
+        """The names of the prompt's blocks on a group of this model, without its last token: that one is always
+        computed, since its logits give the first output."""
+        key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint)
+        return hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
+
+    def submit(self, id: int, attempt: int, delivered: Mapping[int, Sequence[int]]) -> Submit:
+        """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""
+        return Submit(
+            id=id,
+            attempt=attempt,
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self._group_sampling(),
+            resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
+            cache_salt=self.cache_salt,
+        )
+
+    def _group_sampling(self) -> SamplingMessage:
+        message = self.sampling.to_message()
+        message.ClearField("stop")
+        message.ClearField("skip_special_tokens")
+        return message

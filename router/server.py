@@ -1,0 +1,161 @@
+"""Router: the front door in one process, without Ray.
+
+    router = Router(config); address = await router.start(); await router.set_groups([...]); await router.stop()
+
+`python -m coatcheck.router.server MODEL --group NAME=HOST:PORT` runs one against groups that are already there. It does
+not know who starts groups or why they change.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Annotated
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from ..proto import coatcheck_pb2 as messages
+from ..proto.errors import InvalidConfig
+from .admin import Admin
+from .config import MESSAGE_BYTES, RouterConfig
+from .edge import streaming, unary
+from .generation import Generation
+from .group_address import GroupAddress
+from .groups import Groups
+from .tokenizer import TokenizerJson
+from .traffic import Traffic
+
+_GENERATION = messages.DESCRIPTOR.services_by_name["Generation"].full_name
+_ADMIN = messages.DESCRIPTOR.services_by_name["Admin"].full_name
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not something to share
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # an answer is as long as what was asked for
+    # Clients on long quiet streams may ask every ten seconds whether we are still there.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A client whose machine has vanished is noticed, and its blocks freed, within half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
+class Router:
+    """Owns the gRPC server, the groups and the tokeniser. Make and use it inside one event loop."""
+
+    def __init__(self, config: RouterConfig, tokenizer: TokenizerJson | None = None) -> None:
+        """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
+        self.config = config
+        self.groups = Groups(config)
+        self.traffic = Traffic()
+        self.generation = Generation(config, tokenizer or TokenizerJson.load(config.model), self.groups, self.traffic)
+        self.admin = Admin(config, self.groups, self.traffic)
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = HealthServicer()
+        self._health_watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listens; returns "host:port". Raises InvalidConfig when the port is taken."""
+        self._add_services()
+        try:
+            port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        except RuntimeError as error:
+            raise InvalidConfig(
+                f"cannot listen on {self.config.host}:{self.config.port}, which is taken or not ours; "
+                "choose another port, or 0 for any free one"
+            ) from error
+        await self._publish_health()
+        await self._server.start()
+        self._health_watch = asyncio.create_task(self._watch_health())
+        return f"{self.config.host}:{port}"
+
+    async def set_groups(self, groups: Sequence[GroupAddress]) -> None:
+        """Replaces the groups; requests on one that is gone go on elsewhere."""
+        await self.groups.set(groups)
+
+    async def status(self) -> messages.StatusResponse:
+        """As Admin.Status."""
+        return await self.admin.status(messages.StatusRequest())
+
+    async def drain(self, timeout_seconds: float | None = None) -> bool:
+        """Takes no new requests and waits for the open ones; whether all ended in time."""
+        drained = await self.admin.drain_router(timeout_seconds)
+        await self._publish_health()
+        return drained
+
+    async def stop(self, grace_seconds: float = 0.0) -> None:
+        """Ends everything; open requests get that long."""
+        if self._health_watch is not None:
+            self._health_watch.cancel()
+            await asyncio.gather(self._health_watch, return_exceptions=True)
+        await self._server.stop(grace_seconds)
+        await self.groups.close()
+        self.generation.close()
+
+    def _add_services(self) -> None:
+        generation, admin = self.generation, self.admin
+        methods = {
+            "Generate": unary(messages.GenerateRequest, generation.generate),
+            "GenerateStream": streaming(messages.GenerateRequest, generation.generate_stream),
+            "Tokenize": unary(messages.TokenizeRequest, generation.tokenize),
+            "Detokenize": unary(messages.DetokenizeRequest, generation.detokenize),
+            "GetModel": unary(messages.GetModelRequest, generation.get_model),
+        }
+        administration = {
+            "Status": unary(messages.StatusRequest, admin.status),
+            "Drain": unary(messages.DrainRequest, admin.drain),
+        }
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(_GENERATION, methods),
+                grpc.method_handlers_generic_handler(_ADMIN, administration),
+            )
+        )
+        add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((_GENERATION, _ADMIN, HEALTH, reflection.SERVICE_NAME), self._server)
+
+    async def _watch_health(self) -> None:
+        while True:
+            changed = self.groups.changed()
+            await self._publish_health()
+            await changed
+
+    async def _publish_health(self) -> None:
+        serving = self.admin.state == "serving"
+        kinds = health_pb2.HealthCheckResponse
+        for service in ("", _GENERATION):
+            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id; names the tokenizer.")],
+    group: Annotated[list[str], typer.Option(help="NAME=HOST:PORT of a group's rank 0; may be repeated.")],
+    host: str = "127.0.0.1",
+    port: int = 50051,
+    name: str = "router-0",
+) -> None:
+    """Runs one router against groups that are already there."""
+    logging.basicConfig(level=logging.INFO)
+    addresses = [GroupAddress(name, address) for name, _, address in (entry.partition("=") for entry in group)]
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(RouterConfig(model, name=name, host=host, port=port), addresses))
+
+
+async def _serve(config: RouterConfig, groups: Sequence[GroupAddress]) -> None:
+    router = Router(config)
+    print(f"router {config.name} listens on {await router.start()}", flush=True)
+    await router.set_groups(groups)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await router.stop(grace_seconds=1.0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,123 @@
+"""TokenizerJson: text to ids, ids to text, and what a model's files say about tokens.
+
+Reads tokenizer.json with the tokenizers package; a checkpoint that has none goes through transformers' AutoTokenizer,
+imported only then because it brings torch along. It does not know requests; nothing here waits, so callers keep long
+texts off their event loop.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders
+
+from ..proto.errors import InvalidModel
+from .chat_template import ChatTemplate
+from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_FILES = [
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *("config.json", "*.model", "vocab.*", "merges.txt"),  # where AutoTokenizer is needed
+]
+
+
+class TokenizerJson:
+    """One model's tokenizer; safe to call from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.template = template
+
+    @classmethod
+    def load(cls, model: str) -> "TokenizerJson":
+        """From a directory or a hub id; raises InvalidModel with what is missing."""
+        directory = Path(model) if Path(model).is_dir() else _download(model)
+        config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+        path = directory / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_transformers(directory)
+        except Exception as error:  # the tokenizers package raises bare Exception
+            raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
+        return cls(tokenizer, ChatTemplate.load(directory, config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids, exactly as a stream of them would give it."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.flush()
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """A fresh one, for one choice."""
+        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            return ByteDetokenizer(self._text_pieces if skip_special_tokens else self._pieces)
+        return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id that has a token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special)
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        alphabet = _byte_alphabet()
+        pieces = [b""] * self.vocab_size
+        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            # As the byte-level decoder does it: a token with a character outside the alphabet is plain text.
+            known = all(character in alphabet for character in token)
+            pieces[index] = bytes(alphabet[character] for character in token) if known else token.encode()
+        return pieces
+
+    @cached_property
+    def _text_pieces(self) -> list[bytes]:
+        return [b"" if index in self._special else piece for index, piece in enumerate(self._pieces)]
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable Latin-1 bytes stand for themselves, the others for characters from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise InvalidModel(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidModel(f"{path.name} does not hold a JSON object")
+    return content
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download  # imported late: it takes a while, and a directory needs none of it
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES))
+    except Exception as error:  # whatever the hub client raises, the reader needs the same two facts
+        raise InvalidModel(f"{model!r} is neither a directory here nor a model that the hub gives: {error}") from error
+
+
+def _from_transformers(directory: Path) -> Tokenizer:
+    from transformers import AutoTokenizer  # imported late: it imports torch
+
+    backend = getattr(AutoTokenizer.from_pretrained(directory), "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise InvalidModel(f"{directory} has no tokenizer.json, and transformers cannot make one from its files")
+    return backend

@@ -1,0 +1,86 @@
+"""Traffic: what this router is carrying, how fast it has been lately, and whether it takes more.
+
+It does not know requests or groups; it counts.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ..proto.coatcheck_pb2 import LatencyStatus, Usage
+from ..proto.errors import Draining
+
+_WINDOW_SECONDS: Final = 300.0
+_MOST_SAMPLES: Final = 8192
+
+
+class LatencyWindow:
+    """Percentiles of what was recorded lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_MOST_SAMPLES)
+
+    def record(self, seconds: float) -> None:
+        """Adds one measurement, now."""
+        self._samples.append((self._clock(), seconds))
+
+    def status(self) -> LatencyStatus:
+        """Over the window; nearest rank, all zero when nothing was recorded."""
+        since = self._clock() - _WINDOW_SECONDS
+        while self._samples and self._samples[0][0] < since:
+            self._samples.popleft()
+        ordered = sorted(seconds for _, seconds in self._samples)
+        if not ordered:
+            return LatencyStatus()
+        p50, p90, p99 = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99))
+        return LatencyStatus(p50_seconds=p50, p90_seconds=p90, p99_seconds=p99, count=len(ordered))
+
+
+class Traffic:
+    """Open requests, latencies and the share of prompt tokens that caches held."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.draining = False
+        self.ttft = LatencyWindow()
+        self.tpot = LatencyWindow()
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts one request while it is open; raises Draining when no new ones are taken."""
+        if self.draining:
+            raise Draining("this router is draining and takes no new requests; send this one to another")
+        self.active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if not self.active:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Waits until no request is open."""
+        await self._idle.wait()
+
+    def answered(self, usage: Usage, ttft: float | None, seconds: float) -> None:
+        """Records a whole answer: its first token after `ttft`, all of it after `seconds`."""
+        self._prompt_tokens += usage.prompt_tokens
+        self._cached_tokens += usage.cached_device_tokens + usage.cached_host_tokens
+        if ttft is not None:
+            self.ttft.record(ttft)
+            if usage.completion_tokens > 1:
+                self.tpot.record((seconds - ttft) / (usage.completion_tokens - 1))
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of prompt tokens found in a cache, since the start."""
+        return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
