@@ -1,0 +1,55 @@
+"""The checkpoint that speed is measured on: an 82M llama with random weights, and a tokenizer that fits it.
+
+Weights do not matter for speed, shapes do; the tokenizer is trained on this interpreter's library, so that the
+checkpoint can be served like any other. It knows nothing of what is measured.
+"""
+
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 8192
+_MODULES = 300  # of the library, to train the tokenizer on: a few seconds
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """Writes the checkpoint, unless it is already there; 164 MB in bfloat16."""
+    if not (directory / "model.safetensors").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        _tokenizer().save_pretrained(directory)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            num_hidden_layers=12,
+            hidden_size=768,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            intermediate_size=2048,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+            bos_token_id=0,
+            eos_token_id=1,
+            dtype=torch.bfloat16,
+        )
+        LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = (file.read_text(errors="replace") for file in islice(library, _MODULES))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|bos|>", "<|eos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<|bos|>", eos_token="<|eos|>")
