@@ -56,7 +56,7 @@ def paged_attention(
 ) -> Tensor:
     caches = _checked_caches(k_cache, v_cache)
     _check_tables(block_tables, seq_lens, cu_seqlens_q, caches.device)
-    _check_query(q, caches, sliding_window, softcap, sinks, out)
+    _check_query(q, caches, scale, sliding_window, softcap, sinks, out)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library = native.library()
@@ -137,7 +137,13 @@ def _check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, 
 
 
 def _check_query(
-    q: Tensor, caches: _Caches, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor | None
+    q: Tensor,
+    caches: _Caches,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor | None,
 ) -> None:
     shape = q.shape
     if len(shape) != 3 or shape[2] != caches.head_dim:
@@ -148,6 +154,8 @@ def _check_query(
     want_device("q", q, caches.device)
     if caches.kv_heads == 0 or shape[1] % caches.kv_heads:
         refuse("q", f"a multiple of k_cache's {caches.kv_heads} heads", shape[1])
+    if not scale > 0.0:
+        refuse("scale", "a positive number", scale)
     if sliding_window < 0:
         refuse("sliding_window", "0 (off) or a positive number of keys", sliding_window)
     if not softcap >= 0.0:

@@ -39,17 +39,15 @@ typedef struct {
     float sum[ROWS * 16], peak[ROWS], all_sum[ROWS], all_peak[ROWS];
 } Scratch;
 
-/* 2^x: a polynomial on the fraction, exact powers by vscalefps. Anything below 2^-200 is exactly 0. */
+/* 2^x for x <= 0, to 4e-6: the fraction by vreduceps, a polynomial, and vscalefps, which takes floor(x) by itself.
+ * The weights are rounded to bfloat16 at once, so more terms would be lost. 2^-inf is exactly 0. */
 INLINE __m512 exp2_16(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
-    __m512 whole = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.33835541e-3f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.61857531e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.55033982e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40226507e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93147182e-1f));
+    __m512 f = _mm512_reduce_ps(x, 1), y = _mm512_set1_ps(1.342668550e-2f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.224247146e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.412802067e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.930448445e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
+    return _mm512_scalef_ps(y, x);
 }
 
 /* cap * tanh(x / cap), then in units of log2. */
@@ -206,14 +204,15 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
 
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
     const int inside = chunk + CHUNK - 1 <= first && (!a->window || chunk > last - a->window);
+    /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
+    const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
     __m512 decay[TILE];
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++) {
         __m512 *x = score + i * 4;
+        if (a->softcap > 0)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-            x[j] = a->softcap > 0 ? capped(_mm512_mul_ps(x[j], _mm512_set1_ps(a->scale)), a->softcap)
-                                  : _mm512_mul_ps(x[j], _mm512_set1_ps(a->scale * LOG2E));
+            for (int j = 0; j < 4; j++) x[j] = capped(_mm512_mul_ps(x[j], _mm512_set1_ps(a->scale)), a->softcap);
         if (!inside) {
             int64_t position = shift + (it->row + row + i) / it->group;
             int64_t to = position - chunk + 1, from = a->window ? upper(to - a->window, 0) : 0;
@@ -221,8 +220,9 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) x[j] = _mm512_mask_mov_ps(nothing, (__mmask16)(seen >> (16 * j)), x[j]);
         }
-        float before = s->peak[row + i];
+        const float before = s->peak[row + i];
         float peak = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
+        peak *= unit;
         peak = peak > before ? peak : before;
         s->peak[row + i] = peak;
         /* A row that has seen nothing yet keeps the peak -inf; 0 stands in, so that -inf - -inf never arises. */
@@ -231,10 +231,11 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
         __m512 sum = _mm512_mul_ps(_mm512_load_ps(s->sum + (row + i) * 16), decay[i]);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            __m512 weight = exp2_16(_mm512_sub_ps(x[j], base));
-            sum = _mm512_add_ps(sum, weight);
-            _mm256_storeu_si256((__m256i *)(s->p + i * (CHUNK / 2) + j * 8), (__m256i)_mm512_cvtneps_pbh(weight));
+            x[j] = exp2_16(_mm512_fmsub_ps(x[j], _mm512_set1_ps(unit), base));
+            sum = _mm512_add_ps(sum, x[j]);
         }
+        _mm512_store_si512(s->p + i * (CHUNK / 2), (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
+        _mm512_store_si512(s->p + i * (CHUNK / 2) + 16, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
         _mm512_store_ps(s->sum + (row + i) * 16, sum);
     }
 
