@@ -91,7 +91,7 @@ class Client:
 
     async def get_model(self, *, timeout: float | None = None) -> pb.GetModelResponse:
         """What `address` serves; raises the CoatcheckError of its refusal."""
-        stub = GenerationStub(self.channel())  # type: ignore[no-untyped-call]
+        stub = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
         try:
             model: pb.GetModelResponse = await stub.GetModel(pb.GetModelRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -111,7 +111,8 @@ class Client:
 
     async def _attempt(self, request: pb.GenerateRequest, deadline: float | None) -> AsyncIterator[pb.GenerateEvent]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        call: Any = GenerationStub(self.channel()).GenerateStream(request, timeout=timeout)  # type: ignore[no-untyped-call]
+        stub: Any = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
+        call = stub.GenerateStream(request, timeout=timeout)
         try:
             async for event in call:
                 yield event
