@@ -186,16 +186,19 @@ def fuse(model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[Lay
     base: Any = model.base_model
     kinds = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(calls)
     layers = []
-    for layer, call, spec in zip(base.layers, calls, specs, strict=True):
+    for index, (call, spec) in enumerate(zip(calls, specs, strict=True)):
+        # Layer by layer, so that plain and packed weights never stand side by side for the whole model.
+        layer, base.layers[index] = base.layers[index], nn.Identity()
         layers.append(FusedLayer(layer, call, spec, family))
-        pack_linears(layers[-1])  # at once: a layer's plain weights go before the next one's are joined
+        del layer
+        pack_linears(layers[-1])
     return FusedBody(base, layers, kinds, _needed(_norm(base.norm, family)))
 
 
 def pack_linears(module: nn.Module) -> None:
     """Replaces every linear below `module` by a packed one; its plain weight is dropped."""
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
+        if type(child) is nn.Linear:  # a subclass has a forward of its own: phimoe's router is one
             setattr(module, name, PackedLinear(child.weight, child.bias))
         else:
             pack_linears(child)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers import GenerationConfig
 
 from .attention import AttentionCall, KVPools, probe_attention
 from .attention_metadata import AttentionMetadata
 from .checkpoint import Checkpoint
 from .communicator import Communicator
 from .fusion import fuse, pack_linears
+from .head import Head, probe_head
 from .model_spec import LayerSpec, ModelSpec
 from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len
@@ -29,7 +29,7 @@ from .weights import Progress, load_weights
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens."""
 
-    def __init__(self, spec: ModelSpec, body: nn.Module, head: PreTrainedModel) -> None:
+    def __init__(self, spec: ModelSpec, body: nn.Module, head: Head) -> None:
         self.spec = spec
         self._body = body
         self._head = head
@@ -43,8 +43,7 @@ class Model:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> float32 [R, vocab_size], of all ranks, soft-capped or scaled as the model does."""
-        logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
-        return logits[0].float()
+        return self._head.logits(hidden)
 
 
 class TransformersBody(nn.Module):
@@ -63,13 +62,6 @@ class TransformersBody(nn.Module):
             kv_pools=kv,
         ).last_hidden_state
         return hidden[0]
-
-
-class _FinishedBody(nn.Module):
-    """Stands where the head expects its base model, so that the head's own code can run on finished hidden states."""
-
-    def forward(self, *, inputs_embeds: Tensor, **unused: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def load_model(
@@ -94,14 +86,15 @@ def load_model(
         length = choose_max_model_len(config, max_model_len)
         causal = build_skeleton(config, model_dtype, device, length)
         calls = probe_attention(causal)
+        probe_head(causal)
         named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
-        head: Any = causal.get_output_embeddings
+        lm_head: Any = causal.get_output_embeddings
         plan = plan_sharding(
             {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
             causal.tp_plan,
             calls,
             named[causal.get_input_embeddings()],
-            named[head()],
+            named[lm_head()],
             shard := Shard(communicator.rank, communicator.size),
         )
         weight_bytes = load_weights(causal, checkpoint, plan.cuts, device, progress)
@@ -112,9 +105,9 @@ def load_model(
         parallelise(causal, plan, calls, config.vocab_size, communicator)
     layers = tuple(_layer_spec(call, shard) for call in calls)
     body = fuse(causal, calls, layers) or TransformersBody(causal.base_model)
-    setattr(causal, causal.base_model_prefix, _FinishedBody())
     pack_linears(body)
-    pack_linears(causal)
+    head = Head(causal)
+    pack_linears(head.model)
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
@@ -127,7 +120,7 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    return Model(spec, body, causal)
+    return Model(spec, body, head)
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:

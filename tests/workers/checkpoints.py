@@ -85,14 +85,19 @@ def tiny_config(arch: str, **overrides: Any) -> Any:
     return CONFIG_MAPPING[model_type](**{**_COMMON, **differences, **overrides})
 
 
-def tiny_checkpoint(arch: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
-    """Writes the checkpoint to `directory / arch` unless it is there, and returns that path."""
+def tiny_checkpoint(
+    arch: str, directory: Path, *, dtype: torch.dtype = torch.float32, config: Any = None, **overrides: Any
+) -> Path:
+    """Writes the checkpoint to `directory / arch` unless it is there, and returns that path.
+
+    `config` stands for an architecture that is not in the table; `overrides` change the table's.
+    """
     path = directory / arch
     if path.exists():
         return path
-    config = tiny_config(arch, **overrides)
+    config = config or tiny_config(arch, **overrides)
     torch.manual_seed(sum(arch.encode()))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

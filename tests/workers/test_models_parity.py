@@ -42,7 +42,7 @@ def prompts_of(arch: str) -> list[list[int]]:
 @cache
 def expected(path: Path, arch: str) -> list[list[int]]:
     """What transformers.generate gives for each prompt alone."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     tokens = []
     for prompt in prompts_of(arch):
@@ -129,7 +129,7 @@ def test_longrope_takes_short_factors_for_a_short_limit(checkpoint_directory: Pa
     model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=32)
     prompt = prompts_of("phi3-longrope")[0][:20]
     driver = Driver(model)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         wanted = reference(torch.tensor([prompt])).logits[0, -1]
     torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 20)])[0], wanted, rtol=1e-4, atol=1e-4)
@@ -140,7 +140,7 @@ def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
     path = tiny_checkpoint("dynamic-rope", checkpoint_directory)
     model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=512)
     assert model.spec.max_model_len == 512
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     prompt = torch.randint(3, VOCAB, (512,), generator=torch.Generator().manual_seed(1)).tolist()
     driver = Driver(model)
     with torch.inference_mode():

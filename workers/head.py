@@ -1,0 +1,48 @@
+"""The head: a causal model's own last step, from finished hidden states to logits.
+
+Soft-caps and scalings differ between architectures and sit in the code around `lm_head`. So that code runs as it is,
+with its base model exchanged for one that hands the hidden states through. It does not know where they came from.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ..proto.errors import InvalidModel
+
+
+class Head:
+    """Takes the model over: its base model is gone from it afterwards."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        setattr(model, model.base_model_prefix, _FinishedBody())
+        self.model: Any = model
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> float32 [R, vocab_size]."""
+        logits: Tensor = self.model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return logits[0].float()
+
+
+class _FinishedBody(nn.Module):
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def probe_head(model: PreTrainedModel) -> None:
+    """Runs the head once on the meta device; raises InvalidModel where it needs more than hidden states."""
+    name = model.base_model_prefix
+    base, config = model.base_model, model.config
+    hidden = torch.empty(1, config.hidden_size, dtype=model.dtype, device="meta")
+    try:
+        with torch.inference_mode():
+            shape = tuple(Head(model).logits(hidden).shape)
+    except Exception as error:  # whatever a foreign model's code raises when called so is the reason
+        raise InvalidModel(f"{config.model_type} cannot be served: its head needs more than hidden states") from error
+    finally:
+        setattr(model, name, base)
+    if shape != (1, config.vocab_size):
+        raise InvalidModel(f"{config.model_type} cannot be served: its logits are {list(shape)}")
