@@ -1,0 +1,61 @@
+"""The native library: one thread pool with torch, and an honest fallback without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from coatcheck.kernels import native
+
+
+def test_one_openmp_pool_is_mapped() -> None:
+    """torch and the native library share one libgomp: two pools on the same cores would spin against each other."""
+    if native.library() is None or not Path("/proc/self/maps").exists():
+        pytest.skip("no native library, or no /proc to read")
+    script = (
+        "import torch\nfrom coatcheck.kernels.rms_norm import rms_norm\n"
+        "rms_norm(torch.randn(600, 600), torch.ones(600), 1e-6); torch.randn(900, 900) @ torch.randn(900, 900)\n"
+        "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'omp5' in line}\n"
+        "print(len(maps), maps)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("1 "), done.stdout
+
+
+def test_status_names_the_form_in_use() -> None:
+    """The status is one short line that a server can report."""
+    status = native.native_status()
+    assert status.startswith("native (" if native.library() is not None else "torch reference (")
+    assert "\n" not in status
+
+
+def test_a_foreign_library_is_refused(tmp_path: Path) -> None:
+    """A library built from other sources is an OSError or AttributeError at load, never a wrong call."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    system = next((Path(line.split()[-1]) for line in lines if "libgomp" in line or "libm.so" in line), None)
+    if system is None:
+        pytest.skip("no shared library to try")
+    with pytest.raises((OSError, AttributeError)):
+        native.Library(system)
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    with pytest.raises(OSError):
+        native.Library(tmp_path / "broken.so")
+
+
+def test_thread_counts_are_torchs() -> None:
+    """One thread or two, the result is the same bits."""
+    from coatcheck.kernels.linear import PackedLinear
+
+    linear, x = PackedLinear(torch.randn(200, 64).bfloat16()), torch.randn(40, 64).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = linear(x)
+        torch.set_num_threads(2)
+        assert linear.form != "native" or torch.equal(one, linear(x))
+    finally:
+        torch.set_num_threads(before)
