@@ -75,6 +75,12 @@ class ServeConfig(BaseModel):
         return path.resolve().name if path.is_dir() else self.model
 
     @property
+    def model_source(self) -> str:
+        """Where other processes, in other working directories, find the model: an absolute path or the hub id."""
+        path = Path(self.model).expanduser()
+        return str(path.resolve()) if path.is_dir() else self.model
+
+    @property
     def group_names(self) -> list[str]:
         """The groups, by name."""
         return [f"group-{index}" for index in range(self.groups)]

@@ -1,0 +1,191 @@
+"""GroupKeeper: holds one group up. Starts its ranks, watches them, and starts all of them again when one ends.
+
+One coroutine, `keep`, is the group's whole life; whoever awaits elsewhere learns of changes through `on_change`. It
+does not know routers, nor other groups.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from ..proto.errors import CoatcheckError
+from ..workers.group_config import GroupConfig
+from ..workers.rank_progress import Phase, RankProgress
+from . import launch
+from .cluster_state import GroupState
+
+POLL_SECONDS = 0.1
+_STOP_SECONDS = 5.0
+_LONGEST_BACKOFF = 30.0
+_STEADY_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class RankEnded(Exception):
+    """A rank has ended; the message says which and why."""
+
+
+def backoff_seconds(failures: int) -> float:
+    """How long to wait before the next start, after so many that did not last."""
+    return min(0.25 * 2.0**failures, _LONGEST_BACKOFF)
+
+
+class GroupKeeper:
+    """`state` is always current; `ranks_on_host` and `loopback` are the ranks' (see RankActor)."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        reserved: PlacementGroup,
+        *,
+        ranks_on_host: int,
+        loopback: bool,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.state = GroupState(config.name, ranks=(RankProgress(),) * config.tp)
+        self._config = config
+        self._reserved = reserved
+        self._ranks_on_host = ranks_on_host
+        self._loopback = loopback
+        self._on_change = on_change
+        self._actors: list[launch.Actor] = []
+        self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
+
+    async def keep(self) -> None:
+        """Holds the group up until cancelled; gives up only on one that has never served."""
+        await self._adopt()
+        has_served, failures = bool(self._lives), 0
+        while True:
+            began = time.monotonic()
+            try:
+                if not self._lives:
+                    await self._start()
+                has_served = True
+                self._change(state="serving", address=self.state.ranks[0].address, reason="")
+                await self._first_end()
+            except RankEnded as ended:
+                failures = 0 if time.monotonic() - began > _STEADY_SECONDS else failures + 1
+                _log.error("%s is lost: %s", self._config.name, ended)
+                # The router is told first: each moment that it knows nothing costs requests.
+                self._change(state="lost" if has_served else "failed", address="", reason=str(ended))
+            self._kill()
+            if not has_served:
+                return
+            await asyncio.sleep(backoff_seconds(failures))
+            self._change(state="starting", restarts=self.state.restarts + 1)
+
+    async def stop(self) -> None:
+        """Ends the ranks, first with a word, then without."""
+        if self._actors:
+            with suppress(RayError):
+                await self._actors[0].stop.remote()
+            if self._lives:
+                await asyncio.wait(self._lives, timeout=_STOP_SECONDS)
+        self._kill()
+
+    async def _adopt(self) -> None:
+        """Takes over ranks that a former supervisor has started, if all of them serve; else ends what is left."""
+        incarnation, self._actors = launch.find_ranks(self._config.name, self._config.tp)
+        self.state = replace(self.state, restarts=incarnation)
+        if not self._actors:
+            return
+        try:
+            await self._read_progress()
+            serves = len(self._actors) == self._config.tp and self._all_serve()
+        except RankEnded:
+            serves = False
+        if serves:
+            self._lives = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
+            _log.info("%s is adopted", self._config.name)
+        else:
+            self._kill()
+            self.state = replace(self.state, restarts=incarnation + 1)
+
+    async def _start(self) -> None:
+        """Returns once every rank serves; raises RankEnded when one cannot."""
+        config, incarnation = self._config, self.state.restarts
+        self._actors = [
+            launch.start_rank(
+                config,
+                rank,
+                incarnation,
+                self._reserved,
+                ranks_on_host=self._ranks_on_host,
+                loopback=self._loopback,
+            )
+            for rank in range(config.tp)
+        ]
+        try:
+            rendezvous = await self._actors[0].rendezvous.remote()
+        except RayError as error:
+            raise RankEnded(await self._explain(0, error)) from None
+        self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
+        while not self._all_serve():
+            ended, _ = await asyncio.wait(self._lives, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if ended:
+                await self._first_end()
+            await self._read_progress()
+
+    async def _first_end(self) -> None:
+        """Waits until a rank ends, and raises RankEnded with the best reason that any rank gives."""
+        await asyncio.wait(self._lives, return_when=asyncio.FIRST_COMPLETED)
+        first = next(rank for rank, life in enumerate(self._lives) if life.done())
+        if self.state.state != "serving":
+            # While starting, one rank may only have lost another that knows more: its own word is worth a moment.
+            await asyncio.wait(self._lives, timeout=1.0)
+        told = [rank for rank, life in enumerate(self._lives) if life.done() and _cause(life.exception())]
+        rank = told[0] if told else first
+        raise RankEnded(await self._explain(rank, self._lives[rank].exception()))
+
+    async def _read_progress(self) -> None:
+        try:
+            said = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
+        except RayError as error:
+            raise RankEnded(f"a rank has ended: {_brief(error)}") from None
+        self.state = replace(self.state, ranks=tuple(said))
+
+    async def _explain(self, rank: int, error: BaseException | None) -> str:
+        """A line for people: our own errors as they are, everything else with the rank."""
+        cause = _cause(error)
+        if isinstance(cause, CoatcheckError):
+            return str(cause)
+        return f"rank {rank} has ended: {_brief(cause or error)}"
+
+    def _all_serve(self) -> bool:
+        return all(rank.phase is Phase.SERVING for rank in self.state.ranks)
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        for life in self._lives:
+            # Its end is no longer news to anybody.
+            life.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._actors, self._lives = [], []
+
+    def _change(self, **changed: object) -> None:
+        self.state = replace(self.state, **changed)  # type: ignore[arg-type]  # names and types are GroupState's
+        if self.state.state != "serving":
+            self.state = replace(self.state, ranks=(RankProgress(),) * self._config.tp)
+        self._on_change()
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """What a rank's own code raised; None when the process itself died."""
+    return error.cause if isinstance(error, RayTaskError) else None
+
+
+def _brief(error: BaseException | None) -> str:
+    if error is None:
+        return "it returned"
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return "its process died"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"

@@ -1,0 +1,179 @@
+"""Every process of a cluster and every channel between them, in one file.
+
+    client ──gRPC──▶ router-0 ──gRPC (one Attach stream a group)──▶ rank 0 ══torch.distributed══ rank 1 …
+                        ▲                                             ▲
+                        └───────────── supervisor (Ray calls) ────────┘
+                                           ▲
+                                   coatcheck serve (Ray calls)
+
+All but `coatcheck serve` are detached, named actors in one namespace, so that each is found again by whoever comes
+back: the supervisor is restarted by Ray, ranks and routers by the supervisor. Ray starts and watches; no token passes
+through it. This module does not know when any of these is called: see serve.py and supervisor.py.
+"""
+
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..proto.errors import InvalidConfig, Unavailable
+from ..router.actor import RouterActor
+from ..router.config import RouterConfig
+from ..workers.actor import CONCURRENCY, RankActor
+from ..workers.group_config import GroupConfig
+from .config import ServeConfig
+from .placement import Placement, Resources
+
+NAMESPACE = "coatcheck"
+SUPERVISOR = "supervisor"
+ROUTER = "router-0"
+
+# Ray's smallest: no tensor and no token passes through its object store.
+_OBJECT_STORE_BYTES = 80 << 20
+_FREE_SHARE = {"cpu": 0.1, "cuda": 0.85}  # the rest is for activations, and on a CPU for everybody else
+
+Actor = Any  # Ray's handles answer to whatever methods the class has
+
+
+def connect(config: ServeConfig) -> None:
+    """Connects to the cluster at `ray_address`, or starts a local Ray that ends with this process."""
+    quietly: dict[str, Any] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    where = f"no Ray cluster answers at {config.ray_address}" if config.ray_address else "Ray did not start"
+    try:
+        if config.ray_address:
+            ray.init(address=config.ray_address, **quietly)
+        else:
+            _start_ray(config, quietly)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise Unavailable(f"{where}: {_first_line(error)}") from None
+
+
+def _start_ray(config: ServeConfig, quietly: dict[str, Any]) -> None:
+    ray.init(
+        address="local",
+        # Logical: each rank on a CPU takes one, however many cores there are.
+        num_cpus=max(config.groups * config.tp, os.cpu_count() or 1),
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        **quietly,
+    )
+
+
+def free_resources() -> list[Resources]:
+    """What each node of the cluster has free."""
+    from ray._private.state import available_resources_per_node  # public only as a command, `ray status`
+
+    return list(available_resources_per_node().values())  # type: ignore[no-untyped-call]
+
+
+def count_nodes() -> int:
+    """Nodes that live."""
+    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+
+
+def find_actor(name: str) -> Actor | None:
+    """The supervisor or a router that already runs on this cluster."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def start_supervisor(config: ServeConfig, placement: Placement) -> Actor:
+    """One for the cluster; Ray starts it again with the same arguments wherever there is a node."""
+    from .supervisor import Supervisor
+
+    options = ray.remote(Supervisor).options(
+        name=SUPERVISOR, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1, max_concurrency=32
+    )
+    return options.remote(config, placement)
+
+
+def reserve(group: str, placement: Placement, tp: int) -> PlacementGroup:
+    """One placement group per group, one bundle per rank; found again if it is there."""
+    try:
+        found: PlacementGroup = ray.util.get_placement_group(group)
+    except ValueError:
+        bundles = [placement.bundle] * tp
+        found = ray.util.placement_group(bundles, placement.strategy, name=group, lifetime="detached")
+    return found
+
+
+def start_rank(
+    config: GroupConfig, rank: int, incarnation: int, reserved: PlacementGroup, *, ranks_on_host: int, loopback: bool
+) -> Actor:
+    """One process: it computes, and as rank 0 schedules and serves. Never restarted alone: a group dies whole."""
+    bundle = reserved.bundle_specs[rank]
+    options = ray.remote(RankActor).options(
+        name=rank_name(config.name, incarnation, rank),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        max_restarts=0,
+        max_concurrency=CONCURRENCY,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
+    )
+    return options.remote(config, rank, ranks_on_host=ranks_on_host, loopback=loopback)
+
+
+def start_router(config: RouterConfig) -> Actor:
+    """One process: the public gRPC service, and a stream to rank 0 of every group."""
+    made_actor: Any = RouterActor  # Ray's decorator has made it an actor class, unknown to type checkers
+    options = made_actor.options(name=config.name, namespace=NAMESPACE, lifetime="detached", max_restarts=0)
+    return options.remote(config)
+
+
+def group_config(config: ServeConfig, name: str, placement: Placement, *, loopback: bool) -> GroupConfig:
+    """What one group is told."""
+    return GroupConfig(
+        name=name,
+        model=config.model_source,
+        served_model_name=config.model_name,
+        tp=config.tp,
+        device=placement.device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        kv_memory=config.kv_memory if config.kv_memory is not None else _FREE_SHARE[placement.device],
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        max_model_len=config.max_model_len,
+        listen_host="127.0.0.1" if loopback else "0.0.0.0",
+    )
+
+
+def router_config(config: ServeConfig, port: int) -> RouterConfig:
+    """What a router is told."""
+    return RouterConfig(
+        model=config.model_source, served_model_name=config.model_name, name=ROUTER, host=config.grpc_host, port=port
+    )
+
+
+def rank_name(group: str, incarnation: int, rank: int) -> str:
+    """An actor's name; each incarnation has its own, since Ray frees a dead actor's name only after a while."""
+    return f"{group}.{incarnation}.rank-{rank}"
+
+
+def find_ranks(group: str, tp: int) -> tuple[int, list[Actor]]:
+    """The newest incarnation of a group that still runs, and its ranks in order; fewer than `tp` when it is broken."""
+    names = ray.util.list_named_actors()
+    mine = [name for name in names if name.startswith(f"{group}.") and ".rank-" in name]
+    newest = max((int(name.split(".")[1]) for name in mine), default=0)
+    found = [rank_name(group, newest, rank) for rank in range(tp)]
+    return newest, [ray.get_actor(name, namespace=NAMESPACE) for name in found if name in mine]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def require_same(running: ServeConfig, wanted: ServeConfig) -> None:
+    """Raises InvalidConfig unless the cluster already serves just this."""
+    if running != wanted:
+        raise InvalidConfig(
+            f"this Ray cluster already serves {running.model_name} with other settings; "
+            "stop that `coatcheck serve` first"
+        )

@@ -1,0 +1,100 @@
+"""RouterKeeper: holds a router up, and tells it of the groups. It does not know how groups come and go."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from ..proto.errors import CoatcheckError
+from ..router.config import RouterConfig
+from ..router.group_address import GroupAddress
+from . import launch
+from .cluster_state import GroupState
+
+_WATCH_SECONDS = 0.5
+_STOP_SECONDS = 5.0
+_RESTART_SECONDS = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class RouterKeeper:
+    """`address` is host:port while the router serves; `failure` why it never will."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.address = ""
+        self.failure = ""
+        self._config = config
+        self._actor: launch.Actor | None = None
+        self._groups: list[GroupAddress] = []
+
+    async def keep(self) -> None:
+        """Holds the router up until cancelled; gives up only on one that has never served."""
+        has_served = False
+        while True:
+            try:
+                self._actor = launch.find_actor(self._config.name) or launch.start_router(self._config)
+                self.address = await self._actor.start.remote()
+                # The next router must be where clients look for this one.
+                self._config = replace(self._config, port=int(self.address.rpartition(":")[2]))
+                has_served = True
+                self._send_groups()
+                await self._watch(self._actor)
+            except RayError as error:
+                _log.error("the router has ended: %s", error)
+                cause = error.cause if isinstance(error, RayTaskError) else None
+                if not has_served:
+                    self.failure = str(cause) if isinstance(cause, CoatcheckError) else f"router: {cause or error}"
+            self.address = ""
+            self._kill()
+            if not has_served:
+                return
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    def set_groups(self, states: list[GroupState]) -> None:
+        """Sends the groups as they are now, without waiting for an answer."""
+        self._groups = [
+            GroupAddress(
+                name=state.name,
+                address=state.address,
+                state="lost" if state.state == "failed" else state.state,
+                reason=state.reason,
+                restarts=state.restarts,
+            )
+            for state in states
+        ]
+        self._send_groups()
+
+    async def drain(self) -> bool:
+        """Lets no new request in and waits for those that run."""
+        if self._actor is None:
+            return True
+        with suppress(RayError):
+            return bool(await self._actor.drain.remote(None))
+        return False
+
+    async def stop(self) -> None:
+        """Ends the router."""
+        if self._actor is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._actor.stop.remote()
+        self._kill()
+
+    async def _watch(self, actor: launch.Actor) -> None:
+        """Raises RayError once the router's process has ended."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await actor.status.remote()
+
+    def _send_groups(self) -> None:
+        if self._actor is not None and self.address:
+            self._actor.set_groups.remote(self._groups)
+
+    def _kill(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None

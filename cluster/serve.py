@@ -1,0 +1,239 @@
+"""`coatcheck serve`: brings a cluster up, shows how far it is, and ends it when told.
+
+It only watches: on a cluster of its own choosing the supervisor goes on without it, and the same command finds it
+again. A Ray that it started ends with it. Ray is imported once the settings are known to make sense.
+"""
+
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
+from .config import DEFAULT_PORT, ServeConfig
+from .ray_environment import confine_local_ray, quiet_driver
+
+if TYPE_CHECKING:
+    from .cluster_state import ClusterState
+
+_POLL_SECONDS = 0.1
+_WATCH_SECONDS = 0.5
+_LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
+_EXIT_FORCED = 130
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint directory or a hub id.")] = None,
+    groups: Annotated[int | None, typer.Option(help="Number of tensor-parallel groups. Default 1.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks per group. Default 1.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="An existing Ray cluster (HOST:PORT or auto). Default: start a local one.")
+    ] = None,
+    grpc_host: Annotated[str | None, typer.Option(help="Where the router listens. Default 127.0.0.1.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help=f"0: any free port. Default {DEFAULT_PORT}.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default): GPUs where there are any.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or auto (default): the checkpoint's.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16 (default), 32, 64, 128.")] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="KV pool per rank: bytes (4GiB) or a share of the free memory (0.5). Default: by device."),
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Most tokens that a step computes.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: the directory's name or the hub id.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of these settings; flags win over it.")] = None,
+) -> None:
+    """Serve MODEL until SIGINT or SIGTERM, which lets running requests end first; a second one does not."""
+    flags = dict(locals())
+    file = flags.pop("config")
+    signals = Signals()
+    try:
+        settings = ServeConfig.build(flags, file)
+        settings.check_model_directory()
+        _check_port(settings)
+    except InvalidConfig as error:
+        _fail(str(error), code=2)
+    try:
+        code = Serving(settings, signals).run()
+    except CoatcheckError as error:
+        _fail(str(error))
+    raise typer.Exit(code)
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks to drain; the second interrupts whatever is being waited for."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.install()
+
+    def install(self) -> None:
+        """Ray installs handlers of its own when it connects."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked.is_set():
+            raise Forced
+        self.asked.set()
+
+
+class Forced(BaseException):
+    """A second signal: stop at once."""
+
+
+class Serving:
+    """One run of the command."""
+
+    def __init__(self, config: ServeConfig, signals: Signals) -> None:
+        self._config = config
+        self._signals = signals
+        self._console = Console(stderr=True, highlight=False)
+        self._supervisor: Any = None
+
+    def run(self) -> int:
+        """Returns the exit status; raises CoatcheckError for what keeps the cluster from serving."""
+        quiet_driver()
+        if self._config.ray_address is None:
+            confine_local_ray()
+        import ray
+
+        from . import launch
+
+        try:
+            with self._console.status("starting Ray" if self._config.ray_address is None else "connecting to Ray"):
+                launch.connect(self._config)
+                self._signals.install()
+            self._supervisor = self._find_or_start_supervisor()
+            state = self._wait_until_ready()
+            if state is not None:
+                self._console.print(ready_line(self._config, state), soft_wrap=True)
+                self._watch(state)
+                self._drain()
+            self._stop()
+            return 0
+        except Forced:
+            self._stop(wait=False)
+            return _EXIT_FORCED
+        except CoatcheckError:
+            self._stop()
+            raise
+        finally:
+            ray.shutdown()
+
+    def _find_or_start_supervisor(self) -> Any:
+        import ray
+
+        from . import launch
+        from .placement import choose_placement
+
+        config = self._config
+        if running := launch.find_actor(launch.SUPERVISOR):
+            launch.require_same(ray.get(running.config.remote()), config)
+            return running
+        placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
+        return launch.start_supervisor(config, placement)
+
+    def _wait_until_ready(self) -> "ClusterState | None":
+        """Shows each rank's progress; None when told to stop before everything serves."""
+        from .progress_bars import ProgressBars
+
+        with ProgressBars(self._console) as bars:
+            while not self._signals.asked.wait(_POLL_SECONDS):
+                state = self._state()
+                bars.show(state)
+                if state.failure:
+                    raise Unavailable(state.failure)
+                if state.is_ready:
+                    return state
+        return None
+
+    def _watch(self, state: "ClusterState") -> None:
+        """Says a line when a group is lost or serves again, until told to stop."""
+        known = {group.name: group.state for group in state.groups}
+        while not self._signals.asked.wait(_WATCH_SECONDS):
+            for group in self._state().groups:
+                if known.get(group.name) != group.state and group.state != "starting":
+                    known[group.name] = group.state
+                    reason = f": {group.reason}" if group.reason else ""
+                    self._console.print(f"{group.name} is {group.state}{reason}", soft_wrap=True)
+
+    def _drain(self) -> None:
+        import ray
+
+        with self._console.status("draining: running requests end first; once more to stop at once"):
+            drained = self._supervisor.drain.remote()
+            while not ray.wait([drained], timeout=_POLL_SECONDS)[0]:
+                pass  # in short waits, so that a second signal gets through
+
+    def _stop(self, *, wait: bool = True) -> None:
+        """Ends everything that the supervisor holds, then the supervisor."""
+        import ray
+        from ray.exceptions import RayError
+
+        if self._supervisor is None:
+            return
+        try:
+            stopping = self._supervisor.stop.remote()
+            if wait or self._config.ray_address is not None:
+                ray.wait([stopping], timeout=15.0 if wait else 5.0)
+            ray.kill(self._supervisor)
+        except RayError as error:
+            self._console.print(f"while stopping: {type(error).__name__}")
+        self._supervisor = None
+
+    def _state(self) -> "ClusterState":
+        import ray
+        from ray.exceptions import RayError
+
+        deadline = time.monotonic() + _LOST_SECONDS
+        while True:
+            try:
+                state: ClusterState = ray.get(self._supervisor.state.remote(), timeout=10.0)
+                return state
+            except RayError as error:  # Ray is starting the supervisor again
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"the supervisor does not answer: {type(error).__name__}") from None
+                time.sleep(_POLL_SECONDS)
+
+
+def ready_line(config: ServeConfig, state: "ClusterState") -> str:
+    """Where to connect, and what there is."""
+    first = state.groups[0].ranks[0]
+    blocks = sum(group.ranks[0].num_blocks for group in state.groups)
+    at_once = sum(
+        min(config.max_num_seqs, group.ranks[0].num_blocks * config.block_size // group.ranks[0].max_model_len)
+        for group in state.groups
+    )
+    return (
+        f"ready: {config.model_name} ({first.dtype}) at {state.router}, {config.groups} groups x tp {config.tp}, "
+        f"{blocks} blocks of {config.block_size} tokens, {at_once} sequences of {first.max_model_len} tokens at once"
+    )
+
+
+def _check_port(config: ServeConfig) -> None:
+    """Raises InvalidConfig when the router could not listen; on a remote cluster only the router can tell."""
+    if config.ray_address is not None or config.grpc_port == 0:
+        return
+    try:
+        socket.create_server((config.grpc_host, config.grpc_port)).close()
+    except OSError as error:
+        where = f"{config.grpc_host}:{config.grpc_port}"
+        raise InvalidConfig(f"cannot listen on {where}: {error.strerror}; choose another --grpc-port") from None
+
+
+def _fail(message: str, *, code: int = 1) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)  # one line, whatever a library has to say
+    raise typer.Exit(code)

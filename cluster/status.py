@@ -1,0 +1,128 @@
+"""`coatcheck status` and `coatcheck drain`: a router's Admin service, for people and for scripts. Knows only gRPC."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToDict
+
+from ..proto import coatcheck_pb2 as pb
+from ..proto.coatcheck_pb2_grpc import AdminStub
+from .config import DEFAULT_PORT
+
+_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+_ASK_SECONDS = 10.0
+_COLOURS = {"serving": "green", "draining": "yellow", "starting": "yellow"}
+
+
+def status(
+    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = _ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show groups, ranks, health, load, block occupancy, hit ratio, TTFT and TPOT."""
+    answer = _ask(address, "Status", pb.StatusRequest(), _ASK_SECONDS)
+    if as_json:
+        # Every field, also those that are zero: scripts need not guess.
+        said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        print(json.dumps(_with_numbers(said)))
+    else:
+        _print(answer)
+
+
+def drain(
+    group: Annotated[str, typer.Argument(help="A group's name; default: the whole router.")] = "",
+    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = _ADDRESS,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for what runs; default: as long as it takes.")
+    ] = None,
+) -> None:
+    """Send no new work to a group (or to any) and wait until what runs has ended. Exits 1 if something still runs."""
+    answer = _ask(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
+    what = group or "the router"
+    if answer.drained:
+        print(f"{what} is drained")
+    else:
+        print(f"{what} still has {answer.remaining_streams} streams", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _ask(address: str, method: str, request: Any, timeout: float | None) -> Any:
+    """One call; a failure becomes one line and exit 1."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
+            return getattr(stub, method)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            unreachable = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            print(f"error: no router answers at {address}" if unreachable else f"error: {details}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+def _with_numbers(value: Any) -> Any:
+    """proto3's JSON writes 64-bit integers as strings; here they are numbers."""
+    if isinstance(value, dict):
+        return {key: item if key in _TEXTS else _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+# Strings that may consist of digits.
+_TEXTS = frozenset(
+    {"name", "router", "node", "address", "reason", "fingerprint", "dtype", "kv_dtype", "state", "kernels"}
+)
+
+
+def _print(answer: pb.StatusResponse) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    model = answer.model
+    console.print(
+        f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} ({model.dtype or '?'}), "
+        f"{answer.active_streams} streams, hit ratio {answer.hit_ratio:.1%}",
+        highlight=False,
+    )
+    for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot)):
+        if latency.count:
+            p50, p90, p99 = (
+                seconds * 1000 for seconds in (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
+            )
+            console.print(f"{name} p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f} ({latency.count})", highlight=False)
+    groups = Table(
+        "group", "state", "ranks", "running", "waiting", "blocks used", "cached", "hits", "tokens", "step", "restarts"
+    )
+    for group in answer.groups:
+        total = max(group.blocks_total, 1)
+        cached = group.cached_device_tokens + group.cached_host_tokens
+        healthy = sum(rank.healthy for rank in group.ranks)
+        groups.add_row(
+            group.name,
+            _state(group.state) + (f"\n{group.reason}" if group.reason else ""),
+            f"{healthy}/{len(group.ranks)}",
+            str(group.running),
+            str(group.waiting),
+            f"{group.blocks_used}/{group.blocks_total} ({group.blocks_used / total:.0%})",
+            f"{group.blocks_cached / total:.0%}",
+            f"{cached / max(group.prompt_tokens, 1):.1%}",
+            f"{group.prompt_tokens} in, {group.generated_tokens} out",
+            f"{group.step_seconds * 1000:.1f} ms",
+            str(group.restarts),
+        )
+    console.print(groups)
+    ranks = Table("group", "rank", "healthy", "node", "pid", "steps", "peak memory")
+    for group in answer.groups:
+        for rank in group.ranks:
+            peak = f"{rank.peak_memory_bytes / 2**20:,.0f} MiB"
+            healthy_text = "[green]yes[/]" if rank.healthy else "[red]no[/]"
+            ranks.add_row(group.name, str(rank.rank), healthy_text, rank.node, str(rank.pid), str(rank.steps), peak)
+    if ranks.row_count:
+        console.print(ranks)
+
+
+def _state(state: str) -> str:
+    return f"[{_COLOURS.get(state, 'red')}]{state}[/]"
