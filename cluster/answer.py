@@ -76,7 +76,6 @@ class Answer:
         parts = [
             f"{usage.prompt_tokens} prompt + {usage.completion_tokens} completion tokens",
             f"cached {usage.cached_device_tokens} on the device, {usage.cached_host_tokens} in host memory",
-            f"{self.final.group} ({self.final.routed_by})" if self.final.routed_by else self.final.group,
         ]
         if self.final.moves:
             parts.append(f"moved {self.final.moves}×")
@@ -84,6 +83,8 @@ class Answer:
             parts.append(f"TTFT {self.ttft * 1000:.0f} ms")
         if self.decode_rate is not None:
             parts.append(f"{self.decode_rate:.1f} tokens/s")
+        group, why = self.final.group, self.final.routed_by
+        parts.append(why if why.startswith(group) else f"{group}: {why}")
         return "; ".join(parts)
 
     def to_json(self, *, logprobs: bool, prompt_logprobs: bool) -> dict[str, Any]:

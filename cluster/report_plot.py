@@ -46,7 +46,9 @@ def _distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
     for share in (50, 99):
         at = float(np.percentile(values, share))
         axes.axvline(at, linestyle=":", color="grey")
-        axes.annotate(f" p{share}: {at:.0f}" if at >= 10 else f" p{share}: {at:.1f}", (at, 0.04), color="dimgrey")
+        # To the left of the highest, which may stand at the frame.
+        side = "right" if share == 99 else "left"
+        axes.annotate(f" p{share}: {at:.{0 if at >= 10 else 1}f} ", (at, 0.04), color="dimgrey", ha=side)
 
 
 def _throughput(axes: Any, samples: Sequence[Sample], seconds: float) -> None:

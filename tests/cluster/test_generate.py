@@ -47,7 +47,8 @@ async def test_text_goes_to_stdout_and_usage_to_stderr(router: FakeRouter) -> No
     """The text alone is on stdout; what it took, who answered and why is one line on stderr."""
     ran = await run("a b c d", "--address", router.address, "--seed", "3")
     assert (ran.code, ran.out) == (0, words(3, 0, 5) + "\n")
-    assert ran.err.startswith("4 prompt + 5 completion tokens; cached 2 on the device, 0 in host memory; group-0 (most")
+    assert ran.err.startswith("4 prompt + 5 completion tokens; cached 2 on the device, 0 in host memory; TTFT ")
+    assert ran.err.endswith("; group-0: most of its prefix is there\n")
     assert ran.err.count("\n") == 1
 
 
@@ -161,8 +162,9 @@ async def test_wrong_usage(arguments: list[str], message: str) -> None:
 def test_summary_of_a_moved_answer() -> None:
     """The summary counts moves and gives the rate of the tokens after the first."""
     answer = Answer(began=10.0)
-    final: dict[str, Any] = dict(usage=pb.Usage(prompt_tokens=3, completion_tokens=11), group="group-1", moves=2)
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=11)
+    final: dict[str, Any] = dict(usage=usage, group="group-1", routed_by="group-1: alone", moves=2)
     answer.add(pb.GenerateEvent(delta=pb.Delta(text="a", token_ids=[1])), now=10.5)
     answer.add(pb.GenerateEvent(final=pb.Final(**final)), now=12.5)
     assert (answer.ttft, answer.decode_rate) == (0.5, 5.0)
-    assert answer.summary().endswith("group-1; moved 2×; TTFT 500 ms; 5.0 tokens/s")
+    assert answer.summary().endswith("in host memory; moved 2×; TTFT 500 ms; 5.0 tokens/s; group-1: alone")

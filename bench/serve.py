@@ -1,0 +1,137 @@
+"""How fast the whole server is: gRPC, router, Ray, one group of one rank; and beside a peer, if one is given.
+
+    python bench/serve.py [--vllm PATH_TO_ITS_VENV] [--json bench/results/serve.json]
+
+The 82M checkpoint of bench/engine.py, each scenario on each server in turn, the best of a few rounds. What the server
+adds to a decode step is its time per token with one client, less the engine's own step at that context.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coatcheck.bench.checkpoint import make_checkpoint
+from coatcheck.bench.machine import describe_machine
+from coatcheck.bench.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
+from coatcheck.bench.servers import CoatcheckServer, Server, VllmServer
+
+Results = dict[str, dict[Scenario, Figures]]
+
+# In a process of its own: its threads and memory are gone before a server starts.
+_ENGINE_STEP = """
+import sys, torch
+from pathlib import Path
+from coatcheck.bench.contestants import Coatcheck
+torch.set_num_threads(2)
+engine = Coatcheck(Path(sys.argv[1]))
+print(*[second for _ in range(3) for second in engine.decode([list(range(512))], 64)])
+"""
+
+
+def main(
+    vllm: Annotated[Path | None, typer.Option(help="A virtual environment in which vllm is installed.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each scenario; the best counts.")] = 2,
+    checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
+) -> None:
+    """Measure the server, alone or beside a peer."""
+    console = Console()
+    with TemporaryDirectory() as scratch_name, ExitStack() as stack:
+        scratch = Path(scratch_name)
+        directory = make_checkpoint((checkpoint or scratch / "llama-82m").resolve())
+        engine_step_ms = measure_engine_step(directory)
+        servers: list[Server] = [stack.enter_context(CoatcheckServer(directory, scratch))]
+        if vllm is not None:
+            servers.append(stack.enter_context(VllmServer(vllm.resolve(), directory, scratch)))
+        results: Results = {server.name: {} for server in servers}
+        for index, scenario in enumerate(SCENARIOS):
+            runs: dict[str, list[Figures]] = {server.name: [] for server in servers}
+            for turn in range(rounds):
+                for server in servers:
+                    with console.status(f"{scenario.title} on {server.name}, round {turn + 1} of {rounds}"):
+                        # A seed of its own, so that no run finds another's prompts in the cache.
+                        runs[server.name].append(server.run(scenario, seed=index * rounds + turn))
+            for name, figures in runs.items():
+                results[name][scenario] = best(figures)
+        seconds = {server.name: server.seconds_to_ready for server in servers}
+    console.print(as_table(results))
+    added = results["coatcheck"][ALONE].tpot_ms - engine_step_ms
+    console.print(
+        f"ready after {', '.join(f'{value:.1f} s ({name})' for name, value in seconds.items())}; at most 15 s"
+    )
+    console.print(f"added to a decode step of {engine_step_ms:.2f} ms by the server: {added:.2f} ms; at most 1.5 ms")
+    if vllm is not None:
+        console.print(as_targets(results))
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(as_json(results, seconds, engine_step_ms), indent=2) + "\n")
+
+
+def best(runs: list[Figures]) -> Figures:
+    """Of each figure the best run: what the server can do when nobody else wants the machine."""
+    return Figures(
+        min(run.ttft_ms for run in runs), min(run.tpot_ms for run in runs), max(run.tokens_per_second for run in runs)
+    )
+
+
+def measure_engine_step(checkpoint: Path) -> float:
+    """Milliseconds of our engine's decode step in the context of the one-client scenario, without any server."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ENGINE_STEP, checkpoint], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return statistics.median(map(float, done.stdout.split())) * 1e3
+
+
+def as_table(results: Results) -> Table:
+    """Every scenario on every server."""
+    table = Table(title="82M llama, bfloat16, through the server (clients × prompt/output tokens; medians)")
+    table.add_column("scenario")
+    for name in results:
+        for figure in ("TTFT ms", "TPOT ms", "tokens/s"):
+            table.add_column(f"{name}\n{figure}", justify="right")
+    for scenario in SCENARIOS:
+        cells = []
+        for figures in (result[scenario] for result in results.values()):
+            cells += [f"{figures.ttft_ms:.0f}", f"{figures.tpot_ms:.2f}", f"{figures.tokens_per_second:.1f}"]
+        table.add_row(scenario.title, *cells)
+    return table
+
+
+def as_targets(results: Results) -> Table:
+    """What was promised beside the peer, and what came out."""
+    table = Table(title="beside vllm, in this run")
+    for name in ("scenario", "figure", "ratio", "to reach"):
+        table.add_column(name, justify="left" if name in ("scenario", "figure") else "right")
+    for target in TARGETS:
+        ours, peer = results["coatcheck"][target.scenario], results["vllm"][target.scenario]
+        ratio, reached = target.reached(ours, peer)
+        bound = f"{'≤' if target.less_is_better else '≥'} {target.ratio}×"
+        table.add_row(target.scenario.title, target.figure, f"[{'green' if reached else 'red'}]{ratio:.2f}×[/]", bound)
+    return table
+
+
+def as_json(results: Results, seconds: dict[str, float], engine_step_ms: float) -> dict[str, Any]:
+    """Everything, with what it was measured on."""
+    return {
+        **describe_machine(),
+        "seconds_to_ready": seconds,
+        "engine_step_ms": engine_step_ms,
+        "servers": {
+            name: {scenario.title: asdict(figures) for scenario, figures in result.items()}
+            for name, result in results.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
