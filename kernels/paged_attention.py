@@ -13,7 +13,9 @@ Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free
 sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
 
 A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
-order. The file does not know what a request is, nor which layer calls.
+order. CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the
+others), CPU tensors to kernels/native/attention_*.c, which read the pool in place, or without the library to the
+reference below. The file does not know what a request is, nor which layer calls.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from .launch_check import (
     want_rows,
     want_shape,
 )
+from .paged_decode import launch_decode
+from .paged_prefill import launch_prefill
 
 
 def paged_attention(
@@ -59,6 +63,12 @@ def paged_attention(
     _check_query(q, caches, scale, sliding_window, softcap, sinks, out)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if caches.device.type == "cuda":
+        tables = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
+        launch_decode(*tables, scale, sliding_window, softcap, sinks, out)
+        if max_seqlen_q > 1:
+            launch_prefill(*tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out)
+        return out
     library = native.library()
     call = None if library is None or caches.device.type != "cpu" else library.attention.get(q.dtype)
     if call is None or caches.head_dim % 16 or caches.head_dim > 256:

@@ -14,10 +14,51 @@ from __future__ import annotations
 from typing import overload
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import native
 from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+
+@triton.jit
+def _rms_norm(
+    x, residual, weight, out, total, inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
+    RESIDUAL: tl.constexpr, CAST_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < width
+    element = out.dtype.element_ty
+    h = tl.load(x + row // inner * x_outer + row % inner * x_inner + at, mask, other=0.0)
+    if RESIDUAL:
+        more = tl.load(residual + row // inner * r_outer + row % inner * r_inner + at, mask, other=0.0)
+        h = (h.to(tl.float32) + more.to(tl.float32)).to(element)
+        tl.store(total + row * width + at, h, mask)
+    h = h.to(tl.float32)
+    h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
+    w = tl.load(weight + at, mask, other=0.0).to(tl.float32) + offset
+    if CAST_FIRST:
+        h = h.to(element).to(tl.float32)
+    tl.store(out + row * width + at, (h * w).to(element), mask)
+
+
+def launch_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float, cast_first: bool, out: Tensor,
+    total: Tensor | None,
+) -> None:  # fmt: skip
+    outer, inner, width, x_outer, x_inner = _strides(x)
+    _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
+    if outer * inner == 0:
+        return
+    block = triton.next_power_of_2(width)
+    _rms_norm[(outer * inner,)](
+        x, x if residual is None else residual, weight, out, out if total is None else total,
+        inner, x_outer, x_inner, r_outer, r_inner, width, eps, offset,
+        RESIDUAL=residual is not None, CAST_FIRST=cast_first, BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
 
 
 @overload
@@ -61,11 +102,15 @@ def rms_norm(
     if cast_first is None:
         cast_first = weight_offset == 0.0
     library = native.library()
-    if library is None or x.device.type != "cpu" or x.dtype not in native.TYPES:
+    on_gpu = x.device.type == "cuda"
+    if not on_gpu and (library is None or x.dtype not in native.TYPES or x.device.type != "cpu"):
         return rms_norm_reference(x, weight, eps, residual, weight_offset, cast_first, out)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if on_gpu or library is None:
+        launch_rms_norm(x, weight, eps, residual, weight_offset, cast_first, out, total)
+        return out if total is None else (out, total)
     outer, inner, width, x_outer, x_inner = _strides(x)
     _, _, _, r_outer, r_inner = (0,) * 5 if residual is None else _strides(residual)
     library.rms_norm(

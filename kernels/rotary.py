@@ -12,6 +12,8 @@ so that k is never written twice. One program turns one token. The file does not
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import native
@@ -19,10 +21,80 @@ from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dty
 from .store_kv import check_store, store_kv_reference
 
 
+@triton.jit
+def _turn_head(x, y, cos, sin, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """One head: the two halves of the rotated part, then the rest as it is."""
+    i = tl.arange(0, BLOCK)
+    half = i < HALF
+    a = tl.load(x + i, half, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF + i, half, other=0.0).to(tl.float32)
+    cos_a, cos_b = tl.load(cos + i, half).to(tl.float32), tl.load(cos + HALF + i, half).to(tl.float32)
+    sin_a, sin_b = tl.load(sin + i, half).to(tl.float32), tl.load(sin + HALF + i, half).to(tl.float32)
+    rest = (i >= 2 * HALF) & (i < DIM)
+    tail = tl.load(x + i, rest, other=0.0)
+    tl.store(y + i, (a * cos_a - b * sin_a).to(y.dtype.element_ty), half)
+    tl.store(y + HALF + i, (b * cos_b + a * sin_b).to(y.dtype.element_ty), half)
+    tl.store(y + i, tail, rest)
+
+
+@triton.jit
+def _rotary(
+    q, k, v, cos, sin, q_out, k_out, k_cache, v_cache, slots,
+    q_stride, k_stride, v_stride, q_out_stride, k_out_stride, k_block, v_block,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, SIZE: tl.constexpr,
+    STORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cos += token * ROT
+    sin += token * ROT
+    if head < HEADS:
+        at = head * DIM
+        _turn_head(q + token * q_stride + at, q_out + token * q_out_stride + at, cos, sin, ROT // 2, DIM, BLOCK)
+    else:
+        at = (head - HEADS) * DIM
+        if STORE:
+            slot = tl.load(slots + token)
+            if slot >= 0:
+                inside = ((head - HEADS) * SIZE + slot % SIZE) * DIM
+                _turn_head(
+                    k + token * k_stride + at, k_cache + slot // SIZE * k_block + inside, cos, sin, ROT // 2, DIM, BLOCK
+                )
+                i = tl.arange(0, BLOCK)
+                value = tl.load(v + token * v_stride + at + i, i < DIM)
+                tl.store(v_cache + slot // SIZE * v_block + inside + i, value, i < DIM)
+        else:
+            _turn_head(k + token * k_stride + at, k_out + token * k_out_stride + at, cos, sin, ROT // 2, DIM, BLOCK)
+
+
+def launch_rotary(
+    q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None,
+    k_cache: Tensor | None, v_cache: Tensor | None, slot_mapping: Tensor | None,
+) -> None:  # fmt: skip
+    """With caches, k and v go to their slots; without, rotated k goes to k_out. One program turns one head."""
+    tokens, heads, dim = q.shape
+    store = k_cache is not None
+    if tokens == 0:
+        return
+    _rotary[(tokens, heads + k.shape[1])](
+        q, k, v if v is not None else k, cos, sin, q_out, k_out if k_out is not None else q_out,
+        k_cache if k_cache is not None else k, v_cache if v_cache is not None else k,
+        slot_mapping if slot_mapping is not None else k,
+        q.stride(0), k.stride(0), v.stride(0) if v is not None else 0, q_out.stride(0),
+        k_out.stride(0) if k_out is not None else 0, k_cache.stride(0) if k_cache is not None else 0,
+        v_cache.stride(0) if v_cache is not None else 0,
+        HEADS=heads, DIM=dim, ROT=cos.shape[1], SIZE=k_cache.shape[2] if k_cache is not None else 1,
+        STORE=store, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+
+
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """Returns rotated (q, k): dense copies, or with `inplace` the arguments themselves, overwritten."""
     _check_turn("q", q, cos, sin)
     _check_turn("k", k, cos, sin)
+    if q.device.type == "cuda":
+        q_out, k_out = (q, k) if inplace else (q.new_empty(q.shape), k.new_empty(k.shape))
+        launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None, None)
+        return q_out, k_out
     library = native.library()
     if library is None or q.device.type != "cpu" or q.dtype not in native.TYPES:
         return apply_rotary_reference(q, k, cos, sin, inplace=inplace)
@@ -45,6 +117,10 @@ def rotary_and_store(
     _check_turn("q", q, cos, sin)
     _check_turn("k", k, cos, sin)
     check_store(k, v, k_cache, v_cache, slot_mapping)
+    if q.device.type == "cuda":
+        q_out = q.new_empty(q.shape)
+        launch_rotary(q, k, v, cos, sin, q_out, None, k_cache, v_cache, slot_mapping)
+        return q_out
     library = native.library()
     if library is None or q.device.type != "cpu" or q.dtype not in native.TYPES:
         return rotary_and_store_reference(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)

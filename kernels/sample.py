@@ -20,6 +20,8 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import native
@@ -30,6 +32,75 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 LOW_32 = 0xFFFFFFFF
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _murmur(x):
+    x = (x ^ (x >> 16)) * tl.full([], 0x85EBCA6B, tl.uint32)
+    x = (x ^ (x >> 13)) * tl.full([], 0xC2B2AE35, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _row_key(seed, choice, position):
+    golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    key = _mix(seed.to(tl.uint64) + golden)
+    key = _mix(key ^ (choice.to(tl.int64).to(tl.uint64) + golden))
+    return _mix(key ^ (position.to(tl.uint64) + golden))
+
+
+@triton.jit
+def _token_bits(key, token):
+    bits = token.to(tl.uint32) * tl.full([], 0x9E3779B1, tl.uint32)
+    return _murmur(_murmur(bits ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _draw(
+    logits, temperature, floors, seed, choice, position, out, bits_out, stride, vocab,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The draw of one row over what lies at or above its floor; with BITS only the hash, for the test."""
+    row = tl.program_id(0).to(tl.int64)
+    heat, floor = tl.load(temperature + row), tl.load(floors + row)
+    key = _row_key(tl.load(seed + row), tl.load(choice + row), tl.load(position + row))
+    best = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int64)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        mask = ids < vocab
+        bits = _token_bits(key, ids)
+        if BITS:
+            tl.store(bits_out + row * vocab + ids, bits.to(tl.int64), mask)
+        x = tl.load(logits + row * stride + ids, mask, other=float("-inf"))
+        if heat > 0:
+            x = x / heat
+            u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+            exponential = tl.where(u < 0.0009765625, u + 0.5 * u * u, -tl.log(1.0 - u))
+            x = tl.where(x >= floor, x - tl.log(exponential), float("-inf"))
+        top = tl.max(x, 0)
+        if top > best:
+            best = top
+            token = tl.min(tl.where(x == top, ids, vocab), 0).to(tl.int64)
+    tl.store(out + row, token)
+
+
+def launch_draw(
+    logits: Tensor, temperature: Tensor, floors: Tensor, seed: Tensor, choice: Tensor, position: Tensor, out: Tensor,
+    bits_out: Tensor | None = None,
+) -> None:  # fmt: skip
+    if len(logits):
+        _draw[(len(logits),)](
+            logits, temperature, floors, seed, choice, position, out, out if bits_out is None else bits_out,
+            logits.stride(0), logits.shape[1], BITS=bits_out is not None, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
 
 
 def sample(
@@ -59,6 +130,14 @@ def sample(
         want_dtype(name, tensor, dtype)
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
+    if logits.device.type == "cuda":
+        # Only rows with a filter need thresholds, but asking whether there are any would stop the stream.
+        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        kept = filter_reference(scaled, top_k, top_p, min_p)
+        floors = torch.where(kept > -math.inf, kept, math.inf).amin(dim=-1)
+        out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        launch_draw(logits, temperature, floors, seed, choice, position, out)
+        return out
     library = native.library()
     if library is None or logits.device.type != "cpu" or logits.shape[1] == 0:
         return sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position)
@@ -113,15 +192,15 @@ def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 def noise_bits_reference(seed: Tensor, choice: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     """[R, len(token_ids)] of 32 random bits, in int64: splitmix64 over the row's key, two murmur rounds per token."""
-    key = _mix(seed + GOLDEN)
-    key = _mix(key ^ (choice.long() + GOLDEN))
-    key = _mix(key ^ (position + GOLDEN))
+    key = _mix_reference(seed + GOLDEN)
+    key = _mix_reference(key ^ (choice.long() + GOLDEN))
+    key = _mix_reference(key ^ (position + GOLDEN))
     low, high = (key & LOW_32)[:, None], ((key >> 32) & LOW_32)[:, None]
-    bits = _murmur((token_ids[None] * 0x9E3779B1 & LOW_32) ^ low)
-    return _murmur((bits + high) & LOW_32)
+    bits = _murmur_reference((token_ids[None] * 0x9E3779B1 & LOW_32) ^ low)
+    return _murmur_reference((bits + high) & LOW_32)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix_reference(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * MIX_1
     x = (x ^ _shift(x, 27)) * MIX_2
     return x ^ _shift(x, 31)
@@ -132,7 +211,7 @@ def _shift(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _murmur(x: Tensor) -> Tensor:
+def _murmur_reference(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW_32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW_32
     return x ^ (x >> 16)

@@ -9,14 +9,45 @@ with the same slot are the caller's error.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import native
 from .launch_check import FLOATS, refuse, want_cache, want_contiguous, want_device, want_dtype, want_heads, want_shape
 
 
+@triton.jit
+def _store_kv(
+    k, v, k_cache, v_cache, slots, k_stride, v_stride, k_block, v_block,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < HEADS * DIM
+    inside = (at // DIM * SIZE + slot % SIZE) * DIM + at % DIM
+    tl.store(k_cache + slot // SIZE * k_block + inside, tl.load(k + token * k_stride + at, mask), mask)
+    tl.store(v_cache + slot // SIZE * v_block + inside, tl.load(v + token * v_stride + at, mask), mask)
+
+
+def launch_store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    tokens, heads, dim = k.shape
+    if tokens == 0:
+        return
+    block = min(1024, triton.next_power_of_2(heads * dim))
+    _store_kv[(tokens, -(-heads * dim // block))](
+        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0),
+        HEADS=heads, DIM=dim, SIZE=k_cache.shape[2], BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     check_store(k, v, k_cache, v_cache, slot_mapping)
+    if k.device.type == "cuda":
+        return launch_store_kv(k, v, k_cache, v_cache, slot_mapping)
     library = native.library()
     if library is None or k.device.type != "cpu" or k.dtype not in native.TYPES:
         return store_kv_reference(k, v, k_cache, v_cache, slot_mapping)

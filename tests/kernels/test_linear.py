@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.linear import PackedLinear
 

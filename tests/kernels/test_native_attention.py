@@ -1,4 +1,4 @@
-"""The CPU path of paged attention against the float32 reference: odd lengths, layouts and options, and its contracts."""
+"""The CPU path of paged attention against the float32 reference: odd lengths, layouts, options and contracts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.paged_attention import paged_attention, paged_attention_reference
-from torch import Tensor
 
 
 class Batch:
@@ -22,7 +23,9 @@ class Batch:
         blocks = sum(per_seq) + 3
         width = kv_heads * size * dim * dtype.itemsize
         pool = torch.full((blocks, 4 * width), 255, dtype=torch.uint8)  # 0xFFFF is a NaN: unused slots must not leak
-        self.k, self.v = (pool[:, i * width : (i + 1) * width].view(dtype).view(-1, kv_heads, size, dim) for i in (1, 3))
+        self.k, self.v = (
+            pool[:, i * width : (i + 1) * width].view(dtype).view(-1, kv_heads, size, dim) for i in (1, 3)
+        )
         order = torch.randperm(blocks)
         self.block_tables = torch.zeros(len(lengths), max(per_seq, default=0) + 2, dtype=torch.int32)
         used = 0
@@ -66,7 +69,8 @@ MIXED = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 257), (33, 40), (130,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 32), (12, 4, 64), (8, 1, 80), (4, 2, 96), (7, 1, 128), (2, 1, 256)]
+    ("heads", "kv_heads", "dim"),
+    [(4, 4, 16), (6, 2, 32), (12, 4, 64), (8, 1, 80), (4, 2, 96), (7, 1, 128), (2, 1, 256)],
 )
 def test_mixed_batches_agree_with_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     """Decodes, chunks and whole prompts in one batch give each sequence what the float32 formula gives."""

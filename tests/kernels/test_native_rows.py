@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from coatcheck.kernels.copy_blocks import copy_blocks
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -52,7 +53,11 @@ def test_rms_norm_follows_transformers_rounding(dtype: torch.dtype) -> None:
 
     torch.manual_seed(1)
     x, weight = torch.randn(50, 96).to(dtype), torch.randn(96).to(dtype)
-    for module, offset, cast_first in ((LlamaRMSNorm, 0.0, None), (GemmaRMSNorm, 1.0, None), (Olmo2RMSNorm, 0.0, False)):
+    for module, offset, cast_first in (
+        (LlamaRMSNorm, 0.0, None),
+        (GemmaRMSNorm, 1.0, None),
+        (Olmo2RMSNorm, 0.0, False),
+    ):
         theirs = module(96, eps=1e-6).to(dtype)
         theirs.weight.data = weight
         ours = rms_norm(x, weight, 1e-6, weight_offset=offset, cast_first=cast_first)
@@ -116,9 +121,7 @@ def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype, tokens: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("table", ["same", "float32"])
 @pytest.mark.parametrize(("tokens", "dim", "rot_dim"), [(0, 16, 16), (1, 16, 8), (7, 80, 80), (50, 64, 64), (3, 6, 2)])
-def test_rotary_agrees_with_its_reference(
-    dtype: torch.dtype, table: str, tokens: int, dim: int, rot_dim: int
-) -> None:
+def test_rotary_agrees_with_its_reference(dtype: torch.dtype, table: str, tokens: int, dim: int, rot_dim: int) -> None:
     """Rotary turns the first rot_dim elements of every head, out of place, in place and on the way to the cache."""
     torch.manual_seed(4)
     fused = torch.randn(tokens, 6 * dim).to(dtype)
@@ -149,7 +152,9 @@ def test_rotary_equals_transformers_in_float32() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k, angle = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 8).repeat(1, 2)
-    theirs = apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), angle.cos()[None], angle.sin()[None])
+    theirs = apply_rotary_pos_emb(
+        q[None].transpose(1, 2), k[None].transpose(1, 2), angle.cos()[None], angle.sin()[None]
+    )
     for ours, other in zip(apply_rotary(q, k, angle.cos(), angle.sin()), theirs, strict=True):
         torch.testing.assert_close(ours, other.transpose(1, 2)[0])
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.logit_bias import add_logit_bias
 from coatcheck.kernels.logprobs import logprobs, logprobs_reference
 from coatcheck.kernels.penalties import apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sample import filter_reference, noise_bits_reference, sample, sample_reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 
 def knobs(rows: int, **given: Any) -> dict[str, Tensor]:
@@ -129,7 +130,7 @@ def test_large_vocabularies_agree_with_the_reference() -> None:
     """Filters without a sort pick the same sets as the sort does over 50,000 tokens, strided rows included."""
     torch.manual_seed(7)
     logits = torch.randn(6, 50_010)[:, :50_001] * 3
-    arguments = knobs(6, top_k=[0, 50, 0, 1000, 1, 0], top_p=[1.0, 1.0, 0.9, 0.5, 1.0, 0.01], min_p=[0, 0, 0, 0, 0, 0.1],
+    arguments = knobs(6, top_k=[0, 50, 0, 1000, 1, 0], top_p=[1, 1, 0.9, 0.5, 1, 0.01], min_p=[0, 0, 0, 0, 0, 0.1],
                       seed=[1, 2, 3, 4, 5, 6], temperature=[1.0, 0.7, 1.3, 2.0, 1.0, 5.0])  # fmt: skip
     assert torch.equal(sample(logits, **arguments), sample_reference(logits, **arguments))
     assert sample(logits[:0], **knobs(0)).shape == (0,)

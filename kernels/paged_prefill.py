@@ -1,0 +1,106 @@
+"""Paged attention on a GPU for sequences that bring several queries: see paged_attention.py for formula and shapes.
+
+One program computes BLOCK_M consecutive queries of one sequence for one head, over the cached prefix and the chunk
+itself, through the block table; sequences are ragged by cu_seqlens_q. Sequences with a single query are skipped: the
+decode kernel has them. The file does not know which tokens are prompt and which are not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class PrefillLaunch(NamedTuple):
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def pick_launch(max_seqlen_q: int, head_dim: int, element_size: int) -> PrefillLaunch:
+    """Short chunks take short tiles; wide heads and float32 take fewer keys at once, for shared memory."""
+    block_d = triton.next_power_of_2(head_dim)
+    narrow = block_d * element_size <= 256
+    block_m = max(16, min(128 if narrow else 64, triton.next_power_of_2(max_seqlen_q)))
+    return PrefillLaunch(block_m, 64 if narrow else 32, block_d, 8 if block_m == 128 else 4, 3 if narrow else 2)
+
+
+@triton.jit
+def _prefill(
+    q, k, v, tables, seq_lens, cu_seqlens, sinks, out,
+    q_stride, k_stride, v_stride, table_stride, scale, softcap, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The last tiles see the most keys: they start first.
+    tile, head, seq = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_token = tl.load(cu_seqlens + seq)
+    q_len = tl.load(cu_seqlens + seq + 1) - first_token
+    if (q_len <= 1) | (tile * BLOCK_M >= q_len):
+        return
+    shift = tl.load(seq_lens + seq) - q_len
+    rows, dims = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    in_rows, in_dims = rows < q_len, dims < DIM
+    position = shift + rows
+    tokens = (first_token + rows).to(tl.int64)
+    mask = in_rows[:, None] & in_dims[None]
+    queries = tl.load(q + tokens[:, None] * q_stride + head * DIM + dims[None], mask, other=0.0)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = shift + tl.minimum((tile + 1) * BLOCK_M, q_len)
+    lowest = tl.where(window > 0, tl.maximum(shift + tile * BLOCK_M - window + 1, 0), 0)
+    for first in range(lowest // BLOCK_N * BLOCK_N, end, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        held = keys < end
+        block = tl.load(tables + seq.to(tl.int64) * table_stride + keys // SIZE, held, other=0).to(tl.int64)
+        inside = (head // GROUP * SIZE + keys % SIZE) * DIM
+        key = tl.load(k + (block * k_stride + inside)[:, None] + dims[None], held[:, None] & in_dims[None], other=0.0)
+        value = tl.load(v + (block * v_stride + inside)[:, None] + dims[None], held[:, None] & in_dims[None], other=0.0)
+        score = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * scale
+        if softcap > 0:
+            e = tl.exp(2.0 * tl.minimum(score / softcap, 30.0))
+            score = softcap * (e - 1.0) / (e + 1.0)
+        seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
+        score = tl.where(seen, score, float("-inf"))
+        top = tl.maximum(peak, tl.max(score, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp(score - base[:, None])
+        decay = tl.exp(peak - base)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        peak = top
+    if SINKS:
+        sink = tl.load(sinks + head)
+        top = tl.maximum(peak, sink)
+        keep = tl.exp(peak - top)
+        total = total * keep + tl.exp(sink - top)
+        acc = acc * keep[:, None]
+    y = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + (tokens[:, None] * HEADS + head) * DIM + dims[None], y.to(out.dtype.element_ty), mask)
+
+
+def launch_prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
+    max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    heads, dim = q.shape[1], q.shape[2]
+    _, kv_heads, size, _ = k_cache.shape
+    if len(seq_lens) == 0 or q.shape[0] == 0:
+        return
+    launch = pick_launch(max_seqlen_q, dim, q.element_size())
+    _prefill[(-(-max_seqlen_q // launch.block_m), heads, len(seq_lens))](
+        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
+        q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0), scale, softcap, sliding_window,
+        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
+        SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
