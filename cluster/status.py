@@ -2,7 +2,7 @@
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc
 import typer
@@ -11,6 +11,9 @@ from google.protobuf.json_format import MessageToDict
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import AdminStub
 from .config import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 _ASK_SECONDS = 10.0
@@ -78,7 +81,6 @@ _TEXTS = frozenset(
 
 def _print(answer: pb.StatusResponse) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     model = answer.model
@@ -93,35 +95,45 @@ def _print(answer: pb.StatusResponse) -> None:
                 seconds * 1000 for seconds in (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
             )
             console.print(f"{name} p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f} ({latency.count})", highlight=False)
-    groups = Table(
-        "group", "state", "ranks", "running", "waiting", "blocks used", "cached", "hits", "tokens", "step", "restarts"
-    )
+    groups = _table("group", "state", "running", "waiting", "blocks used", "cached", "hits", "step", "restarts")
     for group in answer.groups:
         total = max(group.blocks_total, 1)
-        cached = group.cached_device_tokens + group.cached_host_tokens
-        healthy = sum(rank.healthy for rank in group.ranks)
+        cached_tokens = group.cached_device_tokens + group.cached_host_tokens
         groups.add_row(
             group.name,
-            _state(group.state) + (f"\n{group.reason}" if group.reason else ""),
-            f"{healthy}/{len(group.ranks)}",
+            _state(group.state),
             str(group.running),
             str(group.waiting),
-            f"{group.blocks_used}/{group.blocks_total} ({group.blocks_used / total:.0%})",
+            f"{group.blocks_used}/{group.blocks_total}",
             f"{group.blocks_cached / total:.0%}",
-            f"{cached / max(group.prompt_tokens, 1):.1%}",
-            f"{group.prompt_tokens} in, {group.generated_tokens} out",
+            f"{cached_tokens / max(group.prompt_tokens, 1):.1%}",
             f"{group.step_seconds * 1000:.1f} ms",
             str(group.restarts),
         )
     console.print(groups)
-    ranks = Table("group", "rank", "healthy", "node", "pid", "steps", "peak memory")
+    for group in answer.groups:
+        if group.reason:
+            console.print(f"{group.name}: {group.reason}", highlight=False)
+    ranks = _table("rank", "healthy", "node", "pid", "steps", "peak memory")
     for group in answer.groups:
         for rank in group.ranks:
-            peak = f"{rank.peak_memory_bytes / 2**20:,.0f} MiB"
-            healthy_text = "[green]yes[/]" if rank.healthy else "[red]no[/]"
-            ranks.add_row(group.name, str(rank.rank), healthy_text, rank.node, str(rank.pid), str(rank.steps), peak)
+            ranks.add_row(
+                f"{group.name}/{rank.rank}",
+                "[green]yes[/]" if rank.healthy else "[red]no[/]",
+                rank.node,
+                str(rank.pid),
+                str(rank.steps),
+                f"{rank.peak_memory_bytes / 2**20:,.0f} MiB",
+            )
     if ranks.row_count:
         console.print(ranks)
+
+
+def _table(*columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _state(state: str) -> str:
