@@ -5,7 +5,7 @@ rotary and KV store in one step, residual add and norm in one step, gate and up 
 keep transformers' own modules. The parity tests hold both to transformers' answers. It does not know what is served.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from ..kernels.silu_mul import silu_mul
 from .attention import AttentionCall, KVPools
 from .attention_metadata import AttentionMetadata
 from .model_spec import LayerSpec
+
+Step = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +57,22 @@ class Norm:
         return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
 
 
-class FusedBody(nn.Module):
+class FusedBody:
     """Embedding, layers and final norm, over flattened tokens without a batch dimension."""
 
     def __init__(self, base: Any, layers: Sequence["FusedLayer"], kinds: Sequence[str | None], norm: Norm) -> None:
-        super().__init__()
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
-        self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self._kinds = tuple(kinds)  # which rotary each layer takes, where there are several
-        self._plan = list(zip(layers, kinds, strict=True))
+        self._kinds = tuple(dict.fromkeys(kinds))  # which rotary each layer takes, where there are several
+        self._layers = list(zip(layers, kinds, strict=True))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
         hidden: Tensor = self.embed_tokens(input_ids)
-        turns = {kind: self._turn(hidden, positions, kind) for kind in dict.fromkeys(self._kinds)}
+        turns = {kind: self._turn(hidden, positions, kind) for kind in self._kinds}
         residual: Tensor | None = None
-        for (layer, kind), cache in zip(self._plan, kv, strict=True):
-            hidden, residual = layer.forward(hidden, residual, turns[kind], metadata, cache)
+        for (layer, kind), cache in zip(self._layers, kv, strict=True):
+            hidden, residual = layer(hidden, residual, turns[kind], metadata, cache)
         assert residual is not None
         return self.norm.after_adding(hidden, residual)[0]
 
@@ -82,17 +82,20 @@ class FusedBody(nn.Module):
         return cos[0], sin[0]
 
 
-class FusedLayer(nn.Module):
-    """A pre-norm decoder layer. The residual stream arrives unadded: its sum is the first norm's business."""
+class FusedLayer:
+    """A pre-norm decoder layer. The residual stream arrives unadded: its sum is the first norm's business.
+
+    A plain object that holds its modules' forward methods: at one token a step, a module call costs as much as a
+    small kernel.
+    """
 
     def __init__(self, layer: Any, call: AttentionCall, spec: LayerSpec, family: Family) -> None:
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.spec = spec
         self.scale = call.scale
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.qkv = _joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        self.output = attention.o_proj
+        self.output = _packed(attention.o_proj)
         self.q_norm = _norm(getattr(attention, "q_norm", None), family)
         self.k_norm = _norm(getattr(attention, "k_norm", None), family)
         self.first_norm = _needed(_norm(layer.input_layernorm, family))
@@ -103,9 +106,9 @@ class FusedLayer(nn.Module):
         else:
             self.attention_norm = self.mlp_norm = None
             self.second_norm = _needed(_norm(layer.post_attention_layernorm, family))
-        self.mlp = FusedMlp(mlp) if hasattr(mlp, "down_proj") else BatchedMlp(mlp)
+        self.mlp = _fused_mlp(layer.mlp) if hasattr(layer.mlp, "down_proj") else _batched_mlp(layer.mlp)
 
-    def forward(
+    def __call__(
         self,
         x: Tensor,
         residual: Tensor | None,
@@ -151,30 +154,18 @@ class FusedLayer(nn.Module):
         return out.view(qkv.shape[0], -1)
 
 
-class FusedMlp(nn.Module):
+def _fused_mlp(mlp: Any) -> Step:
     """down(act(gate(x)) * up(x))."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_up = _joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-        self.down = mlp.down_proj
-        self.activation = _ACTIVATIONS[_activation_name(mlp.config)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(silu_mul(self.gate_up(x), self.activation))
-        return y
+    gate_up = _joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+    down = _packed(mlp.down_proj)
+    activation = _ACTIVATIONS[_activation_name(mlp.config)]
+    return lambda x: down(silu_mul(gate_up(x), activation))
 
 
-class BatchedMlp(nn.Module):
+def _batched_mlp(mlp: nn.Module) -> Step:
     """A mixture of experts as transformers wrote it, which wants a batch dimension."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp(x[None])
-        return y[0]
+    pack_linears(mlp)
+    return lambda x: mlp(x[None])[0]
 
 
 def fuse(model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[LayerSpec]) -> FusedBody | None:
@@ -188,10 +179,8 @@ def fuse(model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[Lay
     layers = []
     for index, (call, spec) in enumerate(zip(calls, specs, strict=True)):
         # Layer by layer, so that plain and packed weights never stand side by side for the whole model.
-        layer, base.layers[index] = base.layers[index], nn.Identity()
-        layers.append(FusedLayer(layer, call, spec, family))
-        del layer
-        pack_linears(layers[-1])
+        layers.append(FusedLayer(base.layers[index], call, spec, family))
+        base.layers[index] = nn.Identity()
     return FusedBody(base, layers, kinds, _needed(_norm(base.norm, family)))
 
 
@@ -204,20 +193,21 @@ def pack_linears(module: nn.Module) -> None:
             pack_linears(child)
 
 
-def _joined(owner: Any, whole: str, parts: tuple[str, ...]) -> nn.Linear:
-    """One linear for several that read the same input; `owner` gives the parts up, so that memory is not held twice."""
+def _packed(linear: Any) -> Step:
+    if isinstance(linear, nn.Linear):
+        return PackedLinear(linear.weight, linear.bias).forward
+    pack_linears(linear)  # a row-parallel one, which adds over ranks
+    forward: Step = linear.forward
+    return forward
+
+
+def _joined(owner: Any, whole: str, parts: tuple[str, ...]) -> Step:
+    """One product for several linears that read the same input; `whole` is its name where the model has it so."""
     if hasattr(owner, whole):
-        linear: nn.Linear = getattr(owner, whole)
-        return linear
-    pieces = [getattr(owner, name) for name in parts]
-    with torch.device("meta"):
-        linear = nn.Linear(pieces[0].in_features, sum(piece.out_features for piece in pieces), bias=False)
-    linear.weight = nn.Parameter(torch.cat([piece.weight for piece in pieces]), requires_grad=False)
-    if pieces[0].bias is not None:
-        linear.bias = nn.Parameter(torch.cat([piece.bias for piece in pieces]), requires_grad=False)
-    for name in parts:
-        delattr(owner, name)
-    return linear
+        return _packed(getattr(owner, whole))
+    linears = [getattr(owner, name) for name in parts]
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias).forward
 
 
 def _norm(module: Any, family: Family) -> Norm | None:

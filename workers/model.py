@@ -5,6 +5,7 @@ where their KV lies and what is sampled is decided elsewhere.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from .sharding import Shard, plan_sharding
 from .skeleton import build_skeleton, check_complete, choose_dtype, read_config
 from .weights import Progress, load_weights
 
+Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools], Tensor]
+
 
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens."""
 
-    def __init__(self, spec: ModelSpec, body: nn.Module, head: Head) -> None:
+    def __init__(self, spec: ModelSpec, body: Body, head: Head) -> None:
         self.spec = spec
         self._body = body
         self._head = head
@@ -37,8 +40,7 @@ class Model:
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
         """int64 [T], int64 [T] -> [T, hidden_size], the final norm applied; writes the tokens' KV."""
-        hidden: Tensor = self._body(input_ids, positions, metadata, kv)
-        return hidden
+        return self._body(input_ids, positions, metadata, kv)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -46,14 +48,14 @@ class Model:
         return self._head.logits(hidden)
 
 
-class TransformersBody(nn.Module):
-    """The base model called as transformers wrote it."""
+class TransformersBody:
+    """The base model called as transformers wrote it, but for packed linears."""
 
     def __init__(self, base: nn.Module) -> None:
-        super().__init__()
         self.base = base
+        pack_linears(base)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
         hidden: Tensor = self.base(
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -105,7 +107,6 @@ def load_model(
         parallelise(causal, plan, calls, config.vocab_size, communicator)
     layers = tuple(_layer_spec(call, shard) for call in calls)
     body = fuse(causal, calls, layers) or TransformersBody(causal.base_model)
-    pack_linears(body)
     head = Head(causal)
     pack_linears(head.model)
     spec = ModelSpec(
