@@ -1,0 +1,138 @@
+"""The main job, as a user would do it: serve a checkpoint, ask it something, ask again, shut it all down.
+
+`coatcheck serve` starts Ray, two worker groups of two tensor-parallel ranks each, and a router; the prompts go to it
+over gRPC. The second prompt goes on from the first, so most of its keys and values are found in a cache. It knows
+nothing that any other client could not know.
+"""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coatcheck.cluster.answer import Answer
+from coatcheck.cluster.client import Client
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
+from coatcheck.proto.errors import CoatcheckError
+
+MODEL = Path(__file__).parent / "model"
+GROUPS, RANKS, MAX_TOKENS = 2, 2, 48
+START_SECONDS = 120.0
+
+FIRST = '''class LineReader:
+    """Reads a text file line by line, and remembers where it is.
+
+    The file is opened when the first line is asked for, and closed when the
+    last line has been read or when the reader is used as a context manager.
+    """
+
+    def __init__(self, path, encoding="utf-8"):
+        self.path = path
+        self.encoding = encoding
+        self.line_number = 0
+        self._file = None
+
+    def open(self):
+'''
+FOLLOW_UP = '''
+    def close(self):
+        """Close the file, if it is open."""
+'''
+OTHER = "The asyncio event loop runs tasks and callbacks, performs network IO operations, and"
+
+console = Console(highlight=False)
+
+
+def main() -> None:
+    """Runs the demo; a line on stderr and exit code 1 when something does not work."""
+    began = time.perf_counter()
+    port = free_port()
+    command = Path(sys.executable).with_name("coatcheck")
+    flags = f"--groups {GROUPS} --tp {RANKS} --grpc-port {port}".split()
+    console.print(f"[bold]$ coatcheck serve demo/model {' '.join(flags)}")
+    server = subprocess.Popen([command, "serve", MODEL, *flags])
+    try:
+        wait_until_serving(f"127.0.0.1:{port}", server)
+        console.print(f"serving after {time.perf_counter() - began:.1f} s\n")
+        answers = asyncio.run(converse(f"127.0.0.1:{port}"))
+    except CoatcheckError as error:
+        sys.exit(f"demo: {error}")
+    finally:
+        server.send_signal(signal.SIGINT)
+        code = server.wait(60)
+    console.print(as_table(answers))
+    console.print(f"shut down with exit code {code}; {time.perf_counter() - began:.1f} s in all")
+    sys.exit(code)
+
+
+async def converse(address: str) -> dict[str, Answer]:
+    """Three prompts: the second goes on from the first and its answer, the third has nothing to do with them."""
+    async with Client([address]) as client:
+        first = await ask(client, FIRST)
+        second = await ask(client, FIRST + first.choices[0].text + FOLLOW_UP)
+        third = await ask(client, OTHER)
+    return {"a prompt": first, "its follow-up": second, "another": third}
+
+
+async def ask(client: Client, prompt: str) -> Answer:
+    """Streams one answer to the terminal, the end of its prompt in grey before it."""
+    console.print(Text(f"… {prompt[-160:]}", style="dim"), end="", soft_wrap=True)
+    sampling = pb.SamplingParams(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS // 2, temperature=0.6, seed=11)
+    answer = Answer(time.perf_counter())
+    async for event in client.generate_stream(pb.GenerateRequest(text=prompt, sampling=sampling)):
+        answer.add(event, time.perf_counter())
+        if event.HasField("delta"):
+            console.print(event.delta.text, end="", markup=False, soft_wrap=True)
+    console.print(f"\n\n[dim]why {answer.final.routed_by}\n", soft_wrap=True)
+    return answer
+
+
+def wait_until_serving(address: str, server: "subprocess.Popen[bytes]") -> None:
+    """Returns once every group serves."""
+    deadline = time.monotonic() + START_SECONDS
+    with grpc.insecure_channel(address, options=[("grpc.max_reconnect_backoff_ms", 200)]) as channel:
+        admin = AdminStub(channel)  # type: ignore[no-untyped-call]  # made by protoc
+        while time.monotonic() < deadline:
+            if server.poll() is not None:
+                raise CoatcheckError(f"coatcheck serve ended with exit code {server.returncode}")
+            try:
+                status = admin.Status(pb.StatusRequest(), timeout=2.0)
+            except grpc.RpcError:
+                status = pb.StatusResponse()
+            if sum(group.state == "serving" for group in status.groups) == GROUPS:
+                return
+            time.sleep(0.1)
+    raise CoatcheckError(f"the groups were not ready within {START_SECONDS:.0f} s")
+
+
+def as_table(answers: dict[str, Answer]) -> Table:
+    """What was reused, who answered, and how fast."""
+    table = Table(title="what it took")
+    table.add_column("")
+    for name in ("prompt tokens", "cached on device", "in host memory", "group", "TTFT", "tokens/s"):
+        table.add_column(name, justify="right")
+    for name, answer in answers.items():
+        usage, group = answer.final.usage, answer.final.group
+        cached = (str(usage.cached_device_tokens), str(usage.cached_host_tokens))
+        speed = (f"{(answer.ttft or 0) * 1000:.0f} ms", f"{answer.decode_rate or 0:.0f}")
+        table.add_row(name, str(usage.prompt_tokens), *cached, group, *speed)
+    return table
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
