@@ -1,0 +1,62 @@
+"""What ranks say to each other, between real processes."""
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from coatcheck.workers.communicator import Communicator
+from tests.workers.ranks import run_ranks
+
+LENGTHS = (0, 1, 2047, 2048, 5000)  # around what one collective carries
+
+
+def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
+    """A rank's work: each collective once or more."""
+    mine = torch.full((2, 3), float(communicator.rank + 1))
+    said: dict[str, Any] = {"ints": []}
+    for length in LENGTHS:
+        values = array("i", range(-length, 0)) if communicator.rank == 0 else None
+        said["ints"].append(communicator.broadcast_ints(values).tolist())
+    said["last"] = communicator.all_gather(mine).tolist()
+    said["first"] = communicator.all_gather(mine, dim=0).tolist()
+    said["sum"] = communicator.all_reduce(mine).tolist()
+    said["bfloat16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.bfloat16)).tolist()
+    return said
+
+
+def test_ranks_hear_the_same() -> None:
+    """Sums, gathered tensors and broadcast ints are alike on every rank, in rank order."""
+    for said in run_ranks(2, speak, None):
+        assert said["ints"] == [list(range(-length, 0)) for length in LENGTHS]
+        assert said["last"] == [[1.0] * 3 + [2.0] * 3] * 2
+        assert said["first"] == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+        assert said["sum"] == [[3.0] * 3] * 2
+        assert said["bfloat16"] == [1.0] * 5
+
+
+def go_silent(communicator: Communicator, _: Any) -> str:
+    """Rank 1 leaves; rank 0 must not wait for it forever."""
+    if communicator.rank == 1:
+        return "left"
+    with pytest.raises(RuntimeError) as caught:
+        communicator.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+def test_lost_rank_is_an_error() -> None:
+    """A collective with a rank that has gone raises instead of hanging."""
+    answers = run_ranks(2, go_silent, None)
+    assert answers[1] == "left"
+    assert answers[0]
+
+
+def test_group_of_one_never_starts_torch_distributed() -> None:
+    """Alone, every collective is the identity."""
+    alone = Communicator()
+    x = torch.arange(4.0)
+    assert alone.all_reduce(x) is x
+    assert alone.all_gather(x) is x
+    assert alone.broadcast_ints(array("i", [1, 2])).tolist() == [1, 2]
+    assert not torch.distributed.is_initialized()
