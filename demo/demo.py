@@ -117,7 +117,7 @@ def wait_until_serving(address: str, server: "subprocess.Popen[bytes]") -> None:
 def as_table(answers: dict[str, Answer]) -> Table:
     """What was reused, who answered, and how fast."""
     table = Table(title="what it took")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ("prompt tokens", "cached on device", "in host memory", "group", "TTFT", "tokens/s"):
         table.add_column(name, justify="right")
     for name, answer in answers.items():
