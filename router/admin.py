@@ -57,12 +57,14 @@ class Admin:
         if link is None:
             raise NotFound(f"there is no group {message.group!r}; `status` lists them")
         link.draining = True
+        self._groups.notify()
         drained = await _finishes(link.idle(), timeout)
         return DrainResponse(drained=drained, remaining_streams=link.active)
 
     async def drain_router(self, timeout: float | None) -> bool:
         """Stops new work and waits until the last request ends; whether it did in time."""
         self._traffic.draining = True
+        self._groups.notify()
         return await _finishes(self._traffic.idle(), timeout)
 
     @property

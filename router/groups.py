@@ -78,17 +78,18 @@ class Groups:
                 self._links[name].address = address
             else:
                 config = self._config
-                self._links[name] = GroupLink(address, config.name, self.index, self._notify, config.silence_seconds)
+                self._links[name] = GroupLink(address, config.name, self.index, self.notify, config.silence_seconds)
         await asyncio.gather(*closing)
-        self._notify()
+        self.notify()
 
     async def close(self) -> None:
         """Ends every link."""
         await self.set([])
 
-    async def changed(self) -> None:
-        """Waits until a group comes or goes."""
-        await self._changed.wait()
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set once, when next a group comes or goes, or somebody begins to drain. Look after taking it, then wait."""
+        return self._changed
 
     def serving(self) -> list[tuple[GroupLink, Registration]]:
         """Groups that take new work."""
@@ -114,12 +115,13 @@ class Groups:
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_seconds
         while True:
+            change = self.next_change
             serving = [(link, reg) for link, reg in self.serving() if like is None or _equal(like, reg.model)]
             if serving:
                 return self._place(request, attempt, delivered, serving, avoid)
             try:
                 async with asyncio.timeout_at(until):
-                    await self.changed()
+                    await change.wait()
             except TimeoutError:
                 raise Unavailable(_NO_GROUP) from None
 
@@ -172,7 +174,8 @@ class Groups:
             )
         return candidates
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Something about who takes new work has changed; wakes whoever waits for that."""
         for _, registration in self.serving():
             self.model = registration.model
         self._changed.set()

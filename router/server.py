@@ -85,9 +85,7 @@ class Router:
 
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """Takes no new requests and waits for the open ones; whether all ended in time."""
-        drained = await self.admin.drain_router(timeout_seconds)
-        await self._publish_health()
-        return drained
+        return await self.admin.drain_router(timeout_seconds)
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
         """Ends everything; open requests get that long."""
@@ -122,9 +120,9 @@ class Router:
 
     async def _watch_health(self) -> None:
         while True:
-            changed = self.groups.changed()
+            change = self.groups.next_change
             await self._publish_health()
-            await changed
+            await change.wait()
 
     async def _publish_health(self) -> None:
         serving = self.admin.state == "serving"

@@ -1,0 +1,73 @@
+"""What the router's tests share: a model directory, and a router in front of fake groups."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.server import Router
+from coatcheck.router.tokenizer import TokenizerJson
+
+from .fake_group import FakeGroup
+from .tiny_tokenizer import write_model
+
+
+class Door:
+    """A started router, a client's stubs, and the groups behind it."""
+
+    def __init__(self, router: Router, address: str, groups: list[FakeGroup]) -> None:
+        channel = grpc.aio.insecure_channel(address)
+        self.router = router
+        self.port = int(address.rpartition(":")[2])
+        self.channel = channel
+        self.groups = groups
+        self.generation = GenerationStub(channel)
+        self.admin = AdminStub(channel)
+
+    async def serving(self, count: int) -> None:
+        """Waits until that many groups are attached."""
+        while len(self.router.groups.serving()) != count:
+            await self.router.groups.next_change.wait()
+
+
+OpenDoor = Callable[..., Awaitable[Door]]
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and a chat template on disk."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory: Path) -> TokenizerJson:
+    """The same, loaded."""
+    return TokenizerJson.load(str(model_directory))
+
+
+@pytest.fixture
+async def open_door(tokenizer: TokenizerJson) -> AsyncIterator[OpenDoor]:
+    """Starts a router in front of the groups it is given; everything ends with the test."""
+    doors: list[Door] = []
+
+    async def opened(
+        *groups: FakeGroup, attached: bool = True, speaking: TokenizerJson = tokenizer, **settings: object
+    ) -> Door:
+        router = Router(RouterConfig(model="tiny", **settings), speaking)  # type: ignore[arg-type]  # by name
+        address = await router.start()
+        door = Door(router, address, list(groups))
+        doors.append(door)
+        await router.set_groups([await group.start() for group in groups])
+        if attached:
+            await door.serving(len(groups))
+        return door
+
+    yield opened
+    for door in doors:
+        await door.channel.close()
+        await door.router.stop()
+        for group in door.groups:
+            await group.kill()

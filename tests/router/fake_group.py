@@ -1,0 +1,222 @@
+"""FakeGroup: the one seam. A real Worker service on a real port whose engine is a script.
+
+Tokens are a function of (seed, choice, position), as they are in a real group, so that a stream that moved can be
+compared with one that did not.
+"""
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from coatcheck.proto.coatcheck_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    GetModelResponse,
+    GroupStatus,
+    TokenLogprob,
+)
+from coatcheck.proto.worker_pb2 import (
+    Abort,
+    Cached,
+    FromGroup,
+    KvEvent,
+    KvEvents,
+    Load,
+    Refused,
+    Registration,
+    SequenceOutput,
+    SnapshotChunk,
+    StepBatch,
+    Submit,
+    ToGroup,
+)
+from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from coatcheck.router.group_address import GroupAddress
+
+EOS = 0
+VOCAB = 600
+
+
+def scripted_token(submit: Submit, choice: int, position: int) -> int:
+    """Any token but the special ones."""
+    digest = hashlib.sha256(f"{submit.sampling.seed}/{choice}/{position}".encode()).digest()
+    return 2 + int.from_bytes(digest[:4], "little") % (VOCAB - 2)
+
+
+class FakeGroup(WorkerServicer):
+    """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called."""
+
+    def __init__(
+        self,
+        name: str = "g0",
+        *,
+        token: Callable[[Submit, int, int], int] = scripted_token,
+        hold_after: int | None = None,
+        model: GetModelResponse | None = None,
+        num_blocks: int = 64,
+        refuse: tuple[int, str] | None = None,
+        die_on_submit: bool = False,
+    ) -> None:
+        self.name = name
+        self.epoch = uuid.uuid4().hex
+        self.model = model or GetModelResponse(
+            name="tiny", max_model_len=256, vocab_size=VOCAB, block_size=4, dtype="float32", kv_dtype="float32",
+            fingerprint="weights", eos_token_ids=[EOS],
+        )  # fmt: skip
+        self.num_blocks = num_blocks
+        self.token = token
+        self.hold_after = hold_after
+        self.refuse = refuse
+        self.die_on_submit = die_on_submit
+        self.silent = False  # a stopped process: connected, and saying nothing
+        self.submits: list[Submit] = []
+        self.aborts: list[Abort] = []
+        self.snapshot_requests = 0
+        self.blocks: list[KvEvent] = []
+        self.sequence = 0
+        self.load = Load(status=GroupStatus(running=0, prefill_tokens_per_second=1000.0, step_seconds=0.01))
+        self._streams: list[asyncio.Queue[FromGroup | None]] = []
+        self._changed = asyncio.Event()
+        self._gone: set[tuple[int, int]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    async def start(self) -> GroupAddress:
+        """Listens; a second start is a new incarnation on the same port."""
+        self.epoch = uuid.uuid4().hex
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add_WorkerServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        await self._server.start()
+        return GroupAddress(self.name, f"127.0.0.1:{self._port}")
+
+    async def kill(self) -> None:
+        """Every stream breaks now."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._streams.clear()
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until something that was received makes it so."""
+        async with asyncio.timeout(10):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def go(self, hold_after: int | None = None) -> None:
+        """Lets held choices run on."""
+        self.hold_after = hold_after
+        self._changed.set()
+
+    def send(self, message: FromGroup) -> None:
+        """To every attached router."""
+        for stream in self._streams:
+            stream.put_nowait(message)
+
+    def send_events(self, *events: KvEvent, sequence: int | None = None, epoch: str | None = None) -> None:
+        """The next events, or events that claim to be others."""
+        if sequence is None:
+            sequence, self.sequence = self.sequence, self.sequence + len(events)
+        self.send(FromGroup(events=KvEvents(epoch=epoch or self.epoch, sequence=sequence, events=events)))
+
+    # A snake would be wrong here: gRPC looks the method up by its name in the contract.
+    async def Attach(
+        self, requests: AsyncIterator[ToGroup], context: grpc.aio.ServicerContext[ToGroup, FromGroup]
+    ) -> AsyncIterator[FromGroup]:
+        """The stream of one router."""
+        outbox: asyncio.Queue[FromGroup | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            while (message := await outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            if outbox in self._streams:
+                self._streams.remove(outbox)
+
+    async def _read(self, requests: AsyncIterator[ToGroup], outbox: "asyncio.Queue[FromGroup | None]") -> None:
+        async for message in requests:
+            if self.silent:
+                continue
+            match message.WhichOneof("message"):
+                case "hello":
+                    self._greet(outbox)
+                case "submit":
+                    self.submits.append(message.submit)
+                    if self.die_on_submit:
+                        outbox.put_nowait(None)
+                    elif self.refuse:
+                        code, text = self.refuse
+                        submit = message.submit
+                        refused = Refused(id=submit.id, attempt=submit.attempt, code=code, message=text)
+                        outbox.put_nowait(FromGroup(refused=refused))
+                    else:
+                        self._spawn(message.submit, outbox)
+                case "abort":
+                    self.aborts.append(message.abort)
+                    choices = [message.abort.choice] if message.abort.HasField("choice") else range(64)
+                    self._gone |= {(message.abort.id, choice) for choice in choices}
+                case "snapshot":
+                    self.snapshot_requests += 1
+                    self._send_snapshot(outbox)
+            self._changed.set()
+
+    def _greet(self, outbox: "asyncio.Queue[FromGroup | None]") -> None:
+        registration = Registration(group=self.name, epoch=self.epoch, model=self.model, num_blocks=self.num_blocks)
+        outbox.put_nowait(FromGroup(registration=registration))
+        self._send_snapshot(outbox)
+        outbox.put_nowait(FromGroup(load=self.load))
+        self._streams.append(outbox)
+
+    def _send_snapshot(self, outbox: "asyncio.Queue[FromGroup | None]") -> None:
+        chunk = SnapshotChunk(epoch=self.epoch, sequence=self.sequence, events=self.blocks, first=True, last=True)
+        outbox.put_nowait(FromGroup(snapshot=chunk))
+
+    def _spawn(self, submit: Submit, outbox: "asyncio.Queue[FromGroup | None]") -> None:
+        for choice in range(submit.sampling.n):
+            task = asyncio.create_task(self._answer(submit, choice, outbox))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, submit: Submit, choice: int, outbox: "asyncio.Queue[FromGroup | None]") -> None:
+        sampling = submit.sampling
+        resumed = {part.choice: list(part.token_ids) for part in submit.resume}.get(choice, [])
+        ends = {EOS, *sampling.stop_token_ids}
+        first = True
+        for position in range(len(resumed), sampling.max_tokens):
+            if self.hold_after is not None and position >= self.hold_after:
+                await self._released(position)
+            if (submit.id, choice) in self._gone:
+                return
+            token = self.token(submit, choice, position)
+            output = SequenceOutput(id=submit.id, attempt=submit.attempt, choice=choice, token_ids=[token])
+            if sampling.HasField("logprobs"):
+                output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1))
+            if first:
+                first = False
+                output.cached.CopyFrom(Cached(device_tokens=min(4, len(submit.prompt_token_ids) - 1)))
+                if sampling.HasField("prompt_logprobs") and choice == 0:
+                    output.prompt_logprobs.extend(
+                        TokenLogprob(token_id=token, logprob=-2.0, rank=3) for token in submit.prompt_token_ids[1:]
+                    )
+            if token in ends:
+                output.finish_reason, output.stop_token_id = FINISH_REASON_STOP, token
+            elif position + 1 == sampling.max_tokens:
+                output.finish_reason = FINISH_REASON_LENGTH
+            outbox.put_nowait(FromGroup(batch=StepBatch(step=position, outputs=[output])))
+            if output.finish_reason:
+                return
+            await asyncio.sleep(0)
+
+    async def _released(self, position: int) -> None:
+        while self.hold_after is not None and position >= self.hold_after:
+            self._changed.clear()
+            await self._changed.wait()

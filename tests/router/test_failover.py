@@ -1,0 +1,269 @@
+"""A group that is lost mid-stream: the client sees one stream, nothing lost and nothing repeated."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import (
+    GenerateEvent,
+    GenerateRequest,
+    GetModelResponse,
+    SamplingParams,
+    StatusRequest,
+)
+from coatcheck.proto.worker_pb2 import FromGroup, SequenceOutput, StepBatch
+from coatcheck.router.tokenizer import TokenizerJson
+
+from .conftest import Door, OpenDoor
+from .fake_group import FakeGroup
+
+
+def ask(**sampling: object) -> GenerateRequest:
+    """A request whose tokens are known."""
+    return GenerateRequest(text="a fox", sampling=SamplingParams(**{"max_tokens": 20, "seed": 7, **sampling}))  # type: ignore[arg-type]
+
+
+async def undisturbed(open_door: OpenDoor, request: GenerateRequest) -> tuple[list[str], list[list[int]]]:
+    """Text and ids per choice, from a group that lives."""
+    door = await open_door(FakeGroup())
+    whole = await door.generation.Generate(request)
+    return [choice.text for choice in whole.choices], [list(choice.token_ids) for choice in whole.choices]
+
+
+class Stream:
+    """A stream that is read in pieces, joined per choice."""
+
+    def __init__(self, door: Door, request: GenerateRequest, n: int = 1) -> None:
+        self.call = door.generation.GenerateStream(request)
+        self.events: list[GenerateEvent] = []
+        self.texts = [""] * n
+        self.ids: list[list[int]] = [[] for _ in range(n)]
+
+    async def read(self) -> GenerateEvent:
+        """The next event, counted in."""
+        event = await self.call.read()
+        self.events.append(event)
+        if event.HasField("delta"):
+            self.texts[event.delta.choice] += event.delta.text
+            self.ids[event.delta.choice] += event.delta.token_ids
+        return event
+
+    async def finish(self) -> GenerateEvent:
+        """All the rest; returns the Final."""
+        while not (event := await self.read()).HasField("final"):
+            pass
+        return event
+
+
+@pytest.mark.parametrize("sampling", [{}, {"stop": ["zq"]}, {"n": 3}, {"logprobs": 0}], ids=str)
+async def test_a_stream_moves_without_a_gap(open_door: OpenDoor, sampling: dict[str, object]) -> None:
+    """The group dies after some tokens: the other one gets prompt, seed and delivered ids, and the stream goes on."""
+    request = ask(**sampling)
+    n = request.sampling.n or 1
+    texts, ids = await undisturbed(open_door, request)
+    groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, request, n)
+    first = groups.pop((await stream.read()).started.group)
+    while any(len(delivered) < 6 for delivered in stream.ids):
+        await stream.read()
+    (second,) = groups.values()
+    second.go()
+    await first.kill()
+    final = await stream.finish()
+    assert (stream.texts, stream.ids) == (texts, ids)
+    assert (final.final.moves, final.final.group) == (1, second.name)
+    assert sum(event.HasField("started") for event in stream.events) == 1
+    (again,) = second.submits
+    assert again.sampling.seed == 7 and list(again.prompt_token_ids) == list(first.submits[0].prompt_token_ids)
+    assert {part.choice: list(part.token_ids) for part in again.resume} == {i: ids[i][:6] for i in range(n)}
+
+
+async def test_a_choice_that_is_over_does_not_start_again(open_door: OpenDoor, tokenizer: TokenizerJson) -> None:
+    """A choice that its stop string had ended is aborted at once on the next group."""
+    words = tokenizer.encode("the quick brown fox jumps over")
+    script = lambda submit, choice, position: words[position] if choice == 0 and position < len(words) else 300  # noqa: E731
+    groups = {name: FakeGroup(name, hold_after=15, token=script) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask(n=2, stop=["brown"]), 2)
+    first = groups.pop((await stream.read()).started.group)
+    while len(stream.ids[1]) < 15:
+        await stream.read()
+    (second,) = groups.values()
+    second.go()
+    await first.kill()
+    final = await stream.finish()
+    assert stream.texts[0] == "the quick "
+    assert len(stream.ids[1]) == 20
+    assert [(abort.id, abort.choice) for abort in second.aborts] == [(second.submits[0].id, 0)]
+    assert final.final.usage.completion_tokens == len(stream.ids[0]) + 20
+
+
+async def test_a_request_waits_for_the_group_to_come_back(open_door: OpenDoor) -> None:
+    """With no other group, an accepted request waits; a new one is refused."""
+    _, ids = await undisturbed(open_door, ask())
+    group = FakeGroup(hold_after=6)
+    door = await open_door(group)
+    stream = Stream(door, ask())
+    while len(stream.ids[0]) < 6:
+        await stream.read()
+    await group.kill()
+    await door.serving(0)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask())
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    group.hold_after = None
+    await group.start()
+    await stream.finish()
+    assert stream.ids == ids
+
+
+async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
+    """When no group comes in time, the stream ends with UNAVAILABLE."""
+    group = FakeGroup(hold_after=1)
+    door = await open_door(group, move_wait_seconds=0.05)
+    stream = Stream(door, ask())
+    await stream.read()
+    await group.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_poisonous_request_is_not_sent_to_a_third(open_door: OpenDoor) -> None:
+    """A request that ends two groups in a row is refused with its own status."""
+    groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
+    door = await open_door(*groups)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask())
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    assert "2 groups were lost" in (refused.value.details() or "")
+    assert sum(len(group.submits) for group in groups) == 2
+
+
+async def test_bad_luck_is_not_poison(open_door: OpenDoor) -> None:
+    """A group that died after delivering something does not count as killed by it; moves are bounded all the same."""
+    groups = {name: FakeGroup(name, hold_after=3) for name in "abcde"}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    name = (await stream.read()).started.group
+    for delivered in (3, 6, 9):
+        while len(stream.ids[0]) < delivered:
+            await stream.read()
+        lost = groups.pop(name)
+        for group in groups.values():
+            group.hold_after = delivered + 3
+        await lost.kill()
+        while len(stream.ids[0]) < delivered + 3:
+            await stream.read()
+        (name,) = [group.name for group in groups.values() if group.submits]
+    await groups.pop(name).kill()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+
+
+async def test_streams_move_only_among_equals(open_door: OpenDoor) -> None:
+    """A group with other weights does not continue a stream."""
+    other = GetModelResponse(
+        name="tiny", max_model_len=256, vocab_size=600, block_size=4, dtype="float32", kv_dtype="float32",
+        fingerprint="other weights",
+    )  # fmt: skip
+    first, second = FakeGroup("a", hold_after=3), FakeGroup("b", model=other)
+    door = await open_door(first, move_wait_seconds=0.05)
+    stream = Stream(door, ask())
+    await stream.read()
+    address = door.router.groups.link("a").address  # type: ignore[union-attr]  # it is attached
+    door.groups.append(second)
+    await door.router.set_groups([address, await second.start()])
+    await door.serving(2)
+    await first.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not second.submits
+
+
+async def test_a_group_that_takes_no_work_passes_it_on(open_door: OpenDoor) -> None:
+    """UNAVAILABLE from a group sends the request to another one."""
+    leaving, staying = FakeGroup("a", refuse=(14, "shutting down")), FakeGroup("b")
+    door = await open_door(leaving, staying)
+    for _ in range(8):  # ties are broken at random
+        whole = await door.generation.Generate(ask())
+        assert whole.final.group == "b" and len(whole.choices[0].token_ids) == 20
+
+
+async def test_outputs_of_another_attempt_are_dropped(open_door: OpenDoor) -> None:
+    """What a group says about an attempt that was given up, or about nobody's request, changes nothing."""
+    group = FakeGroup(hold_after=2)
+    door = await open_door(group)
+    stream = Stream(door, ask(max_tokens=4))
+    await stream.read()
+    await group.until(lambda: bool(group.submits))
+    id = group.submits[0].id
+    stale = [SequenceOutput(id=id, attempt=9, token_ids=[5]), SequenceOutput(id=id + 100, token_ids=[5])]
+    group.send(FromGroup(batch=StepBatch(outputs=stale)))
+    group.go()
+    await stream.finish()
+    assert stream.ids == [[group.token(group.submits[0], 0, position) for position in range(4)]]
+
+
+async def test_a_silent_group_is_lost(open_door: OpenDoor) -> None:
+    """A group that keeps its connection and says nothing is treated as dead, and its streams move."""
+    groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
+    door = await open_door(*groups.values(), silence_seconds=1.0)
+    stream = Stream(door, ask())
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    second.go()
+    first.silent = True
+    beating = asyncio.create_task(_beat(second))
+    final = await stream.finish()
+    beating.cancel()
+    assert final.final.group == second.name
+    status = await door.admin.Status(StatusRequest())
+    (lost,) = [group for group in status.groups if group.name == first.name]
+    assert lost.state == "lost" and "said nothing" in lost.reason
+
+
+async def _beat(group: FakeGroup) -> None:
+    while True:
+        group.send(FromGroup(load=group.load))
+        await asyncio.sleep(0.2)
+
+
+async def test_a_group_taken_away_fails_over_at_once(open_door: OpenDoor) -> None:
+    """The supervisor's word is enough: its streams move before the connection breaks, and come back under a new one."""
+    groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    second.go()
+    addresses = [link.address for link in door.router.groups.links]
+    lost = [replace(a, state="lost", reason="rank 1 died") if a.name == first.name else a for a in addresses]
+    await door.router.set_groups(lost)
+    final = await stream.finish()
+    assert final.final.group == second.name
+    status = await door.admin.Status(StatusRequest())
+    assert {group.name: (group.state, group.reason) for group in status.groups} == {
+        first.name: ("lost", "rank 1 died"),
+        second.name: ("serving", ""),
+    }
+
+
+async def test_garbage_from_a_group_ends_only_that_request(open_door: OpenDoor) -> None:
+    """A choice that does not exist ends that request with INTERNAL, and the router goes on."""
+    group = FakeGroup(hold_after=1)
+    door = await open_door(group)
+    stream = Stream(door, ask())
+    await stream.read()
+    await group.until(lambda: bool(group.submits))
+    group.send(FromGroup(batch=StepBatch(outputs=[SequenceOutput(id=group.submits[0].id, choice=5, token_ids=[5])])))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.INTERNAL
+    group.go()
+    assert len((await door.generation.Generate(ask())).choices[0].token_ids) == 20

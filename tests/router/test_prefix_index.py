@@ -1,0 +1,189 @@
+"""The prefix index: exact by construction, checked against a model that is too simple to be wrong."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED, KvEvent, KvEvents, SnapshotChunk, Tier
+from coatcheck.router.prefix_index import Outcome, PrefixIndex
+
+CHAIN = [bytes([block]) * 16 for block in range(6)]
+TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
+NAMES = st.sampled_from(["a", "b", "c"])
+
+
+def stored(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
+    """The group now holds it there."""
+    return KvEvent(stored=True, block_hash=CHAIN[block], tier=tier)
+
+
+def removed(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
+    """And now no longer."""
+    return KvEvent(stored=False, block_hash=CHAIN[block], tier=tier)
+
+
+def snapshot(*events: KvEvent, epoch: str = "1", sequence: int = 0) -> SnapshotChunk:
+    """A whole one."""
+    return SnapshotChunk(epoch=epoch, sequence=sequence, events=events, first=True, last=True)
+
+
+def following(*groups: str) -> PrefixIndex:
+    """An index that has these groups' empty snapshots."""
+    index = PrefixIndex()
+    for group in groups:
+        index.add_group(group, "1")
+        assert index.apply_snapshot(group, snapshot()) is Outcome.APPLIED
+    return index
+
+
+class IndexAgainstSets(RuleBasedStateMachine):
+    """The same events into the index and into plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.epochs: dict[str, int] = {}
+        self.sequences: dict[str, int] = {}
+        self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
+        self.count = 0
+
+    @rule(group=NAMES)
+    def register(self, group: str) -> None:
+        self.count += 1
+        self.epochs[group], self.sequences[group], self.held[group] = self.count, 0, None
+        self.index.add_group(group, str(self.count))
+
+    @rule(group=NAMES)
+    def leave(self, group: str) -> None:
+        self.index.remove_group(group)
+        for known in (self.epochs, self.sequences, self.held):
+            known.pop(group, None)
+
+    @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
+    def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
+        if group in self.epochs:
+            events = [stored(block, tier) for block, tier in sorted(blocks)]
+            epoch, sequence = str(self.epochs[group]), self.sequences[group]
+            for first, part in ((True, events[:cut]), (False, events[cut:])):
+                chunk = SnapshotChunk(epoch=epoch, sequence=sequence, events=part, first=first, last=not first)
+                assert self.index.apply_snapshot(group, chunk) is Outcome.APPLIED
+            self.held[group] = set(blocks)
+
+    @rule(group=NAMES, events=st.lists(st.tuples(st.booleans(), st.integers(0, 5), TIERS), min_size=1, max_size=5))
+    def send_events(self, group: str, events: list[tuple[bool, int, Tier]]) -> None:
+        if group not in self.epochs:
+            return
+        messages = [stored(block, tier) if store else removed(block, tier) for store, block, tier in events]
+        message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=messages)
+        outcome = self.index.apply(group, message)
+        self.sequences[group] += len(events)
+        held = self.held[group]
+        if held is None:
+            assert outcome is Outcome.IGNORED
+            return
+        for store, block, tier in events:
+            (held.add if store else held.discard)((block, tier))
+
+    @rule(group=NAMES)
+    def lose_some(self, group: str) -> None:
+        if group in self.epochs:
+            self.sequences[group] += 1
+            message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=[stored(0)])
+            expected = Outcome.IGNORED if self.held[group] is None else Outcome.SNAPSHOT_NEEDED
+            assert self.index.apply(group, message) is expected
+            self.held[group] = None
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check()
+        expected = {}
+        for group, held in self.held.items():
+            counts = [0, 0]
+            for block in range(len(CHAIN)):
+                if (block, TIER_DEVICE) in (held or ()):
+                    counts[0] += 1
+                elif (block, TIER_HOST) in (held or ()):
+                    counts[1] += 1
+                else:
+                    break
+            if any(counts):
+                expected[group] = tuple(counts)
+        assert self.index.matched_blocks(CHAIN) == expected
+        assert self.index.stats().entries == sum(len(held or ()) for held in self.held.values())
+
+
+TestIndexAgainstSets = IndexAgainstSets.TestCase
+
+
+def test_a_chain_matches_only_without_a_break() -> None:
+    """A group that holds the third block and not the second has one block of the prefix."""
+    index = following("a")
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(2)]))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0)}
+
+
+def test_leaving_the_device_does_not_erase_the_host() -> None:
+    """A block that is demoted stays matched, as one of the host's."""
+    index = following("a")
+    events = [stored(0), stored(1), stored(1, TIER_HOST), removed(1)]
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=events))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 1)}
+
+
+def test_an_older_epoch_changes_nothing() -> None:
+    """What an earlier incarnation still had to say is counted and ignored."""
+    index = following("a")
+    index.add_group("a", "2")
+    index.apply_snapshot("a", snapshot(stored(0), epoch="2"))
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is Outcome.IGNORED
+    assert index.apply_snapshot("a", snapshot(epoch="1")) is Outcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0)}
+    assert index.stats().ignored == 1
+
+
+def test_an_unknown_group_changes_nothing() -> None:
+    """Events of a group that has not registered, or has left, are ignored."""
+    index = following("a")
+    assert index.apply("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is Outcome.IGNORED
+    assert index.apply_snapshot("b", snapshot(stored(0))) is Outcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {}
+
+
+def test_events_that_were_seen_are_not_applied_twice() -> None:
+    """A repeated message is ignored, and of one that overlaps only the new part counts."""
+    index = following("a")
+    both = [stored(0), removed(0), stored(1)]
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is Outcome.IGNORED
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both)) is Outcome.APPLIED
+    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 1
+
+
+def test_a_snapshot_without_its_beginning_is_asked_for_again() -> None:
+    """Half a snapshot is none: nothing is known until a whole one has come."""
+    index = following("a")
+    chunk = SnapshotChunk(epoch="1", sequence=5, events=[stored(0)], last=True)
+    assert index.apply_snapshot("a", chunk) is Outcome.SNAPSHOT_NEEDED
+    assert index.matched_blocks(CHAIN) == {}
+
+
+@given(st.sampled_from([TIER_UNSPECIFIED, 7]), st.booleans())
+def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> None:
+    """A tier that this contract does not have holds nothing."""
+    index = following("a")
+    event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[event]))
+    index.check()
+    assert index.matched_blocks(CHAIN) == {} and index.stats().ignored == 1
+
+
+def test_a_hundred_groups_share_the_index() -> None:
+    """There is no group too many, and the place of one that left is taken again."""
+    names = [f"g{place}" for place in range(100)]
+    index = following(*names)
+    for name in names:
+        index.apply(name, KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+    index.remove_group("g50")
+    index.add_group("h", "1")
+    index.check()
+    assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}

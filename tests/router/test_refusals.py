@@ -1,0 +1,171 @@
+"""Bad input: each gets its status and a message that says what to change, and nothing else is disturbed."""
+
+import math
+
+import grpc
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import (
+    Chat,
+    ChatMessage,
+    DetokenizeRequest,
+    GenerateRequest,
+    GetModelRequest,
+    Resumed,
+    SamplingParams,
+    StatusRequest,
+    TokenIds,
+    TokenizeRequest,
+)
+from coatcheck.router.tokenizer import TokenizerJson
+
+from .conftest import OpenDoor
+from .fake_group import VOCAB, FakeGroup
+from .tiny_tokenizer import byte_level_tokenizer
+
+
+def sampled(**sampling: object) -> GenerateRequest:
+    """A good prompt with these parameters."""
+    return GenerateRequest(text="a fox", sampling=SamplingParams(**sampling))  # type: ignore[arg-type]  # by name
+
+
+def resumed(*parts: Resumed, **sampling: object) -> GenerateRequest:
+    """A good prompt, resumed."""
+    return GenerateRequest(text="a fox", resume=parts, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+HUGE = TokenIds(ids=[5] * 300)
+BAD = {
+    "no prompt": (GenerateRequest(), "no prompt"),
+    "empty text": (GenerateRequest(text=""), "prompt is empty"),
+    "no ids": (GenerateRequest(token_ids=TokenIds()), "prompt is empty"),
+    "no messages": (GenerateRequest(chat=Chat()), "no messages"),
+    "unknown role": (GenerateRequest(chat=Chat(messages=[ChatMessage(role="bard", content="x")])), "unknown role bard"),
+    "id outside": (GenerateRequest(token_ids=TokenIds(ids=[3, VOCAB])), f"below {VOCAB}"),
+    "prompt over model": (GenerateRequest(token_ids=HUGE), "shorten the prompt to at most 255"),
+    "prompt fills model": (GenerateRequest(token_ids=TokenIds(ids=[5] * 256)), "shorten the prompt"),
+    "max_tokens 0": (sampled(max_tokens=0), "max_tokens is 0"),
+    "max_tokens over room": (sampled(max_tokens=255), "lower max_tokens to"),
+    "min over max": (sampled(max_tokens=2, min_tokens=3), "min_tokens is 3"),
+    "min over room": (sampled(min_tokens=255), "min_tokens is 255"),
+    "negative temperature": (sampled(temperature=-1.0), "temperature is -1.0"),
+    "temperature NaN": (sampled(temperature=math.nan), "temperature is nan"),
+    "top_p 0": (sampled(top_p=0.0), "top_p"),
+    "top_p over 1": (sampled(top_p=1.5), "top_p"),
+    "min_p NaN": (sampled(min_p=math.nan), "min_p"),
+    "repetition 0": (sampled(repetition_penalty=0.0), "repetition_penalty"),
+    "presence": (sampled(presence_penalty=3.0), "presence_penalty"),
+    "n 0": (sampled(n=0), "n is 0"),
+    "n too large": (sampled(n=65), "n is 65"),
+    "logprobs": (sampled(logprobs=21), "logprobs"),
+    "empty stop": (sampled(stop=[""]), "stop"),
+    "too many stops": (sampled(stop=["a"] * 17), "stop"),
+    "stop token outside": (sampled(stop_token_ids=[VOCAB]), "stop_token_ids"),
+    "bias outside": (sampled(logit_bias={VOCAB: 1.0}), "logit_bias"),
+    "bias infinite": (sampled(logit_bias={3: math.inf}), "logit_bias"),
+    "resume of no choice": (resumed(Resumed(choice=1, token_ids=[5]), seed=1), "resume names choice 1"),
+    "resume twice": (resumed(Resumed(token_ids=[5]), Resumed(token_ids=[6]), seed=1), "twice"),
+    "resume without seed": (resumed(Resumed(token_ids=[5])), "needs its seed"),
+    "resume outside": (resumed(Resumed(token_ids=[VOCAB]), seed=1), "outside the vocabulary"),
+    "resume over max": (resumed(Resumed(token_ids=[5, 6, 7]), seed=1, max_tokens=2), "more than max_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_bad_requests_say_what_to_change(open_door: OpenDoor, case: str) -> None:
+    """Wrong as written is INVALID_ARGUMENT, from both calls, and never reaches a group."""
+    request, words = BAD[case]
+    group = FakeGroup()
+    door = await open_door(group)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in (refused.value.details() or "")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.GenerateStream(request).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not group.submits and door.router.traffic.active == 0
+
+
+async def test_a_prompt_over_every_pool_is_refused_at_once(open_door: OpenDoor) -> None:
+    """What no group can ever hold does not wait for one that could."""
+    door = await open_door(FakeGroup(num_blocks=4))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "KV pool holds more than 16" in (refused.value.details() or "")
+
+
+UNKNOWN = b"\xfa\x3e\x01x"  # field 1007, one byte of content
+
+
+@pytest.mark.parametrize("where", ["request", "sampling", "message of a chat", "resume"])
+async def test_unknown_fields_are_refused(open_door: OpenDoor, where: str) -> None:
+    """Nothing that is sent is ignored, however deep it sits."""
+    door = await open_door(FakeGroup())
+    parts = {
+        "request": GenerateRequest(text="a fox").SerializeToString() + UNKNOWN,
+        "sampling": GenerateRequest(text="a", sampling=SamplingParams.FromString(UNKNOWN)).SerializeToString(),
+        "message of a chat": GenerateRequest(
+            chat=Chat(messages=[ChatMessage.FromString(b"\x0a\x04user" + UNKNOWN)])
+        ).SerializeToString(),
+        "resume": GenerateRequest(text="a", resume=[Resumed.FromString(UNKNOWN)]).SerializeToString(),
+    }
+    call = door.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call(parts[where])
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1007" in (refused.value.details() or "")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x1a\x02\xc3\x28"], ids=["no protobuf", "text that is no UTF-8"])
+async def test_bytes_that_do_not_parse_are_the_clients_error(open_door: OpenDoor, data: bytes) -> None:
+    """A message that does not parse is INVALID_ARGUMENT and not INTERNAL."""
+    door = await open_door(FakeGroup())
+    call = door.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call(data)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_another_model_is_not_found(open_door: OpenDoor) -> None:
+    """A model by another name is NOT_FOUND in every method that takes one, and the message names what is served."""
+    door = await open_door(FakeGroup())
+    for call in (
+        door.generation.Generate(GenerateRequest(model="other", text="a")),
+        door.generation.Tokenize(TokenizeRequest(model="other", text="a")),
+        door.generation.Detokenize(DetokenizeRequest(model="other", token_ids=[5])),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "'tiny'" in (refused.value.details() or "")
+
+
+async def test_a_chat_without_a_template_is_refused(open_door: OpenDoor) -> None:
+    """A model that has no chat template says so."""
+    door = await open_door(FakeGroup(), speaking=TokenizerJson(byte_level_tokenizer(), template=None))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x")])))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no chat template" in (refused.value.details() or "")
+
+
+async def test_without_a_group_there_is_no_service(open_door: OpenDoor) -> None:
+    """No group is UNAVAILABLE, at once."""
+    door = await open_door()
+    for call in (door.generation.Generate(GenerateRequest(text="a fox")), door.generation.GetModel(GetModelRequest())):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_what_a_group_refuses_reaches_the_client(open_door: OpenDoor) -> None:
+    """A group's refusal keeps its code and words; shedding carries RetryInfo."""
+    door = await open_door(FakeGroup(refuse=(8, "the queue is full")))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(GenerateRequest(text="a fox"))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.details() == "the queue is full"
+    assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
+    assert (await door.admin.Status(StatusRequest())).active_streams == 0

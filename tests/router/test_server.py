@@ -1,0 +1,156 @@
+"""The server around the service: health, reflection, drain, status, ports and limits."""
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+
+from coatcheck.proto.coatcheck_pb2 import DrainRequest, GenerateRequest, SamplingParams, StatusRequest, TokenIds
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_address import GroupAddress, RankAddress
+from coatcheck.router.server import Router
+from coatcheck.router.tokenizer import TokenizerJson
+
+from .conftest import Door, OpenDoor
+from .fake_group import FakeGroup
+
+
+def ask() -> GenerateRequest:
+    """A short one."""
+    return GenerateRequest(text="a fox", sampling=SamplingParams(max_tokens=5, seed=1))
+
+
+async def health(door: Door, expected: int) -> None:
+    """Follows the health service until it says so."""
+    watch = HealthStub(door.channel).Watch(HealthCheckRequest())
+    async for response in watch:
+        if response.status == expected:
+            break
+    watch.cancel()
+
+
+async def test_health_follows_the_groups(open_door: OpenDoor) -> None:
+    """SERVING only while a group is attached, for the server and for the service by name."""
+    group = FakeGroup()
+    door = await open_door()
+    await health(door, HealthCheckResponse.NOT_SERVING)
+    await door.router.set_groups([await group.start()])
+    door.groups.append(group)
+    await health(door, HealthCheckResponse.SERVING)
+    named = await HealthStub(door.channel).Check(HealthCheckRequest(service="coatcheck.v1.Generation"))
+    assert named.status == HealthCheckResponse.SERVING
+    await group.kill()
+    await health(door, HealthCheckResponse.NOT_SERVING)
+
+
+async def test_reflection_lists_the_services(open_door: OpenDoor) -> None:
+    """A client without our .proto files can find out what is here."""
+    door = await open_door()
+    call = ServerReflectionStub(door.channel).ServerReflectionInfo()
+    await call.write(ServerReflectionRequest(list_services=""))
+    response = await call.read()
+    names = {service.name for service in response.list_services_response.service}
+    assert {"coatcheck.v1.Generation", "coatcheck.v1.Admin", "grpc.health.v1.Health"} <= names
+    await call.write(ServerReflectionRequest(file_containing_symbol="coatcheck.v1.Generation"))
+    assert (await call.read()).file_descriptor_response.file_descriptor_proto
+    await call.done_writing()
+
+
+async def test_a_taken_port_is_a_clear_error(open_door: OpenDoor, tokenizer: TokenizerJson) -> None:
+    """Two routers do not share a port without anyone noticing."""
+    door = await open_door()
+    second = Router(RouterConfig(model="tiny", port=door.port), tokenizer)
+    with pytest.raises(InvalidConfig, match="taken"):
+        await second.start()
+    await second.stop()
+
+
+async def test_draining_the_router_lets_streams_end(open_door: OpenDoor) -> None:
+    """No new work, open streams run on, and the answer says whether they ended in time."""
+    group = FakeGroup(hold_after=2)
+    door = await open_door(group)
+    stream = aiter(door.generation.GenerateStream(ask()))
+    await anext(stream)
+    early = await door.admin.Drain(DrainRequest(timeout_seconds=0.01))
+    assert (early.drained, early.remaining_streams) == (False, 1)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask())
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE and "draining" in (refused.value.details() or "")
+    await health(door, HealthCheckResponse.NOT_SERVING)
+    group.go()
+    assert [event async for event in stream][-1].HasField("final")
+    assert (await door.admin.Drain(DrainRequest())).drained
+
+
+async def test_draining_a_group_sends_new_work_elsewhere(open_door: OpenDoor) -> None:
+    """A draining group finishes what it has and gets nothing new."""
+    groups = {name: FakeGroup(name, hold_after=2) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = aiter(door.generation.GenerateStream(ask()))
+    name = (await anext(stream)).started.group
+    assert not (await door.admin.Drain(DrainRequest(group=name, timeout_seconds=0.01))).drained
+    (other,) = set(groups) - {name}
+    for group in groups.values():
+        group.go()
+    assert {(await door.generation.Generate(ask())).final.group for _ in range(6)} == {other}
+    assert [event async for event in stream][-1].final.group == name
+    assert (await door.admin.Drain(DrainRequest(group=name))).drained
+    states = {group.name: group.state for group in (await door.admin.Status(StatusRequest())).groups}
+    assert states == {name: "draining", other: "serving"}
+
+
+@pytest.mark.parametrize(("request_", "code"), [
+    (DrainRequest(group="nobody"), grpc.StatusCode.NOT_FOUND),
+    (DrainRequest(timeout_seconds=-1.0), grpc.StatusCode.INVALID_ARGUMENT),
+    (DrainRequest(timeout_seconds=float("nan")), grpc.StatusCode.INVALID_ARGUMENT),
+])  # fmt: skip
+async def test_bad_drains_are_refused(open_door: OpenDoor, request_: DrainRequest, code: grpc.StatusCode) -> None:
+    """A group that is not there, and times that are none; and nothing is drained by them."""
+    door = await open_door(FakeGroup())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.admin.Drain(request_)
+    assert refused.value.code() is code
+    assert (await door.admin.Status(StatusRequest())).state == "serving"
+
+
+async def test_status_tells_what_groups_report(open_door: OpenDoor) -> None:
+    """Groups with the supervisor's state and their own load, latencies, and the share of tokens found in a cache."""
+    group = FakeGroup()
+    group.load.status.blocks_used = 3
+    door = await open_door(group)
+    await door.generation.Generate(ask())
+    absent = GroupAddress("g1", "", "starting", "loading weights", (RankAddress(0, "node", 42),), restarts=2)
+    await door.router.set_groups([*(link.address for link in door.router.groups.links), absent])
+    status = await door.admin.Status(StatusRequest())
+    assert (status.router, status.state, status.model.name) == ("router-0", "serving", "tiny")
+    assert (status.ttft.count, status.tpot.count) == (1, 1) and status.ttft.p99_seconds > 0
+    assert 0 < status.hit_ratio <= 1
+    serving, starting = status.groups
+    assert (serving.name, serving.state, serving.blocks_used, serving.blocks_total) == ("g0", "serving", 3, 64)
+    assert serving.prefill_tokens_per_second == 1000.0
+    assert (starting.state, starting.reason, starting.restarts, starting.ranks[0].pid) == (
+        "starting", "loading weights", 2, 42,
+    )  # fmt: skip
+
+
+async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(open_door: OpenDoor) -> None:
+    """gRPC's own limit of 4 MiB does not stand in the way of a long prompt."""
+    door = await open_door(FakeGroup())
+    request = GenerateRequest(token_ids=TokenIds(ids=[300] * 3_000_000))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "3000000 tokens" in (refused.value.details() or "")
+
+
+@pytest.mark.parametrize(("setting", "value"), [
+    ("model", ""), ("port", 70000), ("port", -1), ("silence_seconds", 0.0), ("admission_wait_seconds", float("nan")),
+    ("max_moves", -1), ("tokenizer_threads", 0),
+])  # fmt: skip
+def test_a_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
+    """A configuration that cannot be is an error when it is made."""
+    with pytest.raises(InvalidConfig, match=setting):
+        RouterConfig(**{"model": "tiny", setting: value})  # type: ignore[arg-type]  # on purpose
