@@ -1,4 +1,4 @@
-"""Builds the C kernels of kernels/native into one plain shared library beside the Python files.
+"""Builds the C kernels of kernels/csrc into one plain shared library beside the Python files.
 
 Everything else about the package is in pyproject.toml. The library needs neither Python's nor torch's headers (it is
 loaded with ctypes), and is optional: without a compiler the install goes on, and the torch references serve.
@@ -13,8 +13,8 @@ setup(
     ext_modules=[
         Extension(
             "coatcheck.kernels._native",
-            sources=[f"kernels/native/{name}.c" for name in SOURCES],
-            depends=[f"kernels/native/{name}.h" for name in HEADERS],
+            sources=[f"kernels/csrc/{name}.c" for name in SOURCES],
+            depends=[f"kernels/csrc/{name}.h" for name in HEADERS],
             # No -ffast-math: it may drop the infinities that masks are made of.
             extra_compile_args=["-std=gnu11", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"],
             extra_link_args=["-fopenmp"],

@@ -5,11 +5,14 @@ may be both a source and a destination, nor a destination twice: the copies run 
 copies a stretch of one block. The file does not know who shares a block.
 """
 
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native

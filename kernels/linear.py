@@ -3,7 +3,7 @@
 Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features] (rows may be strided),
 y [..., out_features], dense. The weight is packed once and the plain one dropped, so that memory is not held twice:
 
-    native   CPU with AVX512-BF16 and no AMX, bfloat16 or float32: panels of 16 features (kernels/native/linear.c)
+    native   CPU with AVX512-BF16 and no AMX, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.c)
     onednn   other CPUs, bfloat16 or float32: oneDNN's blocked form
     plain    everything else: `F.linear`
 

@@ -1,4 +1,4 @@
-"""The C library of kernels/native: found, loaded once, and asked what this processor can run.
+"""The C library of kernels/csrc: found, loaded once, and asked what this processor can run.
 
 The library is built at install and is optional. Where it is missing, was built for another version of these files, or
 the processor lacks what a kernel needs, the launchers take the torch references: `native_status()` says which, so that

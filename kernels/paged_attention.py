@@ -14,7 +14,7 @@ sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they we
 
 A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
 order. CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the
-others), CPU tensors to kernels/native/attention_*.c, which read the pool in place, or without the library to the
+others), CPU tensors to kernels/csrc/attention_*.c, which read the pool in place, or without the library to the
 reference below. The file does not know what a request is, nor which layer calls.
 """
 

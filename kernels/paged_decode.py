@@ -7,13 +7,16 @@ into the rows of `tl.dot`, which wants at least 16. It leaves (peak, sum, weight
 with other than one query are skipped, so that prefills and decodes can share a batch.
 """
 
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 SPLIT = 512

@@ -5,13 +5,16 @@ itself, through the block table; sequences are ragged by cu_seqlens_q. Sequences
 decode kernel has them. The file does not know which tokens are prompt and which are not.
 """
 
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 

@@ -9,11 +9,14 @@ q's dtype or float32. `rotary_and_store` also puts the rotated k, and v, into th
 so that k is never written twice. One program turns one token. The file does not know positions: cos and sin say all.
 """
 
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native

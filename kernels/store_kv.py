@@ -6,11 +6,14 @@ fused projection serve), k_cache, v_cache [num_blocks, kv_heads, B, head_dim] (i
 with the same slot are the caller's error.
 """
 
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native

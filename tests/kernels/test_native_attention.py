@@ -35,8 +35,8 @@ class Batch:
             self.block_tables[row, :count] = ids
             for cache in (self.k, self.v):
                 flat = torch.randn(seq_len, kv_heads, dim).to(dtype)
-                for at in range(seq_len):
-                    cache[ids[at // size], :, at % size] = flat[at]
+                at = torch.arange(seq_len)
+                cache[ids[at // size], :, at % size] = flat
         self.seq_lens = torch.tensor([s for _, s in lengths], dtype=torch.int32)
         self.cu_seqlens_q = torch.tensor([0, *torch.tensor([q for q, _ in lengths]).cumsum(0)], dtype=torch.int32)
         tokens = int(self.cu_seqlens_q[-1])
