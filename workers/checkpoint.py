@@ -23,6 +23,7 @@ from .cut import Cut
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_HUB_COPIES = ("consolidated*", "*/*")  # the same weights again in their makers' own layouts
 _SAMPLE_BYTES = 64
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -125,7 +126,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download  # imported here: most runs never reach for the network
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_COPIES)))
     except (OSError, ValueError) as error:  # its errors derive from these: not found, gated, offline, malformed id
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidModel(f"no directory {hub_id}, and the hub does not give a model of that id: {reason}") from error
@@ -140,7 +141,8 @@ def _tensor_files(directory: Path) -> list[Path]:
         if missing:
             raise InvalidModel(f"{directory}: {index.name} names {', '.join(missing)}, missing here; fetch it again")
         return [directory / name for name in sorted(names)]
-    files = sorted(directory.glob("*.safetensors"))
+    single = directory / "model.safetensors"
+    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise InvalidModel(f"{directory} has no safetensors file; other weight formats are not read: convert it first")
     return files

@@ -6,6 +6,7 @@ and nothing else is read; other conversions read their sources whole and cut the
 parameter is cut.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from .checkpoint import Checkpoint
 from .cut import Cut
 
 Progress = Callable[[int, int], None]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -89,15 +92,19 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, wanted: dict[str, Ten
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     targets: dict[str, _Target] = {}
+    unused = []
     for key in sorted(checkpoint.entries, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = key, None
         if name not in wanted:
-            continue  # heads of other tasks, buffers of older versions: not this model's
+            unused.append(key)
+            continue
         converter = by_pattern[pattern] if pattern is not None else None
         target = targets.setdefault(name, _Target(name, converter))
         target.sources.setdefault(pattern or key, []).append(key)
+    if unused:  # heads of other tasks or buffers of older versions; or a config.json that promises too little
+        _log.warning("%s: %d tensors are not used, the first is %s", checkpoint.name, len(unused), unused[0])
     return list(targets.values())
 
 

@@ -89,6 +89,13 @@ def test_progress_ends_at_the_total(copied: Path) -> None:
     assert {total for _, total in seen} == {model.spec.weight_bytes} == {seen[-1][0]}
 
 
+def test_unused_tensors_are_told(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A config that promises fewer layers than the checkpoint has is served, but not in silence."""
+    edit_config(copied, num_hidden_layers=2)
+    assert len(load(copied).spec.layers) == 2
+    assert "9 tensors are not used, the first is model.layers.2.input_layernorm.weight" in caplog.text
+
+
 def test_end_tokens_come_from_the_generation_config(copied: Path) -> None:
     """Where generation_config.json names several end tokens, all of them end a sequence."""
     assert load(copied).spec.eos_token_ids == (2,)

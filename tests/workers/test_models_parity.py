@@ -146,3 +146,22 @@ def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
     with torch.inference_mode():
         wanted = reference(torch.tensor([prompt])).logits[0, -1]
     torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 512)])[0], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
+def test_bfloat16_rounds_no_worse_than_transformers(arch: str, checkpoint_directory: Path) -> None:
+    """In bfloat16 our logits are about as far from float32's as transformers' own bfloat16 logits are."""
+    path = tiny_checkpoint(arch, checkpoint_directory)
+    prompt = prompts_of(arch)[0]
+
+    def reference(dtype: torch.dtype) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        with torch.inference_mode():
+            logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].float()
+        return logits
+
+    driver = Driver(load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu"))
+    sequence = driver.start(prompt, 0)
+    ours = torch.stack([driver.step([(sequence, 1)])[0] for _ in prompt])
+    exact = reference(torch.float32)
+    assert (ours - exact).square().mean() < 1.5 * (reference(torch.bfloat16) - exact).square().mean()
