@@ -59,9 +59,27 @@ class GroupKeeper:
         self._actors: list[launch.Actor] = []
         self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
 
+    async def adopt(self) -> None:
+        """Takes over ranks that a former supervisor has started, if all of them serve; else ends what is left."""
+        incarnation, self._actors = launch.find_ranks(self._config.name, self._config.tp)
+        self.state = replace(self.state, restarts=incarnation)
+        if not self._actors:
+            return
+        try:
+            await self._read_progress()
+            serves = len(self._actors) == self._config.tp and self._all_serve()
+        except RankEnded:
+            serves = False
+        if serves:
+            self._lives = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
+            self.state = replace(self.state, state="serving", address=self.state.ranks[0].address)
+            _log.info("%s is adopted", self._config.name)
+        else:
+            self._kill()
+            self.state = replace(self.state, restarts=incarnation + 1)
+
     async def keep(self) -> None:
         """Holds the group up until cancelled; gives up only on one that has never served."""
-        await self._adopt()
         has_served, failures = bool(self._lives), 0
         while True:
             began = time.monotonic()
@@ -82,32 +100,14 @@ class GroupKeeper:
             await asyncio.sleep(backoff_seconds(failures))
             self._change(state="starting", restarts=self.state.restarts + 1)
 
-    async def stop(self) -> None:
-        """Ends the ranks, first with a word, then without."""
-        if self._actors:
+    async def stop(self, *, now: bool) -> None:
+        """Ends the ranks, first with a word (unless `now`), then without."""
+        if self._actors and not now:
             with suppress(RayError):
                 await self._actors[0].stop.remote()
             if self._lives:
                 await asyncio.wait(self._lives, timeout=_STOP_SECONDS)
         self._kill()
-
-    async def _adopt(self) -> None:
-        """Takes over ranks that a former supervisor has started, if all of them serve; else ends what is left."""
-        incarnation, self._actors = launch.find_ranks(self._config.name, self._config.tp)
-        self.state = replace(self.state, restarts=incarnation)
-        if not self._actors:
-            return
-        try:
-            await self._read_progress()
-            serves = len(self._actors) == self._config.tp and self._all_serve()
-        except RankEnded:
-            serves = False
-        if serves:
-            self._lives = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
-            _log.info("%s is adopted", self._config.name)
-        else:
-            self._kill()
-            self.state = replace(self.state, restarts=incarnation + 1)
 
     async def _start(self) -> None:
         """Returns once every rank serves; raises RankEnded when one cannot."""

@@ -29,7 +29,7 @@ class RouterKeeper:
         self.failure = ""
         self._config = config
         self._actor: launch.Actor | None = None
-        self._groups: list[GroupAddress] = []
+        self._groups: list[GroupAddress] | None = None  # not yet known
 
     async def keep(self) -> None:
         """Holds the router up until cancelled; gives up only on one that has never served."""
@@ -76,9 +76,9 @@ class RouterKeeper:
             return bool(await self._actor.drain.remote(None))
         return False
 
-    async def stop(self) -> None:
-        """Ends the router."""
-        if self._actor is not None:
+    async def stop(self, *, now: bool) -> None:
+        """Ends the router, first with a word (unless `now`), then without."""
+        if self._actor is not None and not now:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._actor.stop.remote()
@@ -91,7 +91,7 @@ class RouterKeeper:
             await actor.status.remote()
 
     def _send_groups(self) -> None:
-        if self._actor is not None and self.address:
+        if self._actor is not None and self.address and self._groups is not None:
             self._actor.set_groups.remote(self._groups)
 
     def _kill(self) -> None:

@@ -4,11 +4,13 @@ It only watches: on a cluster of its own choosing the supervisor goes on without
 again. A Ray that it started ends with it. Ray is imported once the settings are known to make sense.
 """
 
+import math
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
+_STOP_SECONDS = 15.0
 _EXIT_FORCED = 130
 
 
@@ -73,10 +76,14 @@ def serve(
 
 
 class Signals:
-    """The first SIGINT or SIGTERM asks to drain; the second interrupts whatever is being waited for."""
+    """The first SIGINT or SIGTERM asks to drain, the second to stop at once.
+
+    Both are only noted here: an exception out of a handler would tear through Ray's own code.
+    """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
+        self.forced = threading.Event()
         self.install()
 
     def install(self) -> None:
@@ -85,13 +92,7 @@ class Signals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked.is_set():
-            raise Forced
-        self.asked.set()
-
-
-class Forced(BaseException):
-    """A second signal: stop at once."""
+        (self.forced if self.asked.is_set() else self.asked).set()
 
 
 class Serving:
@@ -122,16 +123,10 @@ class Serving:
                 self._console.print(ready_line(self._config, state), soft_wrap=True)
                 self._watch(state)
                 self._drain()
-            self._stop()
-            return 0
-        except Forced:
-            self._stop(wait=False)
-            return _EXIT_FORCED
-        except CoatcheckError:
-            self._stop()
-            raise
         finally:
+            self._stop()
             ray.shutdown()
+        return _EXIT_FORCED if self._signals.forced.is_set() else 0
 
     def _find_or_start_supervisor(self) -> Any:
         import ray
@@ -171,28 +166,31 @@ class Serving:
                     self._console.print(f"{group.name} is {group.state}{reason}", soft_wrap=True)
 
     def _drain(self) -> None:
-        import ray
-
         with self._console.status("draining: running requests end first; once more to stop at once"):
-            drained = self._supervisor.drain.remote()
-            while not ray.wait([drained], timeout=_POLL_SECONDS)[0]:
-                pass  # in short waits, so that a second signal gets through
+            self._wait_for(self._supervisor.drain.remote())
 
-    def _stop(self, *, wait: bool = True) -> None:
+    def _stop(self) -> None:
         """Ends everything that the supervisor holds, then the supervisor."""
         import ray
         from ray.exceptions import RayError
 
         if self._supervisor is None:
             return
-        try:
-            stopping = self._supervisor.stop.remote()
-            if wait or self._config.ray_address is not None:
-                ray.wait([stopping], timeout=15.0 if wait else 5.0)
+        with suppress(RayError):  # of a Ray that is gone: then so is all that ran on it
+            if not self._signals.forced.is_set():
+                self._wait_for(self._supervisor.stop.remote(), _STOP_SECONDS)
+            elif self._config.ray_address is not None:  # on our own Ray everything ends with it
+                ray.wait([self._supervisor.stop.remote(now=True)], timeout=_STOP_SECONDS)
             ray.kill(self._supervisor)
-        except RayError as error:
-            self._console.print(f"while stopping: {type(error).__name__}")
-        self._supervisor = None
+
+    def _wait_for(self, answer: Any, seconds: float = math.inf) -> None:
+        """Until the answer is there, a second signal comes or the time is up."""
+        import ray
+
+        deadline = time.monotonic() + seconds
+        while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
+            if self._signals.forced.is_set() or time.monotonic() > deadline:
+                return
 
     def _state(self) -> "ClusterState":
         import ray
@@ -231,7 +229,8 @@ def _check_port(config: ServeConfig) -> None:
         socket.create_server((config.grpc_host, config.grpc_port)).close()
     except OSError as error:
         where = f"{config.grpc_host}:{config.grpc_port}"
-        raise InvalidConfig(f"cannot listen on {where}: {error.strerror}; choose another --grpc-port") from None
+        reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
+        raise InvalidConfig(f"cannot listen on {where}: {reason}; choose another --grpc-port") from None
 
 
 def _fail(message: str, *, code: int = 1) -> None:

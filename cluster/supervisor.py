@@ -54,11 +54,11 @@ class Supervisor:
         """Lets no new request in and waits for those that run."""
         return await self._router.drain()
 
-    async def stop(self) -> None:
+    async def stop(self, *, now: bool = False) -> None:
         """Ends the router and every rank, and gives their places back; the actor itself is for the caller to end."""
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
-        await asyncio.gather(self._router.stop(), *(keeper.stop() for keeper in self._groups))
+        await asyncio.gather(self._router.stop(now=now), *(keeper.stop(now=now) for keeper in self._groups))
         for reserved in self._reserved:
             ray.util.remove_placement_group(reserved)
 
@@ -68,6 +68,9 @@ class Supervisor:
             async with asyncio.TaskGroup() as lives:
                 lives.create_task(self._router.keep())
                 await self._reserve()
+                # All are known before the router hears of any, so that it drops none that a restart has found running.
+                await asyncio.gather(*(keeper.adopt() for keeper in self._groups))
+                self._tell_router()
                 for keeper in self._groups:
                     lives.create_task(keeper.keep())
         except* Exception as errors:

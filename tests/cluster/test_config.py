@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from coatcheck.cluster.config import ServeConfig, parse_memory
 from coatcheck.proto.errors import InvalidConfig
 

@@ -1,0 +1,125 @@
+"""Serving: `coatcheck serve` as a process, as an operator runs it, and what may be seen of it from outside."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
+
+
+def coatcheck(*arguments: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """A command run to its end."""
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=seconds)
+
+
+def until(holds: Callable[[], bool], what: str, seconds: float = 45.0) -> None:
+    """Polls until it holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.1)
+
+
+class Serving:
+    """A context manager; `address` is there once it is ready."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
+        self.address = ""
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Self:
+        # A session of its own, so that a signal to its group is what Ctrl-C in a terminal sends.
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", *self._arguments],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def wait_ready(self) -> str:
+        """The one line that it prints when all serve."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(r"^ready: .* at (\S+),", line):
+                self.address = found[1]
+                return line
+        raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
+
+    def rest(self) -> str:
+        """What it prints from here to its end."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def generate(self, prompt: str, *arguments: str) -> dict[str, Any]:
+        """One answer, as `generate --json` prints it."""
+        done = coatcheck("generate", prompt, "--address", self.address, "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def status(self) -> dict[str, Any]:
+        """As `status --json` prints it."""
+        done = coatcheck("status", "--address", self.address, "--json")
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def group(self, name: str) -> dict[str, Any]:
+        """One group's status; empty while the router does not answer."""
+        done = coatcheck("status", "--address", self.address, "--json")
+        groups = json.loads(done.stdout)["groups"] if done.returncode == 0 else []
+        return next((group for group in groups if group["name"] == name), {})
+
+    def actor(self, title: str) -> int:
+        """The process of an actor of this cluster, by its class; 0 when there is none."""
+        mine = self.descendants()
+        return next((pid for pid, command in mine.items() if command.startswith(f"ray::{title}")), 0)
+
+    def descendants(self) -> dict[int, str]:
+        """Every process below this one, with its command line."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except (OSError, IndexError):
+                    continue  # it has just ended
+                children.setdefault(parent, []).append(int(entry.name))
+        found, pending = {}, [self.process.pid]
+        while pending:
+            for pid in children.get(pending.pop(), []):
+                pending.append(pid)
+                try:
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                except OSError:
+                    continue
+        return found
+
+
+def kill(pid: int) -> None:
+    """kill -9."""
+    assert pid, "there is no such process"
+    os.kill(pid, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,190 @@
+"""The whole path as an operator and a client see it: real Ray, real ranks over gloo, real gRPC, kill -9."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.serving import COMMAND, Serving, coatcheck, kill, lives, until
+
+PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model: Path) -> Iterator[Serving]:
+    """Two groups of two ranks, shared by the tests of this file; the last one ends it."""
+    with Serving(str(tiny_model), "--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB") as serving:
+        line = serving.wait_ready()
+        assert "2 groups x tp 2" in line and "blocks of 16 tokens" in line
+        yield serving
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["/nowhere/model"], 2, "model directory /nowhere/model does not exist"),
+        (["some/model", "--tp", "0"], 2, "tp is 0"),
+        (["some/model", "--kv-memory", "lots"], 2, "kv-memory is 'lots'"),
+        (["some/model", "--config", "/nowhere.yaml"], 2, "No such file"),
+        ([], 2, "model is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], code: int, message: str) -> None:
+    """A setting that cannot be is answered within seconds by one line that says what to change."""
+    done = coatcheck("serve", *arguments, seconds=20)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+    assert done.stderr.startswith("error: ") and message in done.stderr
+
+
+def test_a_taken_port_is_named(tiny_model: Path) -> None:
+    """A port that somebody else holds is refused with its number, before Ray starts."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = coatcheck("serve", str(tiny_model), "--grpc-port", str(port), seconds=20)
+    assert done.returncode == 2
+    said = f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --grpc-port"
+    assert done.stderr == f"error: {said}\n"
+
+
+def test_what_the_cluster_lacks_is_named(tiny_model: Path) -> None:
+    """More GPUs than there are is refused with both numbers, not waited for."""
+    done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "2 groups with tp 2 need 4 GPUs, and this Ray cluster has 0 free" in done.stderr
+
+
+def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
+    """A tp that divides nothing ends the command with the rank's own reason, and nothing stays behind."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--tp", "3") as serving:
+        said = serving.rest()
+        assert serving.process.wait(20) == 1
+    assert said.startswith("error: ") and "tp" in said and "Traceback" not in said
+
+
+def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
+    """A follow-up that shares the prompt finds it in the cache, on the group that has it."""
+    first = serving.generate(PROMPT, "--max-tokens", "8", "--temperature", "0")
+    assert len(first["token_ids"]) == 8 and first["usage"]["completion"] == 8
+    after = serving.generate(PROMPT + first["text"], "--max-tokens", "8", "--temperature", "0")
+    assert after["group"] == first["group"]
+    assert after["usage"]["cached_device"] >= 16
+
+
+def test_status_shows_every_rank(serving: Serving) -> None:
+    """Status names groups and ranks with their processes, for people and for scripts."""
+    status = serving.status()
+    assert status["state"] == "serving" and status["hit_ratio"] > 0
+    assert [len(group["ranks"]) for group in status["groups"]] == [2, 2]
+    for group in status["groups"]:
+        assert group["state"] == "serving" and group["blocks_total"] > 0
+        assert all(rank["healthy"] and lives(rank["pid"]) and rank["steps"] > 0 for rank in group["ranks"])
+    table = coatcheck("status", "--address", serving.address).stdout
+    assert "group-0/0" in table and "group-1/1" in table and "TTFT" in table
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
+    """kill -9 of a rank amid a stream: another group ends it with the same tokens, and the group comes back."""
+    sampling = ["--max-tokens", "150", "--seed", "5", "--ignore-eos"]
+    undisturbed = serving.generate(PROMPT, *sampling)
+    group = serving.group(undisturbed["group"])
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(serving.generate(PROMPT, *sampling)))
+    thread.start()
+    until(lambda: serving.group(group["name"])["running"] == 1, "the stream runs")
+    kill(group["ranks"][rank]["pid"])
+    thread.join(30)
+    assert answers and answers[0]["token_ids"] == undisturbed["token_ids"]
+    assert answers[0]["moves"] == 1 and answers[0]["group"] != group["name"]
+    assert not lives(group["ranks"][1 - rank]["pid"]) or serving.group(group["name"])["state"] != "serving"
+    until(lambda: serving.group(group["name"])["state"] == "serving", "the group is back")
+    assert serving.group(group["name"])["restarts"] == group["restarts"] + 1
+
+
+def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
+    """kill -9 of the supervisor disturbs nothing: the next one adopts the ranks that run and still restarts them."""
+    before = {group["name"]: group for group in serving.status()["groups"]}
+    old = serving.actor("Supervisor")
+    kill(old)
+    assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+    until(lambda: serving.actor("Supervisor") not in (0, old), "the supervisor is back")
+    ranks = before["group-0"]["ranks"]
+    assert serving.group("group-0")["ranks"][0]["pid"] == ranks[0]["pid"]
+    kill(ranks[1]["pid"])
+    until(lambda: serving.group("group-0")["restarts"] > before["group-0"]["restarts"], "the group is started again")
+    until(lambda: serving.group("group-0")["state"] == "serving", "the group is back")
+    assert serving.group("group-1")["ranks"][0]["pid"] == before["group-1"]["ranks"][0]["pid"]
+
+
+def test_a_killed_router_comes_back_at_its_address(serving: Serving) -> None:
+    """kill -9 of the router: the next one listens at the same address and knows the groups."""
+    kill(serving.actor("RouterActor"))
+    until(lambda: serving.group("group-1").get("state") == "serving", "the router is back")
+    assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+
+
+def test_a_drained_group_gets_no_more_work(serving: Serving) -> None:
+    """`coatcheck drain GROUP` returns once nothing runs there, and new requests go elsewhere."""
+    done = coatcheck("drain", "group-0", "--address", serving.address)
+    assert (done.returncode, done.stdout) == (0, "group-0 is drained\n")
+    assert {serving.generate(PROMPT, "--max-tokens", "2")["group"] for _ in range(3)} == {"group-1"}
+    missing = coatcheck("drain", "group-9", "--address", serving.address)
+    assert missing.returncode == 1 and "group-9" in missing.stderr
+
+
+def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving) -> None:
+    """On SIGTERM the running stream ends whole, a new request is turned away, then every process is gone; exit 0."""
+    command = [
+        *COMMAND,
+        "generate",
+        PROMPT,
+        "--address",
+        serving.address,
+        "--max-tokens",
+        "150",
+        "--ignore-eos",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        until(lambda: serving.group("group-1")["running"] == 1, "the stream runs")
+        processes = serving.descendants()
+        serving.process.send_signal(signal.SIGTERM)
+        until(lambda: serving.status()["state"] == "draining", "it drains")
+        refused = coatcheck("generate", PROMPT, "--address", serving.address, "--timeout", "1")
+        assert refused.returncode != 0
+        assert '"completion": 150' in running.communicate(timeout=30)[0]
+    assert serving.process.wait(20) == 0
+    until(lambda: not any(lives(pid) for pid in processes), "every process is gone", 10)
+
+
+def test_a_second_signal_stops_at_once(tiny_model: Path) -> None:
+    """Ctrl-C twice while a stream runs: the command ends within seconds, non-zero, and nothing stays behind."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "64MiB") as serving:
+        serving.wait_ready()
+        endless = [
+            *COMMAND,
+            "generate",
+            PROMPT,
+            "--address",
+            serving.address,
+            "--max-tokens",
+            "150",
+            "--ignore-eos",
+            "--n",
+            "64",
+        ]
+        with subprocess.Popen(endless, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+            until(lambda: serving.group("group-0")["running"] > 1, "the stream runs")
+            processes = serving.descendants()
+            os.killpg(serving.process.pid, signal.SIGINT)
+            until(lambda: serving.status()["state"] == "draining", "it drains")
+            os.killpg(serving.process.pid, signal.SIGINT)
+            assert serving.process.wait(10) == 130, serving.rest()
+            running.kill()
+        until(lambda: not any(lives(pid) for pid in processes), "every process is gone", 10)
