@@ -114,7 +114,8 @@ def parallelise(
             case Role.HEAD:
                 wrapped = VocabHead(module, vocab_size, communicator)
             case Role.HEADS_NORM:
-                wrapped = HeadsNorm(module.weight, module.variance_epsilon, communicator)
+                eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+                wrapped = HeadsNorm(module.weight, eps, communicator)
         setattr(parent, leaf, wrapped)
 
 

@@ -20,7 +20,10 @@ Work = Callable[[Communicator, Any], Any]
 
 
 def run_ranks(size: int, work: Work, argument: Any, *, seconds: float = 100.0) -> list[Any]:
-    """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback."""
+    """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback.
+
+    Answers are plain Python values: a tensor's memory would go with the rank that sent it.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -12,6 +12,7 @@ from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.model import load_model
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.driver import Driver
+from tests.workers.ranks import run_ranks
 
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SERVED: dict[str, dict[str, Any]] = {
@@ -57,18 +58,53 @@ def write(model_type: str, directory: Path, **differences: Any) -> Path:
     return tiny_checkpoint(model_type, directory, config=config)
 
 
+PROMPT = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def logits_of(path: Path, communicator: Communicator) -> torch.Tensor:
+    """After two chunks and after a decode."""
+    driver = Driver(load_model(path, communicator=communicator, dtype="float32", device="cpu"))
+    sequence = driver.start(PROMPT, 1)
+    return torch.stack([driver.step([(sequence, n)])[0] for n in (20, 29, 1)])
+
+
+def wanted(path: Path) -> torch.Tensor:
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(torch.tensor([PROMPT])).logits[0, [19, 48, 49]]
+    return logits
+
+
 @pytest.mark.parametrize("model_type", SERVED)
 def test_served_architecture_equals_transformers(model_type: str, tmp_path: Path) -> None:
     """Logits of chunks and of a decode equal transformers' for the whole sequence at once."""
     path = write(model_type, tmp_path, **SERVED[model_type])
-    driver = Driver(load_model(path, communicator=Communicator(), dtype="float32", device="cpu"))
-    tokens = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(1)).tolist()
-    sequence = driver.start(tokens, 1)
-    logits = [driver.step([(sequence, n)])[0] for n in (20, 29, 1)]
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        wanted = reference(torch.tensor([tokens])).logits[0, [19, 48, 49]]
-    torch.testing.assert_close(torch.stack(logits), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(path, Communicator()), wanted(path), rtol=1e-3, atol=1e-3)
+
+
+def serve_all(communicator: Communicator, paths: dict[str, Path]) -> dict[str, list[list[float]] | str]:
+    """A rank's work: each architecture's logits, or why it is refused at this size."""
+    answers: dict[str, list[list[float]] | str] = {}
+    for model_type, path in paths.items():
+        try:
+            answers[model_type] = logits_of(path, communicator).tolist()
+        except InvalidModel as refusal:
+            answers[model_type] = str(refusal)
+    return answers
+
+
+@pytest.mark.full
+def test_two_ranks_equal_transformers_or_refuse(tmp_path: Path) -> None:
+    """Split over two ranks an architecture gives the same logits, or says that it is to be served with tp 1."""
+    paths = {model_type: write(model_type, tmp_path, **SERVED[model_type]) for model_type in SERVED}
+    for answers in run_ranks(2, serve_all, paths):
+        refused = {model_type for model_type, answer in answers.items() if isinstance(answer, str)}
+        assert refused == {"gpt_neox", "phi"}
+        for model_type, answer in answers.items():
+            if isinstance(answer, str):
+                assert answer.endswith("serve it with tp 1")
+            else:
+                torch.testing.assert_close(torch.tensor(answer), wanted(paths[model_type]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
