@@ -69,6 +69,7 @@ def serve(
     except InvalidConfig as error:
         _fail(str(error), code=2)
     try:
+        _check_ray(settings)
         code = Serving(settings, signals).run()
     except CoatcheckError as error:
         _fail(str(error))
@@ -231,6 +232,17 @@ def _check_port(config: ServeConfig) -> None:
         where = f"{config.grpc_host}:{config.grpc_port}"
         reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
         raise InvalidConfig(f"cannot listen on {where}: {reason}; choose another --grpc-port") from None
+
+
+def _check_ray(config: ServeConfig) -> None:
+    """Raises Unavailable when nothing listens at --ray-address: Ray itself would try for half a minute."""
+    host, _, port = (config.ray_address or "").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError as error:
+        raise Unavailable(f"no Ray cluster answers at {config.ray_address}: {error.strerror or error}") from None
 
 
 def _fail(message: str, *, code: int = 1) -> None:

@@ -30,8 +30,9 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 45.0) -> None:
 class Serving:
     """A context manager; `address` is there once it is ready."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self._arguments = arguments
+        self._environment = {**os.environ, **(environment or {})}
         self.address = ""
         self.lines: list[str] = []
 
@@ -43,6 +44,7 @@ class Serving:
             stdout=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
+            env=self._environment,
         )
         return self
 
