@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 8192
+HIDDEN = 768
+EMBEDDING_BYTES = VOCABULARY * HIDDEN * 2
 _MODULES = 300  # of the library, to train the tokenizer on: a few seconds
 
 
@@ -24,7 +26,7 @@ def make_checkpoint(directory: Path) -> Path:
         torch.manual_seed(0)
         config = LlamaConfig(
             num_hidden_layers=12,
-            hidden_size=768,
+            hidden_size=HIDDEN,
             num_attention_heads=12,
             num_key_value_heads=4,
             intermediate_size=2048,

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coatcheck.bench.checkpoint import VOCABULARY, make_checkpoint
+from coatcheck.bench.checkpoint import EMBEDDING_BYTES, VOCABULARY, make_checkpoint
 from coatcheck.bench.contestants import Coatcheck, Contestant, Transformers
 from coatcheck.bench.machine import describe_machine
 from coatcheck.bench.roof import matrix_throughput, read_bandwidth
@@ -68,11 +68,13 @@ def main(
     with TemporaryDirectory() as scratch:
         directory = make_checkpoint(checkpoint or Path(scratch) / "llama-82m")
         ours, theirs = Coatcheck(directory), Transformers(directory)
-        bandwidth, throughput = read_bandwidth(), matrix_throughput()
-        rows = []
+        roofs = [(read_bandwidth(), matrix_throughput())]
+        timed = []
         for case in CASES:
-            rows.append(measure(case, ours, theirs, rounds, steps, bandwidth, throughput))
-            bandwidth, throughput = max(bandwidth, read_bandwidth()), max(throughput, matrix_throughput())
+            timed.append((case, *measure(case, ours, theirs, rounds, steps)))
+            roofs.append((read_bandwidth(), matrix_throughput()))
+        bandwidth, throughput = map(max, zip(*roofs, strict=True))
+        rows = [judge(*row, ours, bandwidth, throughput) for row in timed]
     Console().print(as_table(rows, bandwidth, throughput))
     if json_path is not None:
         facts: dict[str, Any] = dict(describe_machine(), threads=threads, rounds=rounds, steps=steps)
@@ -81,10 +83,8 @@ def main(
         json_path.write_text(json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
-def measure(
-    case: Case, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int, bandwidth: float, throughput: float
-) -> Row:
-    """Alternates the two and compares their best rounds."""
+def measure(case: Case, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int) -> tuple[float, float]:
+    """Seconds of transformers and of ours, each in its best round; they take turns."""
     # Half of the decode steps come before the context is reached, half after.
     length = case.tokens - steps // 2 if case.batch else case.tokens
     prompts = np.random.default_rng(case.batch).integers(0, VOCABULARY, (rounds + 1, max(1, case.batch), length))
@@ -97,11 +97,16 @@ def measure(
     pairs = [(seconds(theirs, index), seconds(ours, index)) for index in range(rounds + 1)]
     # The first round warms both and is not counted.
     their_best, our_best = (min(times) for times in zip(*pairs[1:], strict=True))
+    return their_best, our_best
+
+
+def judge(case: Case, their_best: float, our_best: float, ours: Coatcheck, bandwidth: float, throughput: float) -> Row:
+    """The row of the table, with what the machine could do at most."""
     if case.batch:
         roof = (ours.weight_bytes + case.batch * case.tokens * ours.kv_bytes_per_token) / bandwidth
     else:
-        # Two operations a weight and token; attention and the head (one position) are left out.
-        roof = case.tokens * ours.weight_bytes / throughput
+        # Two operations a weight (of two bytes) and token; attention and the head, of one position, are left out.
+        roof = case.tokens * (ours.weight_bytes - EMBEDDING_BYTES) / throughput
     return Row(
         what=case.title,
         transformers_ms=their_best * 1e3,
