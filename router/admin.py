@@ -58,8 +58,8 @@ class Admin:
             raise NotFound(f"there is no group {message.group!r}; `status` lists them")
         link.draining = True
         self._groups.notify()
-        drained = await _finishes(link.idle(), timeout)
-        return DrainResponse(drained=drained, remaining_streams=link.active)
+        drained = await _finishes(link.tickets.idle(), timeout)
+        return DrainResponse(drained=drained, remaining_streams=len(link.tickets))
 
     async def drain_router(self, timeout: float | None) -> bool:
         """Stops new work and waits until the last request ends; whether it did in time."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ..proto.coatcheck_pb2 import (
     Delta,
@@ -34,6 +34,8 @@ from .tokenizer import TokenizerJson
 from .traffic import Traffic
 
 _T = TypeVar("_T")
+# Hashing more tokens than this takes over a millisecond, which is too long for the event loop.
+_LONG_PROMPT: Final = 16384
 
 
 class Generation:
@@ -125,7 +127,7 @@ class Generation:
             token_ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer))
         model = self._model()
         rooms = [capacity(registration) for _, registration in self._groups.serving()]
-        return admit(
+        request = admit(
             message,
             token_ids,
             vocab_size=model.vocab_size,
@@ -133,6 +135,9 @@ class Generation:
             capacity=max(rooms, default=model.max_model_len),
             rng=self._rng,
         )
+        if len(token_ids) > _LONG_PROMPT:
+            await self._aside(lambda: request.chain(model))
+        return request
 
     def _model(self) -> GetModelResponse:
         if self._groups.model is None:

@@ -23,15 +23,15 @@ from ..proto.worker_pb2 import (
     Refused,
     Registration,
     SnapshotRequest,
-    StepBatch,
     ToGroup,
 )
 from ..proto.worker_pb2_grpc import WorkerStub
 from .config import GROUP_MESSAGE_BYTES, MESSAGE_BYTES
+from .delivery import Delivery
 from .group_address import GroupAddress
 from .prefix_index import Outcome, PrefixIndex
 from .request import Request
-from .ticket import GroupLost, Ticket
+from .ticket import Declined, GroupLost, Ticket
 
 _log = logging.getLogger(__name__)
 _CHANNEL_OPTIONS = [
@@ -66,12 +66,10 @@ class GroupLink:
         self._index = index
         self._changed = changed
         self._silence = silence_seconds
-        self._tickets: dict[int, Ticket] = {}
+        self.tickets = Delivery()
         self._unreported: deque[tuple[float, int]] = deque()  # (when, tokens) sent since the load was measured
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._last_id = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._heard = 0.0
         self._task = asyncio.create_task(self._run(), name=f"link to {address.name}")
 
@@ -79,11 +77,6 @@ class GroupLink:
     def name(self) -> str:
         """The group's name."""
         return self.address.name
-
-    @property
-    def active(self) -> int:
-        """Submissions whose outputs are still awaited."""
-        return len(self._tickets)
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -98,8 +91,7 @@ class GroupLink:
             raise GroupLost(f"group {self.name} is not attached")
         self._last_id += 1
         ticket = Ticket(self.name, self._last_id, attempt, self._abort)
-        self._tickets[ticket.id] = ticket
-        self._idle.clear()
+        self.tickets.open(ticket)
         self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens))
         self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered)))
         return ticket
@@ -107,11 +99,7 @@ class GroupLink:
     def close_ticket(self, ticket: Ticket, finished: bool) -> None:
         """Nobody takes from it any more; unless the group has finished it, the group is told."""
         ticket.close(finished)
-        self._forget(ticket.id)
-
-    async def idle(self) -> None:
-        """Waits until nothing runs here for us."""
-        await self._idle.wait()
+        self.tickets.forget(ticket.id)
 
     async def close(self, reason: str) -> None:
         """The group is no longer ours; its requests fail over."""
@@ -185,7 +173,7 @@ class GroupLink:
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):
             case "batch":
-                self._deliver(message.batch)
+                self.tickets.deliver(message.batch.outputs)
             case "events":
                 self._apply(self._index.apply(self.name, message.events))
             case "load":
@@ -197,25 +185,11 @@ class GroupLink:
             case "registration":
                 self._register(message.registration)
 
-    def _deliver(self, batch: StepBatch) -> None:
-        tickets = self._tickets
-        for output in batch.outputs:
-            ticket = tickets.get(output.id)
-            if ticket is not None and ticket.attempt == output.attempt:
-                ticket.deliver(output)
-
     def _refuse(self, refused: Refused) -> None:
-        ticket = self._forget(refused.id)
+        ticket = self.tickets.forget(refused.id)
         if ticket is not None and ticket.attempt == refused.attempt:
             error = error_of(refused.code, refused.message)
-            # A group that takes no new work is as good as lost to this request; another one may take it.
-            ticket.fail(GroupLost(refused.message) if isinstance(error, Unavailable) else error)
-
-    def _forget(self, id: int) -> Ticket | None:
-        ticket = self._tickets.pop(id, None)
-        if not self._tickets:
-            self._idle.set()
-        return ticket
+            ticket.fail(Declined(refused.message) if isinstance(error, Unavailable) else error)
 
     def _register(self, registration: Registration) -> None:
         self.registration = registration
@@ -241,10 +215,7 @@ class GroupLink:
         self.load = Load()
         self._unreported.clear()
         self._index.remove_group(self.name)
-        tickets, self._tickets = self._tickets, {}
-        self._idle.set()
-        for ticket in tickets.values():
-            ticket.fail(GroupLost(f"group {self.name} is lost: {self.reason}"))
+        self.tickets.fail_all(GroupLost(f"group {self.name} is lost: {self.reason}"))
         if attached:
             self._changed()
         return attached

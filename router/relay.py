@@ -7,14 +7,14 @@ what has been delivered, so that the client sees one stream. It does not know ho
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from ..proto.coatcheck_pb2 import ChoiceEnd, Delta, Final, GenerateEvent, PromptLogprobs, Started, Usage
-from ..proto.errors import Poisoned
+from ..proto.errors import Poisoned, Unavailable
 from ..proto.worker_pb2 import SequenceOutput
 from .choice import Choice
 from .config import RouterConfig
 from .detokenizer import Detokenizer
 from .groups import Groups, Placement
 from .request import Request
-from .ticket import GroupLost
+from .ticket import Declined, GroupLost
 
 _MOST_DEATHS_IN_A_ROW = 2
 
@@ -35,6 +35,7 @@ class Relay:
         self._echoed = False  # whether the prompt's log-probabilities were passed on ...
         self._counted = False  # ... and what the first group found in its cache
         self._moves = 0
+        self._left: set[str] = set()  # groups that were lost or declined: tried again only if there is no other
         self._deaths = 0  # groups lost in a row, none of which delivered anything since the one before
 
     @property
@@ -86,7 +87,7 @@ class Relay:
             delivered,
             wait_seconds=wait_seconds,
             like=lost.model if lost else None,
-            avoid={lost.ticket.group} if lost else frozenset(),
+            avoid=self._left,
         )
         for choice in self._choices:
             if choice.finish_reason:  # a group cannot know where a stop string ended a choice
@@ -109,7 +110,11 @@ class Relay:
     async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
         placement.close(finished=True)
         self._placement = None
-        self._deaths += 1
+        self._left.add(placement.ticket.group)
+        declined = isinstance(lost, Declined)
+        self._deaths += not declined
+        if declined and self._moves >= self._config.max_moves:
+            raise Unavailable(f"no group takes this request: {lost}") from lost
         if self._deaths >= _MOST_DEATHS_IN_A_ROW or self._moves >= self._config.max_moves:
             raise Poisoned(
                 f"{self._moves + 1} groups were lost while they ran this request, {placement.ticket.group} the last; "

@@ -22,6 +22,7 @@ class Request:
     sampling: SamplingParams
     resume: Mapping[int, Sequence[int]] = field(default_factory=dict)
     cache_salt: str = ""
+    _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     @property
     def max_len(self) -> int:
@@ -30,9 +31,12 @@ class Request:
 
     def chain(self, model: GetModelResponse) -> list[bytes]:
         """The names of the prompt's blocks on a group of this model, without its last token: that one is always
-        computed, since its logits give the first output."""
-        key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint)
-        return hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
+        computed, since its logits give the first output. Computed once, for it may take long."""
+        kind = (model.name, model.fingerprint, model.block_size)
+        if kind not in self._chains:
+            key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint)
+            self._chains[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
+        return self._chains[kind]
 
     def submit(self, id: int, attempt: int, delivered: Mapping[int, Sequence[int]]) -> Submit:
         """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""

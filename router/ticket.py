@@ -15,15 +15,22 @@ class GroupLost(Exception):
     """The stream to the group has ended; the request can go on elsewhere."""
 
 
-class Ticket:
-    """Made by a link's `submit`; the relay that holds it closes it."""
+class Declined(GroupLost):
+    """The group lives, but takes no new work."""
 
-    __slots__ = ("_abort", "_error", "_outputs", "_waiter", "attempt", "group", "id")
+
+class Ticket:
+    """Made by a link's `submit`; the relay that holds it closes it. `round` is when its reader was last woken, 0 once
+    it is back; `on_return` is told."""
+
+    __slots__ = ("_abort", "_error", "_outputs", "_waiter", "attempt", "group", "id", "on_return", "round")
 
     def __init__(self, group: str, id: int, attempt: int, abort: Callable[[int, int | None], None]) -> None:
         self.group = group
         self.id = id
         self.attempt = attempt
+        self.round = 0
+        self.on_return: Callable[[int], None] | None = None
         self._abort = abort
         self._outputs: list[SequenceOutput] = []
         self._error: GroupLost | CoatcheckError | None = None
@@ -31,6 +38,9 @@ class Ticket:
 
     async def take(self) -> list[SequenceOutput]:
         """All that has come and was not taken yet, at least one; then raises GroupLost or the group's refusal."""
+        if self.round and self.on_return is not None:
+            round, self.round = self.round, 0
+            self.on_return(round)
         while not self._outputs:
             if self._error is not None:
                 raise self._error
@@ -40,14 +50,22 @@ class Ticket:
         return outputs
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Called by the link, once per output."""
+        """Called by the link, once per output; `wake` follows."""
         self._outputs.append(output)
-        self._wake()
+
+    def wake(self, round: int) -> bool:
+        """Called by the link: whoever waits in `take` goes on. Returns whether someone did wait."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return False
+        self.round = round
+        waiter.set_result(None)
+        return True
 
     def fail(self, error: GroupLost | CoatcheckError) -> None:
         """Called by the link: nothing more will come."""
         self._error = error
-        self._wake()
+        self.wake(0)
 
     def abort(self, choice: int) -> None:
         """One choice is wanted no longer."""
@@ -58,10 +76,3 @@ class Ticket:
         """Nobody takes any more; unless the group has finished, it is told."""
         if self._error is None and not finished:
             self._abort(self.id, None)
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)

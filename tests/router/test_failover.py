@@ -195,6 +195,15 @@ async def test_a_group_that_takes_no_work_passes_it_on(open_door: OpenDoor) -> N
         assert whole.final.group == "b" and len(whole.choices[0].token_ids) == 20
 
 
+async def test_groups_that_decline_do_not_make_a_request_poisonous(open_door: OpenDoor) -> None:
+    """When every group declines, the client hears that none serves, and may try again."""
+    door = await open_door(*(FakeGroup(name, refuse=(14, "shutting down")) for name in ("a", "b", "c")))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask())
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert sum(len(group.submits) for group in door.groups) == 4
+
+
 async def test_outputs_of_another_attempt_are_dropped(open_door: OpenDoor) -> None:
     """What a group says about an attempt that was given up, or about nobody's request, changes nothing."""
     group = FakeGroup(hold_after=2)

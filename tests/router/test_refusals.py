@@ -1,6 +1,7 @@
 """Bad input: each gets its status and a message that says what to change, and nothing else is disturbed."""
 
 import math
+import random
 
 import grpc
 import pytest
@@ -126,6 +127,32 @@ async def test_bytes_that_do_not_parse_are_the_clients_error(open_door: OpenDoor
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call(data)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_mutated_requests_never_break_the_router(open_door: OpenDoor) -> None:
+    """Whatever bytes come, the answer is a good one or the client's error, and nothing is left behind."""
+    door = await open_door(FakeGroup())
+    whole = GenerateRequest(
+        text="a fox",
+        sampling=SamplingParams(max_tokens=3, seed=1, n=2, stop=["x"], temperature=0.5, logit_bias={5: 1.0}),
+        resume=[Resumed(choice=1, token_ids=[5, 6])],
+    ).SerializeToString()
+    dice = random.Random(7)
+    call = door.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    seen = set()
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(dice.randint(1, 3)):
+            place = dice.randrange(len(data))
+            data[place : place + dice.randint(0, 2)] = dice.randbytes(dice.randint(0, 2))
+        try:
+            await call(bytes(data))
+            seen.add(grpc.StatusCode.OK)
+        except grpc.aio.AioRpcError as error:
+            seen.add(error.code())
+    assert seen == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+    assert door.router.traffic.active == 0
+    door.router.groups.index.check()
 
 
 async def test_another_model_is_not_found(open_door: OpenDoor) -> None:

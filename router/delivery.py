@@ -1,0 +1,94 @@
+"""Delivery: the tickets open on one link, and when their readers are woken.
+
+Writing a step to its streams takes a round: from the moment that the readers are woken until the last of them is back
+for more. Rounds take at most half of the time: a step that comes sooner waits, others join it, and each reader gets
+them as one delta. So tokens are passed on at once while there is time, and cost less each when there is not, whether
+that is for the number of streams or because others need the processor. It does not know how the outputs came.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+from ..proto.errors import CoatcheckError
+from ..proto.worker_pb2 import SequenceOutput
+from .ticket import GroupLost, Ticket
+
+_LONGEST_WAIT_SECONDS: Final = 0.025
+
+
+class Delivery:
+    """Made by a link, inside its event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tickets: dict[int, Ticket] = {}
+        self._fresh: list[Ticket] = []  # have outputs, and are to be woken
+        self._round = 0
+        self._round_began = 0.0
+        self._round_seconds = 0.0  # of the last whole one
+        self._away = 0  # readers woken in this round that are not back
+        self._waiting = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def open(self, ticket: Ticket) -> None:
+        """Its outputs are awaited from now on."""
+        ticket.on_return = self._returned
+        self._tickets[ticket.id] = ticket
+        self._idle.clear()
+
+    def forget(self, id: int) -> Ticket | None:
+        """Nothing more is awaited; returns the ticket if it was open."""
+        ticket = self._tickets.pop(id, None)
+        if ticket is not None:
+            self._returned(ticket.round)
+        if not self._tickets:
+            self._idle.set()
+        return ticket
+
+    async def idle(self) -> None:
+        """Waits until no ticket is open."""
+        await self._idle.wait()
+
+    def fail_all(self, error: GroupLost | CoatcheckError) -> None:
+        """Nothing more comes for anyone."""
+        tickets, self._tickets = self._tickets, {}
+        self._idle.set()
+        for ticket in tickets.values():
+            ticket.fail(error)
+
+    def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Hands out a step; outputs that nobody awaits, and those of an attempt that was given up, are dropped."""
+        tickets, fresh = self._tickets, self._fresh
+        for output in outputs:
+            ticket = tickets.get(output.id)
+            if ticket is not None and ticket.attempt == output.attempt:
+                ticket.deliver(output)
+                fresh.append(ticket)
+        if self._waiting:
+            return
+        taken = self._loop.time() - self._round_began
+        pause = 2 * max(self._round_seconds, taken if self._away else 0.0) - taken
+        if pause > 0:
+            self._waiting = True
+            self._loop.call_later(min(pause, _LONGEST_WAIT_SECONDS), self._wake)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._waiting = False
+        fresh, self._fresh = self._fresh, []
+        self._round += 1
+        self._round_began = self._loop.time()
+        # A reader whose client does not read is not there to be woken, and does not hold up later rounds.
+        self._away = sum([ticket.wake(self._round) for ticket in fresh])
+
+    def _returned(self, round: int) -> None:
+        if round == self._round and self._away:
+            self._away -= 1
+            if not self._away:
+                self._round_seconds = self._loop.time() - self._round_began
