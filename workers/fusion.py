@@ -21,6 +21,7 @@ from ..kernels.silu_mul import silu_mul
 from .attention import AttentionCall, KVPools
 from .attention_metadata import AttentionMetadata
 from .model_spec import LayerSpec
+from .wanted import Wanted
 
 Step = Callable[[Tensor], Tensor]
 
@@ -67,12 +68,16 @@ class FusedBody:
         self._kinds = tuple(dict.fromkeys(kinds))  # which rotary each layer takes, where there are several
         self._layers = list(zip(layers, kinds, strict=True))
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
+    ) -> Tensor:
         hidden: Tensor = self.embed_tokens(input_ids)
         turns = {kind: self._turn(hidden, positions, kind) for kind in self._kinds}
         residual: Tensor | None = None
-        for (layer, kind), cache in zip(self._layers, kv, strict=True):
-            hidden, residual = layer(hidden, residual, turns[kind], metadata, cache)
+        last = len(self._layers) - 1
+        for index, ((layer, kind), cache) in enumerate(zip(self._layers, kv, strict=True)):
+            rows = wanted if index == last else None
+            hidden, residual = layer(hidden, residual, turns[kind], metadata, cache, rows)
         assert residual is not None
         return self.norm.after_adding(hidden, residual)[0]
 
@@ -115,13 +120,16 @@ class FusedLayer:
         turn: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
         cache: tuple[Tensor, Tensor],
+        wanted: Wanted | None,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (x, residual), both [T, hidden], whose sum is the layer's output."""
+        """x [T, hidden] -> (x, residual), both [T, hidden] or [R, hidden], whose sum is the layer's output."""
         if residual is None:
             x, residual = self.first_norm(x), x
         else:
             x, residual = self.first_norm.after_adding(x, residual)
-        x = self.output(self._attend(self.qkv(x), turn, metadata, cache))
+        x = self.output(self._attend(self.qkv(x), turn, metadata, cache, wanted))
+        if wanted is not None:
+            residual = residual[wanted.tokens]
         if self.attention_norm is not None:
             x = self.attention_norm(x)
         x, residual = self.second_norm.after_adding(x, residual)
@@ -134,12 +142,15 @@ class FusedLayer:
         turn: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
         cache: tuple[Tensor, Tensor],
+        wanted: Wanted | None,
     ) -> Tensor:
         spec = self.spec
         q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotary_and_store(q, k, v, *turn, *cache, metadata.slot_mapping)
+        if wanted is not None:
+            q, metadata = q[wanted.tokens], wanted.narrow(metadata)
         out = paged_attention(
             q,
             *cache,
@@ -151,7 +162,7 @@ class FusedLayer:
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
         )
-        return out.view(qkv.shape[0], -1)
+        return out.flatten(1)
 
 
 def _fused_mlp(mlp: Any) -> Step:

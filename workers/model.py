@@ -24,9 +24,10 @@ from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len
 from .sharding import Shard, plan_sharding
 from .skeleton import build_skeleton, check_complete, choose_dtype, read_config
+from .wanted import Wanted
 from .weights import Progress, load_weights
 
-Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools], Tensor]
+Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, Wanted | None], Tensor]
 
 
 class Model:
@@ -38,9 +39,19 @@ class Model:
         self._head = head
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
-        """int64 [T], int64 [T] -> [T, hidden_size], the final norm applied; writes the tokens' KV."""
-        return self._body(input_ids, positions, metadata, kv)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVPools,
+        wanted: Wanted | None = None,
+    ) -> Tensor:
+        """int64 [T], int64 [T] -> [T, hidden_size], or [R, hidden_size] of those wanted; writes all tokens' KV.
+
+        The final norm is applied.
+        """
+        return self._body(input_ids, positions, metadata, kv, wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -55,7 +66,9 @@ class TransformersBody:
         self.base = base
         pack_linears(base)
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
+    ) -> Tensor:
         hidden: Tensor = self.base(
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -63,7 +76,7 @@ class TransformersBody:
             attention_metadata=metadata,
             kv_pools=kv,
         ).last_hidden_state
-        return hidden[0]
+        return hidden[0] if wanted is None else hidden[0, wanted.tokens]
 
 
 def load_model(

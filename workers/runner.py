@@ -19,6 +19,7 @@ from .model import Model
 from .sampler import Sampler, report_logprobs
 from .step_output import TokenLogprob
 from .step_plan import Row, StepPlan
+from .wanted import Wanted
 
 _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
 
@@ -66,8 +67,15 @@ class ModelRunner:
         self._copy_blocks(plan.copies)
         if not plan.rows:
             return DeviceStep(0, [], torch.empty(0, dtype=torch.int64), {}, {})
-        hidden = self._forward(plan.rows)
-        return self._sample(plan.rows, hidden)
+        scores_prompt = any(self._sampler.wants_prompt_logprobs(row.slot) is not None for row in plan.rows)
+        wanted = None if scores_prompt else self._wanted(plan.rows)
+        hidden = self._forward(plan.rows, wanted)
+        if not scores_prompt:
+            return self._sample(plan.rows, hidden, {})
+        ends = list(accumulate(row.num_tokens for row in plan.rows))
+        reports = self._prompt_logprobs(plan.rows, ends, hidden)
+        last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.sample]
+        return self._sample(plan.rows, hidden[last], reports)
 
     def _update_mirror(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -89,8 +97,17 @@ class ModelRunner:
             pairs = torch.tensor(batch, dtype=torch.int64, device=self._device).T.contiguous()
             copy_blocks(self.pool, pairs[0], pairs[1])
 
-    def _forward(self, rows: list[Row]) -> Tensor:
-        """Hidden states [T, hidden] of every token of the rows."""
+    def _wanted(self, rows: list[Row]) -> Wanted | None:
+        """The tokens that are sampled after; None when that is every token, as when all rows decode."""
+        if all(row.sample and row.num_tokens == 1 for row in rows):
+            return None
+        ends = accumulate(row.num_tokens for row in rows)
+        tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
+        counts = accumulate((int(row.sample) for row in rows), initial=0)
+        return Wanted(torch.tensor(tokens, dtype=torch.int64, device=self._device), self._int32(list(counts)))
+
+    def _forward(self, rows: list[Row], wanted: Wanted | None) -> Tensor:
+        """Hidden states [T, hidden] of every token of the rows, or [R, hidden] of those wanted."""
         lens = [row.num_tokens for row in rows]
         cu = list(accumulate(lens, initial=0))
         longest = max(lens)
@@ -114,16 +131,15 @@ class ModelRunner:
             max_seqlen_q=longest,
             max_seq_len=max_seq_len,
         )
-        return self.model.forward(self._tokens[token_slots, positions].long(), positions, metadata, self._kv)
+        ids = self._tokens[token_slots, positions].long()
+        return self.model.forward(ids, positions, metadata, self._kv, wanted)
 
-    def _sample(self, rows: list[Row], hidden: Tensor) -> DeviceStep:
-        ends = list(accumulate(row.num_tokens for row in rows))
-        prompt_logprobs = self._prompt_logprobs(rows, ends, hidden)
+    def _sample(self, rows: list[Row], hidden: Tensor, prompt_logprobs: dict[int, list[TokenLogprob]]) -> DeviceStep:
+        """Draws after each row that samples; `hidden` [R, hidden] holds those rows' last tokens."""
         sampled = [index for index, row in enumerate(rows) if row.sample]
         if not sampled:
             return DeviceStep(len(rows), [], torch.empty(0, dtype=torch.int64), {}, prompt_logprobs)
-        last = hidden if len(sampled) == hidden.shape[0] else hidden[[ends[index] - 1 for index in sampled]]
-        logits = self.model.logits(last)
+        logits = self.model.logits(hidden)
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
         counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.wants_logprobs(slot)) is not None}

@@ -4,6 +4,7 @@ It stands in for the engine in tests of the model alone; it does not sample, sha
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from coatcheck.workers.attention_metadata import AttentionMetadata
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.model import Model
+from coatcheck.workers.wanted import Wanted
 
 
 @dataclass(slots=True)
@@ -43,8 +45,9 @@ class Driver:
         assert len(blocks) == count, "the test needs a larger pool"
         return Running(list(tokens), blocks)
 
-    def step(self, work: list[tuple[Running, int]]) -> Tensor:
-        """One forward pass over the next `n` tokens of each sequence; logits [S, vocab] after each one's last."""
+    def step(self, work: list[tuple[Running, int]], *, sample_chunks: bool = True) -> Tensor:
+        """One forward pass over the next `n` tokens of each sequence; logits [R, vocab] after each one's last, those
+        still incomplete only if `sample_chunks`."""
         ids, positions, slots, lens, starts = [], [], [], [], [0]
         size = self.layout.block_size
         for sequence, n in work:
@@ -66,8 +69,14 @@ class Driver:
             max_seqlen_q=max(n for _, n in work),
             max_seq_len=max(lens),
         )
-        hidden = self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.kv)
-        return self.model.logits(hidden[torch.tensor(starts[1:]) - 1])
+        whole = [sample_chunks or sequence.computed == len(sequence.tokens) for sequence, _ in work]
+        wanted = Wanted(
+            torch.tensor([end - 1 for end, last in zip(starts[1:], whole, strict=True) if last], dtype=torch.int64),
+            torch.tensor([0, *accumulate(whole)], dtype=torch.int32),
+        )
+        return self.model.logits(
+            self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.kv, wanted)
+        )
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
         """Greedy tokens; sequence i joins at step i * stagger, so that its prefill meets the others' decodes."""
@@ -78,10 +87,11 @@ class Driver:
                 running.append(waiting.pop(0))
             if running:
                 work = [(s, min(chunk, len(s.tokens) - s.computed)) for s in running]
-                for (sequence, _), row in zip(work, self.step(work), strict=True):
-                    if sequence.computed == len(sequence.tokens):
-                        sequence.output.append(int(row.argmax()))
-                        sequence.tokens.append(sequence.output[-1])
+                logits = self.step(work, sample_chunks=False)
+                whole = [s for s in running if s.computed == len(s.tokens)]
+                for sequence, row in zip(whole, logits, strict=True):
+                    sequence.output.append(int(row.argmax()))
+                    sequence.tokens.append(sequence.output[-1])
                 running = [s for s in running if len(s.output) < max_tokens]
             step += 1
         return [s.output for s in everyone]
