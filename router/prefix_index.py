@@ -119,15 +119,16 @@ class PrefixIndex:
         host_only: dict[int, int] = {}
         alive = self._live
         for depth, block in enumerate(chain):
-            device = on_device.get(block, 0)
-            held = device | on_host.get(block, 0)
-            for bit in _bits(alive & ~held):
+            if not (missing := alive & ~on_device.get(block, 0)):
+                continue
+            hosting = missing & on_host.get(block, 0)
+            for bit in _bits(hosting):
+                host_only[bit] = host_only.get(bit, 0) + 1
+            for bit in _bits(missing ^ hosting):
                 length[bit] = depth
-            alive &= held
+            alive &= ~missing | hosting
             if not alive:
                 break
-            for bit in _bits(alive & ~device):
-                host_only[bit] = host_only.get(bit, 0) + 1
         for bit in _bits(alive):
             length[bit] = len(chain)
         counts = ((bit, blocks, host_only.get(bit, 0)) for bit, blocks in length.items() if blocks)

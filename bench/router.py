@@ -1,0 +1,227 @@
+"""What the front door costs: tokens relayed from one group to many gRPC streams by one router process on one core.
+
+Three processes: a scripted group (a real Worker service that only counts), this one with the router, and a client that
+reads and counts. Paced, the group makes steps at a fixed rate, as an engine does; flooded, as fast as it is read. Then
+what one decision costs: an 8k-token prompt, 64 groups, a million indexed blocks.
+
+    python bench/router.py [--streams 64] [--tokens 500] [--pace 100] [--json out.json]
+"""
+
+import asyncio
+import json
+import multiprocessing
+import random
+import time
+import timeit
+import tracemalloc
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from coatcheck.proto.block_hash import block_key, hash_chain
+from coatcheck.proto.coatcheck_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_UNSPECIFIED,
+    GenerateEvent,
+    GenerateRequest,
+    GetModelResponse,
+    SamplingParams,
+    TokenIds,
+)
+from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.worker_pb2 import (
+    TIER_DEVICE,
+    FromGroup,
+    KvEvent,
+    Load,
+    Registration,
+    SequenceOutput,
+    SnapshotChunk,
+    StepBatch,
+    Submit,
+    ToGroup,
+)
+from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.policy import Candidate, choose
+from coatcheck.router.prefix_index import PrefixIndex
+from coatcheck.router.server import Router
+from coatcheck.router.tokenizer import TokenizerJson
+
+VOCAB = 256
+
+
+def _run_group(pipe: Connection, streams: int, pace: float) -> None:
+    """A group that answers `streams` requests in lockstep, a token each per step."""
+
+    class Counting(WorkerServicer):
+        async def Attach(self, requests: object, context: "grpc.aio.ServicerContext[ToGroup, FromGroup]") -> None:
+            await context.read()
+            model = GetModelResponse(name="m", max_model_len=1 << 20, vocab_size=VOCAB, block_size=16)
+            await context.write(
+                FromGroup(registration=Registration(group="g", epoch="1", model=model, num_blocks=99999))
+            )
+            await context.write(FromGroup(snapshot=SnapshotChunk(epoch="1", first=True, last=True)))
+            while True:
+                submits: list[Submit] = []
+                while len(submits) < streams:
+                    message = await context.read()
+                    if isinstance(message, ToGroup) and message.HasField("submit"):
+                        submits.append(message.submit)
+                ids = [submit.id for submit in submits]
+                await self._steps(context, ids, submits[0].sampling.max_tokens)
+
+        async def _steps(
+            self, context: "grpc.aio.ServicerContext[ToGroup, FromGroup]", ids: list[int], steps: int
+        ) -> None:
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            for step in range(steps):
+                last = FINISH_REASON_LENGTH if step + 1 == steps else FINISH_REASON_UNSPECIFIED
+                outputs = [SequenceOutput(id=id, token_ids=[97 + step % 26], finish_reason=last) for id in ids]
+                await context.write(FromGroup(batch=StepBatch(step=step, outputs=outputs)))
+                if step % 50 == 0:
+                    await context.write(FromGroup(load=Load()))
+                if pace:
+                    await asyncio.sleep(began + (step + 1) / pace - clock())
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        add_WorkerServicer_to_server(Counting(), server)  # type: ignore[no-untyped-call]  # made by protoc
+        pipe.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+        await server.stop(0)
+
+    asyncio.run(serve())
+
+
+def _run_client(pipe: Connection, address: str, streams: int, tokens: int) -> None:
+    """Reads all streams to their end; sends back (tokens, deltas, seconds)."""
+
+    async def read(stub: GenerationStub) -> tuple[int, int]:
+        sampling = SamplingParams(max_tokens=tokens, seed=1)
+        call = stub.GenerateStream(GenerateRequest(token_ids=TokenIds(ids=[65] * 16), sampling=sampling))
+        count = deltas = 0
+        while isinstance(event := await call.read(), GenerateEvent):  # else it is the end
+            if event.HasField("delta"):
+                count += len(event.delta.token_ids)
+                deltas += 1
+        return count, deltas
+
+    async def main() -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            await channel.channel_ready()
+            began = time.perf_counter()
+            stub = GenerationStub(channel)  # type: ignore[no-untyped-call]  # made by protoc
+            counts = await asyncio.gather(*(read(stub) for _ in range(streams)))
+            pipe.send((sum(c for c, _ in counts), sum(d for _, d in counts), time.perf_counter() - began))
+
+    asyncio.run(main())
+
+
+def _tokenizer() -> TokenizerJson:
+    vocab = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerJson(tokenizer, None)
+
+
+async def _measure(streams: int, tokens: int, pace: float) -> dict[str, float]:
+    processes = multiprocessing.get_context("spawn")
+    group_pipe, group_end = processes.Pipe()
+    client_pipe, client_end = processes.Pipe()
+    group = processes.Process(target=_run_group, args=(group_end, streams, pace), daemon=True)
+    group.start()
+    aside = asyncio.get_running_loop().run_in_executor
+    port = await aside(None, group_pipe.recv)
+    router = Router(RouterConfig(model="m"), _tokenizer())
+    address = await router.start()
+    await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
+    while not router.groups.serving():
+        await router.groups.next_change.wait()
+    client = processes.Process(target=_run_client, args=(client_end, address, streams, tokens), daemon=True)
+    before = time.process_time()
+    client.start()
+    count, deltas, seconds = await aside(None, client_pipe.recv)
+    cpu = time.process_time() - before
+    await aside(None, client.join)
+    await router.stop()
+    group_pipe.send("stop")
+    await aside(None, group.join)
+    assert count == streams * tokens, "a token was lost"
+    return {
+        "streams": streams,
+        "steps_per_second": pace,
+        "tokens_per_second": count / seconds,
+        "tokens_per_delta": count / deltas,
+        "cpu_us_per_token": cpu / count * 1e6,
+        "cpu_us_per_delta": cpu / deltas * 1e6,
+        "tokens_per_cpu_second": count / cpu,
+        "cores_used": cpu / seconds,
+    }
+
+
+def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block_size: int = 16) -> dict[str, float]:
+    """Hashing, matching and choosing for one prompt of which every group holds a different share."""
+    index = PrefixIndex()
+    key = block_key(salt="", model="m", fingerprint="")
+    tokens = list(range(prompt))
+    chain = hash_chain(key, tokens, block_size)
+    tracemalloc.start()
+    for place in range(groups):
+        name = f"g{place}"
+        index.add_group(name, "1")
+        own = chain[: len(chain) * (place + 1) // groups]
+        rest = (
+            place.to_bytes(8, "little") + block.to_bytes(8, "little") for block in range(blocks // groups - len(own))
+        )
+        events = [KvEvent(stored=True, block_hash=block, tier=TIER_DEVICE) for block in (*own, *rest)]
+        index.apply_snapshot(name, SnapshotChunk(epoch="1", events=events, first=True, last=True))
+    del events
+    memory = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    rng = random.Random(1)
+
+    def decision() -> None:
+        matched = index.matched_blocks(chain)
+        choose(
+            [Candidate(group, 1000, 5000.0, 0.01, 8, device * block_size) for group, (device, _) in matched.items()],
+            prompt,
+            rng,
+        )
+
+    return {
+        "groups": groups,
+        "indexed_blocks": index.stats().entries,
+        "bytes_per_block_and_group": memory / index.stats().entries,
+        "hash_us": min(timeit.repeat(lambda: hash_chain(key, tokens, block_size), number=20, repeat=5)) / 20 * 1e6,
+        "match_us": min(timeit.repeat(lambda: index.matched_blocks(chain), number=100, repeat=5)) / 100 * 1e6,
+        "decision_us": min(timeit.repeat(decision, number=100, repeat=5)) / 100 * 1e6,
+    }
+
+
+def main(
+    streams: int = 64,
+    tokens: int = 500,
+    pace: Annotated[float, typer.Option(help="Steps a second of the paced run.")] = 100.0,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Prints one row per run: paced, flooded, and what a decision costs."""
+    rows = []
+    for steps in (pace, 0.0):
+        rows.append(asyncio.run(_measure(streams, tokens, steps)))
+        print("  ".join(f"{name} {value:,.1f}" for name, value in rows[-1].items()), flush=True)
+    rows.append(_decide())
+    print("  ".join(f"{name} {value:,.1f}" for name, value in rows[-1].items()), flush=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
