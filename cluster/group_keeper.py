@@ -57,6 +57,7 @@ class GroupKeeper:
         self._loopback = loopback
         self._on_change = on_change
         self._actors: list[launch.Actor] = []
+        self._logs: list[str] = []
         self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
 
     async def adopt(self) -> None:
@@ -67,6 +68,7 @@ class GroupKeeper:
             return
         try:
             await self._read_progress()
+            await self._read_logs()
             serves = len(self._actors) == self._config.tp and self._all_serve()
         except RankEnded:
             serves = False
@@ -123,10 +125,11 @@ class GroupKeeper:
             )
             for rank in range(config.tp)
         ]
+        await self._read_logs()
         try:
             rendezvous = await self._actors[0].rendezvous.remote()
         except RayError as error:
-            raise RankEnded(await self._explain(0, error)) from None
+            raise RankEnded(self._explain(0, error)) from None
         self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
         while not self._all_serve():
             ended, _ = await asyncio.wait(self._lives, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +146,7 @@ class GroupKeeper:
             await asyncio.wait(self._lives, timeout=1.0)
         told = [rank for rank, life in enumerate(self._lives) if life.done() and _cause(life.exception())]
         rank = told[0] if told else first
-        raise RankEnded(await self._explain(rank, self._lives[rank].exception()))
+        raise RankEnded(self._explain(rank, self._lives[rank].exception()))
 
     async def _read_progress(self) -> None:
         try:
@@ -152,12 +155,18 @@ class GroupKeeper:
             raise RankEnded(f"a rank has ended: {_brief(error)}") from None
         self.state = replace(self.state, ranks=tuple(said))
 
-    async def _explain(self, rank: int, error: BaseException | None) -> str:
+    async def _read_logs(self) -> None:
+        try:
+            self._logs = await asyncio.gather(*(actor.log_file.remote() for actor in self._actors))
+        except RayError as error:
+            raise RankEnded(f"a rank has ended: {_brief(error)}") from None
+
+    def _explain(self, rank: int, error: BaseException | None) -> str:
         """A line for people: our own errors as they are, everything else with the rank."""
         cause = _cause(error)
         if isinstance(cause, CoatcheckError):
             return str(cause)
-        return f"rank {rank} has ended: {_brief(cause or error)}"
+        return f"rank {rank} has ended: {_brief(cause or error)} (log: {self._logs[rank]})"
 
     def _all_serve(self) -> bool:
         return all(rank.phase is Phase.SERVING for rank in self.state.ranks)
