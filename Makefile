@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(shell find kernels -name '*.[ch]')
-FLOOR := torch==2.11.* triton==3.6.* transformers==5.17.*
+FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*'
 
 .PHONY: demo test test-all test-floor bench lint types clean
 
@@ -42,10 +42,10 @@ types: .venv/installed
 	mkdir -p .venv/import && ln -sfn ../.. .venv/import/coatcheck
 	touch $@
 
+# On x86 these releases of torch come with CUDA alone, several GB, and do not load without it.
 .venv-floor/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
 	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	grep -vE '^(torch|triton|transformers)==' constraints.txt > .venv-floor/constraints.txt
-	.venv-floor/bin/pip install --disable-pip-version-check --quiet -c .venv-floor/constraints.txt $(FLOOR)
+	grep -vE '^(torch|triton|transformers|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors)==' constraints.txt > .venv-floor/constraints.txt
 	.venv-floor/bin/pip install --disable-pip-version-check --quiet -c .venv-floor/constraints.txt $(FLOOR) -e '.[dev]'
 	touch $@
 
