@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 HELD_OUT_PERCENT = 3
 HELD_OUT_BYTES = 200_000
-HELD_OUT_BYTES_PER_FILE = 16_000
+HELD_OUT_CHARACTERS_PER_FILE = 16_000
 LONGEST_SOURCE = 2_500  # characters of a function that is worth asking for
 LONGEST_PROSE = 1_200
 SYSTEM = "You answer from the Python standard library."
@@ -163,6 +163,9 @@ def built_in_turns() -> Iterator[tuple[str, list[Message]]]:
             continue
         things += [(f"{name}.{n}", getattr(module, n)) for n in sorted(dir(module)) if n[0] != "_"]
     for where, thing in things:
+        # Whoever runs this may have put hooks of their own into `sys`, which would change the corpus.
+        if where.endswith("hook"):
+            continue
         # An instance shows its class's docstring; only things that can be called have one of their own.
         if callable(thing) and (prose := _opening(inspect.getdoc(thing) or "", 600)) and len(prose) > 20:
             yield where, _turn(f"What does `{where}` do?", prose)
@@ -186,7 +189,7 @@ def load() -> Corpus:
     held_out: list[str] = []
     for name, text in [*sources(), *topics()]:
         if is_held_out(name):
-            held_out.append(text[:HELD_OUT_BYTES_PER_FILE])
+            held_out.append(text[:HELD_OUT_CHARACTERS_PER_FILE])
             continue
         texts.append(text)
         pairs = list(turns(name, text)) if name.endswith(".py") else []

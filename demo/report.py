@@ -22,7 +22,7 @@ QUESTIONS = (
     "Write a function `read_lines`: Read a file and return a list of its lines.",
     "What does the module `queue` do?",
 )
-OPENING = "class Stack:\n    "
+OPENING = "import os\n\n\ndef read_lines(path):"
 
 
 def plot(curve: Path, image: Path) -> None:
