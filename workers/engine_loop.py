@@ -1,4 +1,4 @@
-"""EngineLoop: the thread that owns an engine; others reach it through a queue that is emptied between steps.
+"""EngineLoop: the loop that owns an engine; other threads reach it through a queue that is emptied between steps.
 
 While there is nothing to do it runs an empty step about once a second, the group's heartbeat. It does not know who
 submits, nor where outputs go.
@@ -21,7 +21,13 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """`on_step` and `on_death` are called in the engine's thread; after `on_death` nothing more happens."""
+    """`run` in the thread that warmed the model up, or `start` a thread of its own.
+
+    OpenMP keeps a team of threads for each thread that ever computed, and once all teams together outnumber the cores
+    it stops spinning for any of them: a second computing thread costs every parallel region a wake-up.
+
+    `on_step` and `on_death` are called in the engine's thread; after `on_death` nothing more happens.
+    """
 
     def __init__(
         self,
@@ -35,11 +41,11 @@ class EngineLoop:
         self._on_death = on_death
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.last_step_at = time.monotonic()
 
     def start(self) -> None:
-        """Begins to step."""
+        """Begins to step in a thread of its own."""
         self._thread.start()
 
     @property
@@ -82,7 +88,8 @@ class EngineLoop:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Steps in this thread until `stop`."""
         try:
             while not self._stopping:
                 self._run_commands()

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import uuid
 from typing import Any
 
@@ -66,7 +65,8 @@ class Rank:
         self._ranks_on_host = ranks_on_host or config.tp
         self._host = host
         self._listener = listener
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._loop: EngineLoop | None = None
 
     def run(self, rendezvous: str) -> None:
         """The rank's life. Raises CoatcheckError for what cannot be served; returns when the group was stopped."""
@@ -110,7 +110,9 @@ class Rank:
 
     def stop(self) -> None:
         """Asks rank 0 to end the group after the step under way; the other ranks end with it."""
-        self._stopping.set()
+        self._stopping = True
+        if self._loop is not None:
+            self._loop.stop()
 
     def _build_runner(self, model: Model, communicator: Communicator, device: torch.device) -> tuple[ModelRunner, int]:
         config, spec = self.config, model.spec
@@ -176,7 +178,6 @@ class Rank:
         service = WorkerService(self._registration(spec, engine, num_blocks), ranks, kernels=kernels)
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
         address = service.start(loop, f"{config.listen_host}:0")
-        loop.start()
         self._note(
             phase=Phase.SERVING,
             address=f"{self._host}:{address.rpartition(':')[2]}",
@@ -185,8 +186,9 @@ class Rank:
             dtype=spec.dtype,
         )
         _log.info("%s serves on %s: %d blocks of %d tokens", config.name, address, num_blocks, config.block_size)
-        self._stopping.wait()
-        loop.stop()
+        self._loop = loop
+        if not self._stopping:
+            loop.run()
         if group_runner is not None:
             group_runner.stop()
         service.stop()
