@@ -4,7 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := $(shell find kernels -name '*.[ch]')
-FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*'
+# Triton 3.6's interpreter breaks on numpy 2.4.
+FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
+# What these bring in versions of their own, and so cannot take from constraints.txt.
+FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors
 
 .PHONY: demo test test-all test-floor bench lint types clean
 
@@ -45,7 +48,7 @@ types: .venv/installed
 # On x86 these releases of torch come with CUDA alone, several GB, and do not load without it.
 .venv-floor/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
 	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	grep -vE '^(torch|triton|transformers|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors)==' constraints.txt > .venv-floor/constraints.txt
+	grep -vE '^($(FLOOR_BRINGS))==' constraints.txt > .venv-floor/constraints.txt
 	.venv-floor/bin/pip install --disable-pip-version-check --quiet -c .venv-floor/constraints.txt $(FLOOR) -e '.[dev]'
 	touch $@
 
