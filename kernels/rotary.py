@@ -20,8 +20,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
-from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
+from .launch_check import FLOATS, Passed, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
 from .store_kv import check_store, store_kv_reference
+
+_passed = Passed()
 
 
 @triton.jit
@@ -117,9 +119,11 @@ def rotary_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
     """Returns rotated q, dense [tokens, heads, dim]; rotated k and v go into their slots. Slot -1 is skipped."""
-    _check_turn("q", q, cos, sin)
-    _check_turn("k", k, cos, sin)
-    check_store(k, v, k_cache, v_cache, slot_mapping)
+    if _passed.is_new(q, k, v, cos, sin, k_cache, v_cache, slot_mapping):
+        _check_turn("q", q, cos, sin)
+        _check_turn("k", k, cos, sin)
+        check_store(k, v, k_cache, v_cache, slot_mapping)
+        _passed.add(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     if q.device.type == "cuda":
         q_out = q.new_empty(q.shape)
         launch_rotary(q, k, v, cos, sin, q_out, None, k_cache, v_cache, slot_mapping)
