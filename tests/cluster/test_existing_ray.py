@@ -6,12 +6,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import Serving, coatcheck, kill
+from tests.cluster.serving import Serving, coatcheck, kill, until
 
 _ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -30,14 +29,16 @@ def ray_address() -> Iterator[str]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    until(lambda: _listens(port), "the Ray head listens")
     yield f"127.0.0.1:{port}"
-    os.killpg(head.pid, signal.SIGTERM)
-    try:
-        head.wait(15)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(head.pid, signal.SIGKILL)
-        head.wait()
+    # Its processes share its group, and what they have started ends with them; `ray stop` would end every Ray here.
+    os.killpg(head.pid, signal.SIGKILL)
+    head.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> None:
