@@ -17,6 +17,8 @@ from ..proto.sampling import SamplingParams
 from .request import Request
 from .tokenizer import TokenizerJson
 
+_EMPTY = "the prompt is empty; give at least one token"
+
 
 def refuse_unknown_fields(message: Message) -> None:
     """Nothing that is sent is ignored: raises InvalidRequest for a field that this contract does not have."""
@@ -50,6 +52,8 @@ def prompt_token_ids(message: GenerateRequest | TokenizeRequest, tokenizer: Toke
     """The prompt as ids; may take long for a long text. Raises InvalidRequest."""
     match message.WhichOneof("prompt"):
         case "text":
+            if not message.text and isinstance(message, GenerateRequest):
+                raise InvalidRequest(_EMPTY)  # though a tokenizer that opens every text would make it one token
             special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
             return tokenizer.encode(message.text, special)
         case "chat":
@@ -76,7 +80,7 @@ def admit(
     sampling = SamplingParams.from_message(message.sampling)
     sampling.check_model(vocab_size)
     if not token_ids:
-        raise InvalidRequest("the prompt is empty; give at least one token")
+        raise InvalidRequest(_EMPTY)
     check_token_ids(token_ids, vocab_size)
     length = len(token_ids)
     if length >= max_model_len:

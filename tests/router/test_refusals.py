@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import grpc
 import pytest
@@ -18,6 +19,8 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.router.admission import prompt_token_ids
 from coatcheck.router.tokenizer import TokenizerJson
 
 from .conftest import OpenDoor
@@ -196,3 +199,11 @@ async def test_what_a_group_refuses_reaches_the_client(open_door: OpenDoor) -> N
     assert refused.value.details() == "the queue is full"
     assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
     assert (await door.admin.Status(StatusRequest())).active_streams == 0
+
+
+def test_an_empty_text_is_empty_whatever_the_tokenizer_adds() -> None:
+    """A tokenizer that opens every text with a token of its own does not make a prompt of nothing."""
+    tokenizer = TokenizerJson.load(str(Path(__file__).parents[2] / "demo" / "model"))
+    assert prompt_token_ids(GenerateRequest(text="a"), tokenizer)[1:]
+    with pytest.raises(InvalidRequest, match="empty"):
+        prompt_token_ids(GenerateRequest(text=""), tokenizer)
