@@ -73,6 +73,8 @@ class EngineLoop:
         future: Future[T] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has left
             try:
                 future.set_result(function(self._engine))
             except BaseException as error:  # handed to whoever waits for it

@@ -226,6 +226,20 @@ async def test_a_router_that_leaves_takes_its_requests_along(group: Group) -> No
     await until(lambda: _is_idle(group))
 
 
+async def test_a_router_may_leave_before_its_snapshot_is_taken(group: Group) -> None:
+    """Routers that come and go while a step is under way leave the engine and the others' requests undisturbed."""
+    group.runner.seconds = 0.2
+    async with Router(group.address, "stays") as stays:
+        await stays.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=8)
+        await stays.next("batch")
+        for _ in range(3):
+            async with Router(group.address, "hasty") as hasty:
+                await hasty.next("registration")
+        answer = await stays.answer()
+        assert answer[1, 0][-1].finish_reason == public.FINISH_REASON_LENGTH
+    await until(lambda: _is_idle(group))
+
+
 async def test_events_follow_the_snapshot_without_a_gap(group: Group) -> None:
     """A router that attaches during work gets a snapshot and then exactly the events numbered from it on."""
     async with Router(group.address, "early") as early:
