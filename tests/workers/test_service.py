@@ -204,9 +204,10 @@ async def test_abort_frees_blocks_and_silences_a_choice(group: Group) -> None:
         await router.next("batch")
         await router.send(abort=wire.Abort(id=1, choice=1))
         await until(lambda: _choices_running(group, 1))
-        await router.next("batch")
-        batch = (await router.next("batch")).batch
-        assert [output.choice for output in batch.outputs] == [0]
+        while len((await router.next("batch")).batch.outputs) == 2:
+            pass  # from before the abort
+        for _ in range(3):
+            assert [output.choice for output in (await router.next("batch")).batch.outputs] == [0]
         await router.send(abort=wire.Abort(id=1))
         await until(lambda: _is_idle(group))
     assert not group.service._tickets
