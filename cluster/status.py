@@ -95,7 +95,7 @@ def _print(answer: pb.StatusResponse) -> None:
                 seconds * 1000 for seconds in (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
             )
             console.print(f"{name} p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f} ({latency.count})", highlight=False)
-    groups = _table("group", "state", "running", "waiting", "blocks used", "cached", "hits", "step", "restarts")
+    groups = _table("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "restarts")
     for group in answer.groups:
         total = max(group.blocks_total, 1)
         cached_tokens = group.cached_device_tokens + group.cached_host_tokens
@@ -133,7 +133,7 @@ def _table(*columns: str) -> "Table":
     from rich import box
     from rich.table import Table
 
-    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _state(state: str) -> str:
