@@ -58,9 +58,7 @@ class BlockLayout:
     def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(K, V) of each layer: [num_blocks, kv_heads, block_size, head_dim], strided over the pool."""
         typed = pool.view(self.dtype)
-        return [
-            (self._view(typed, slab, slab.k_offset), self._view(typed, slab, slab.v_offset)) for slab in self.slabs
-        ]
+        return [(self._view(typed, slab, slab.k_offset), self._view(typed, slab, slab.v_offset)) for slab in self.slabs]
 
     def _view(self, typed: torch.Tensor, slab: LayerSlab, offset: int) -> torch.Tensor:
         heads, dim = slab.num_kv_heads, slab.head_dim

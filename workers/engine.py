@@ -92,6 +92,7 @@ class Engine:
         self._ended_early: list[SequenceOutput] = []
         self._keys: dict[str, bytes] = {}
         self._arrivals = 0
+        self._confirmed_at = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -103,8 +104,9 @@ class Engine:
         self._check(request)
         leader: Sequence | None = None
         choices = []
+        chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
         for choice in range(request.sampling.n):
-            sequence = self._sequence(request, choice, leader)
+            sequence = self._sequence(request, choice, leader, chain)
             leader = leader or sequence
             choices.append(sequence)
         self._sequences[request.request_id] = choices
@@ -177,7 +179,7 @@ class Engine:
         if any(not 0 <= choice < request.sampling.n for choice in request.resume):
             raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")
 
-    def _sequence(self, request: Request, choice: int, leader: Sequence | None) -> Sequence:
+    def _sequence(self, request: Request, choice: int, leader: Sequence | None, chain: list[bytes]) -> Sequence:
         prompt = request.prompt_token_ids
         max_tokens = request.sampling.max_tokens
         ends = set(request.sampling.stop_token_ids)
@@ -192,7 +194,9 @@ class Engine:
             end_token_ids=frozenset(ends),
             leader=leader,
         )
-        sequence.block_hashes = hash_chain(self._key(request.cache_salt), sequence.token_ids, self.block_size)
+        key, hashed = self._key(request.cache_salt), len(chain) * self.block_size
+        resumed = hash_chain(key, sequence.token_ids[hashed:], self.block_size, chain[-1] if chain else b"")
+        sequence.block_hashes = [*chain, *resumed]
         return sequence
 
     def _key(self, salt: str) -> bytes:
@@ -214,11 +218,13 @@ class Engine:
             if sequence.num_preemptions == done.preemptions[index]:
                 sequence.num_computed = row.start + row.num_tokens
                 self._name_blocks(sequence)
-            if len(sequence.prompt_logprobs) == row.start:  # not so when a preempted prompt is computed again
-                sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())
+            scored = self._prompt_logprobs(sequence, row.start, result.prompt_logprobs.get(index, []))
             if row.sample:
-                outputs.append(self._output(sequence, index, result))
-        seconds = self._clock() - done.started
+                outputs.append(self._output(sequence, index, result, scored))
+            elif scored:
+                outputs.append(SequenceOutput(sequence.request.request_id, sequence.choice, [], prompt_logprobs=scored))
+        now = self._clock()
+        seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
         prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
         decodes = done.plan.num_tokens - prefill
@@ -233,8 +239,19 @@ class Engine:
         if sequence.num_registered < sequence.num_computed // size:
             self.scheduler.register(sequence)
 
-    def _output(self, sequence: Sequence, index: int, result: StepResult) -> SequenceOutput:
+    @staticmethod
+    def _prompt_logprobs(sequence: Sequence, start: int, reports: list[TokenLogprob]) -> list[TokenLogprob]:
+        """Those not reported yet: a preempted prompt is computed, and scored, again, perhaps in other chunks."""
+        known = sequence.num_prompt_logprobs - start
+        new = reports[known:] if known >= 0 else []
+        sequence.num_prompt_logprobs += len(new)
+        return new
+
+    def _output(
+        self, sequence: Sequence, index: int, result: StepResult, prompt_logprobs: list[TokenLogprob]
+    ) -> SequenceOutput:
         output = SequenceOutput(sequence.request.request_id, sequence.choice, [result.token_ids[index]])
+        output.prompt_logprobs = prompt_logprobs
         if index in result.logprobs:
             output.logprobs = [result.logprobs[index]]
         self.throughput.generated_tokens += 1
@@ -242,7 +259,6 @@ class Engine:
             sequence.reported = True
             output.cached_device_tokens = sequence.cached_device_tokens
             output.cached_host_tokens = sequence.cached_host_tokens
-            output.prompt_logprobs = sequence.prompt_logprobs
             self.throughput.admitted(sequence)
         return self._end(sequence, output) if sequence.end_after(output.token_ids[-1]) else output
 

@@ -25,7 +25,7 @@ class GroupConfig:
     max_model_len: int | None = None
     threads: int = 0
     listen_host: str = "127.0.0.1"
-    collective_timeout_seconds: float = 60.0
+    collective_timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig for a setting that cannot be."""

@@ -225,7 +225,9 @@ def choose_device(name: str) -> torch.device:
     """The device of that name on this host; raises InvalidConfig when it is not there."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig("device is cuda, and this host has no usable GPU; use --device cpu or fix the driver")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # NCCL wants to know which one
 
 
 def gather(communicator: Communicator, device: torch.device, facts: dict[str, Any]) -> list[dict[str, Any]]:

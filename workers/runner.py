@@ -19,6 +19,7 @@ from .model import Model
 from .sampler import Sampler, report_logprobs
 from .step_output import TokenLogprob
 from .step_plan import Row, StepPlan
+from .transfer import Download, upload
 from .wanted import Wanted
 
 _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
@@ -30,15 +31,16 @@ class DeviceStep:
 
     num_rows: int
     sampled_rows: list[int]
-    token_ids: Tensor  # int64 [sampled rows]
+    token_ids: Download | None  # int64 [sampled rows]
     logprobs: dict[int, TokenLogprob]
     prompt_logprobs: dict[int, list[TokenLogprob]]
 
     def wait(self) -> StepResult:
         """The step's tokens, one per row, -1 where none was sampled."""
         token_ids = [-1] * self.num_rows
-        for row, token in zip(self.sampled_rows, self.token_ids.tolist(), strict=True):
-            token_ids[row] = token
+        if self.token_ids is not None:
+            for row, token in zip(self.sampled_rows, self.token_ids.wait(), strict=True):
+                token_ids[row] = token
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
 
 
@@ -66,8 +68,8 @@ class ModelRunner:
         self._update_mirror(plan)
         self._copy_blocks(plan.copies)
         if not plan.rows:
-            return DeviceStep(0, [], torch.empty(0, dtype=torch.int64), {}, {})
-        scores_prompt = any(self._sampler.wants_prompt_logprobs(row.slot) is not None for row in plan.rows)
+            return DeviceStep(0, [], None, {}, {})
+        scores_prompt = any(self._sampler.scores_prompt(row.slot, row.start) for row in plan.rows)
         wanted = None if scores_prompt else self._wanted(plan.rows)
         hidden = self._forward(plan.rows, wanted)
         if not scores_prompt:
@@ -75,7 +77,7 @@ class ModelRunner:
         ends = list(accumulate(row.num_tokens for row in plan.rows))
         reports = self._prompt_logprobs(plan.rows, ends, hidden)
         last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.sample]
-        return self._sample(plan.rows, hidden[last], reports)
+        return self._sample(plan.rows, hidden[self._int64(last)], reports)
 
     def _update_mirror(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -86,7 +88,7 @@ class ModelRunner:
             # Of two writes to one entry the later must win, which an indexed store does not promise.
             latest = {(write.slot, write.index): i for i, write in enumerate(plan.table_writes)}
             if len(latest) < len(plan.table_writes):
-                triples = triples[:, list(latest.values())]
+                triples = triples[:, self._int64(list(latest.values()))]
             self._tables[triples[0].long(), triples[1].long()] = triples[2]
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -94,7 +96,7 @@ class ModelRunner:
         sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
         chained = len({*sources, *targets}) < len(copies) + len(set(sources))
         for batch in [[pair] for pair in copies] if chained else [copies] if copies else []:
-            pairs = torch.tensor(batch, dtype=torch.int64, device=self._device).T.contiguous()
+            pairs = self._int64(batch).T.contiguous()
             copy_blocks(self.pool, pairs[0], pairs[1])
 
     def _wanted(self, rows: list[Row]) -> Wanted | None:
@@ -104,22 +106,21 @@ class ModelRunner:
         ends = accumulate(row.num_tokens for row in rows)
         tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
         counts = accumulate((int(row.sample) for row in rows), initial=0)
-        return Wanted(torch.tensor(tokens, dtype=torch.int64, device=self._device), self._int32(list(counts)))
+        return Wanted(self._int64(tokens), self._int32(list(counts)))
 
     def _forward(self, rows: list[Row], wanted: Wanted | None) -> Tensor:
         """Hidden states [T, hidden] of every token of the rows, or [R, hidden] of those wanted."""
         lens = [row.num_tokens for row in rows]
         cu = list(accumulate(lens, initial=0))
         longest = max(lens)
-        info = torch.tensor([[row.slot, row.start, row.num_tokens] for row in rows], device=self._device).T
-        slots, starts, counts = info
+        slots, starts, counts = self._int64([(row.slot, row.start, row.num_tokens) for row in rows]).T
         seq_lens = starts + counts
         if longest == 1:
             token_slots, positions = slots, starts
         else:
-            token_slots = slots.repeat_interleave(counts)
-            first = torch.tensor(cu[:-1], device=self._device)
-            positions = torch.arange(cu[-1], device=self._device) + (starts - first).repeat_interleave(counts)
+            row_of = torch.arange(len(rows), device=self._device).repeat_interleave(counts, output_size=cu[-1])
+            token_slots = slots[row_of]
+            positions = torch.arange(cu[-1], device=self._device) + (starts - self._int64(cu[:-1]))[row_of]
         size = self._layout.block_size
         max_seq_len = max(row.start + row.num_tokens for row in rows)
         blocks = self._tables[token_slots, positions // size]
@@ -138,19 +139,21 @@ class ModelRunner:
         """Draws after each row that samples; `hidden` [R, hidden] holds those rows' last tokens."""
         sampled = [index for index, row in enumerate(rows) if row.sample]
         if not sampled:
-            return DeviceStep(len(rows), [], torch.empty(0, dtype=torch.int64), {}, prompt_logprobs)
+            return DeviceStep(len(rows), [], None, {}, prompt_logprobs)
         logits = self.model.logits(hidden)
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
         counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.wants_logprobs(slot)) is not None}
-        raw = logits[list(counts)].clone() if counts else logits
+        reported = self._int64(list(counts))
+        raw = logits[reported] if counts else logits
         token_ids = self._sampler.draw(logits, slots, positions, self._tokens)
-        self._tokens[slots, positions] = token_ids.to(torch.int32)
+        self._tokens[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
+        arriving = Download.start(token_ids)
         logprobs: dict[int, TokenLogprob] = {}
         if counts:
-            reports = report_logprobs(raw, token_ids[list(counts)], list(counts.values()))
+            reports = report_logprobs(raw, token_ids[reported], list(counts.values()))
             logprobs = {sampled[r]: report for r, report in zip(counts, reports, strict=True)}
-        return DeviceStep(len(rows), sampled, token_ids, logprobs, prompt_logprobs)
+        return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs)
 
     def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[TokenLogprob]]:
         reports: dict[int, list[TokenLogprob]] = {}
@@ -170,4 +173,7 @@ class ModelRunner:
         return reports
 
     def _int32(self, values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
+        return upload(values, torch.int32, self._device)
+
+    def _int64(self, values: object) -> Tensor:
+        return upload(values, torch.int64, self._device)

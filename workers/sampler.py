@@ -16,6 +16,7 @@ from ..kernels.penalties import apply_penalties
 from ..kernels.sample import sample
 from .step_output import TokenLogprob
 from .step_plan import NewRow
+from .transfer import upload
 
 
 class Sampler:
@@ -23,7 +24,7 @@ class Sampler:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        # One row per parameter, so that a new sequence is one column written: see _FLOATS and _INTS for the order.
+        # One row per parameter, so that a new sequence is one column written; `set` has the order.
         self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -37,10 +38,10 @@ class Sampler:
             params.temperature, params.top_p, params.min_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
         )  # fmt: skip
-        self._floats[:, slot] = torch.tensor(floats, dtype=torch.float32, device=self._device)
-        self._ints[:, slot] = torch.tensor((params.top_k, new.choice), dtype=torch.int32, device=self._device)
+        self._floats[:, slot] = upload(floats, torch.float32, self._device)
+        self._ints[:, slot] = upload((params.top_k, new.choice), torch.int32, self._device)
         seed = params.seed or 0
-        self._seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        self._seeds[slot] = upload(seed - (1 << 64) if seed >= 1 << 63 else seed, torch.int64, self._device)
 
     def draw(self, logits: Tensor, slots: list[int], positions: list[int], tokens: Tensor) -> Tensor:
         """One token per row: int64 [R].
@@ -50,10 +51,9 @@ class Sampler:
         """
         news = [self._new[slot] for slot in slots]
         self._bias(logits, news, positions)
-        rows = torch.tensor(slots, device=self._device)
-        where = torch.tensor(positions, device=self._device)
+        rows, where = upload(slots, torch.int64, self._device), upload(positions, torch.int64, self._device)
         if any(_penalised(new) for new in news):
-            self._penalise(logits, news, rows, where, tokens)
+            self._penalise(logits, news, rows, where, tokens[:, : max(positions)])
         if all(new.sampling.temperature == 0.0 for new in news):
             return logits.argmax(dim=-1)
         floats, ints = self._floats[:, rows], self._ints[:, rows]
@@ -76,6 +76,10 @@ class Sampler:
         """The same for the tokens of the prompt."""
         return self._new[slot].sampling.prompt_logprobs
 
+    def scores_prompt(self, slot: int, start: int) -> bool:
+        """Whether a row from position `start` on reports logprobs of prompt tokens."""
+        return self.wants_prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
+
     def prompt_len(self, slot: int) -> int:
         """Tokens of the slot's prompt."""
         return self._new[slot].prompt_len
@@ -88,18 +92,13 @@ class Sampler:
                 triples.extend((row, token, -math.inf) for token in new.stop_token_ids)
         if triples:
             rows, ids, bias = zip(*triples, strict=True)
-            device = self._device
-            add_logit_bias(
-                logits,
-                torch.tensor(rows, dtype=torch.int64, device=device),
-                torch.tensor(ids, dtype=torch.int64, device=device),
-                torch.tensor(bias, dtype=torch.float32, device=device),
-            )
+            columns = (upload(rows, torch.int64, self._device), upload(ids, torch.int64, self._device))
+            add_logit_bias(logits, *columns, upload(bias, torch.float32, self._device))
 
     def _penalise(self, logits: Tensor, news: list[NewRow], rows: Tensor, where: Tensor, tokens: Tensor) -> None:
         floats = self._floats[:, rows]
-        prompt_lens = torch.tensor([new.prompt_len for new in news], dtype=torch.int32, device=self._device)
-        history = tokens[rows, : int(where.max())].contiguous()
+        prompt_lens = upload([new.prompt_len for new in news], torch.int32, self._device)
+        history = tokens[rows]
         apply_penalties(logits, history, prompt_lens, where.to(torch.int32), floats[3], floats[4], floats[5])
 
 

@@ -9,6 +9,7 @@ always ends. The scheduler owns the block pool and the slots. It does not know m
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 
 from .block_pool import BlockPool
 from .sequence import Sequence
@@ -149,7 +150,8 @@ class Scheduler:
         victim.num_computed = victim.num_scheduled = victim.num_registered = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        at = sum(1 for _ in takewhile(lambda other: other.arrival < victim.arrival, self.waiting))
+        self.waiting.insert(at, victim)
 
     def _vacate(self, sequence: Sequence) -> None:
         self._merged = [write for write in self._merged if write.slot != sequence.slot]
@@ -168,12 +170,17 @@ class Scheduler:
             return True
         if leader is not None and not leader.gone:
             # Before the leader runs, and while its prompt is computed, waiting is cheaper than computing it twice.
-            return leader.num_computed < leader.prompt_len
+            # A leader that still prefills (it was resumed) must not find its last block shared under its hands.
+            return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1
         if sequence.wants_prompt_logprobs:
             return False
+        if sequence.awaited_hash in self._promised:
+            return True
         matched = len(self._match(sequence))
-        cacheable = self._cacheable(sequence)
-        return matched < cacheable and sequence.block_hashes[matched] in self._promised
+        if matched == self._cacheable(sequence):
+            return False
+        sequence.awaited_hash = sequence.block_hashes[matched]
+        return sequence.awaited_hash in self._promised
 
     def _cacheable(self, sequence: Sequence) -> int:
         # At least one token must be computed, for its logits.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from .request import Request
-from .step_output import FinishReason, TokenLogprob
+from .step_output import FinishReason
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,8 @@ class Sequence:
     num_preemptions: int = 0
     cached_device_tokens: int = -1  # of the prompt, at first admission
     cached_host_tokens: int = 0
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    awaited_hash: bytes = b""  # the prefix block that another sequence computes for it, as last seen
+    num_prompt_logprobs: int = 0  # reported
     reported: bool = False
     finish_reason: FinishReason | None = None
     gone: bool = False  # finished or aborted: results still in flight are dropped

@@ -21,7 +21,7 @@ from ..proto import worker_pb2 as wire
 from ..proto.errors import CoatcheckError, InvalidRequest, status_of
 from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from .engine import Engine
-from .engine_loop import EngineLoop
+from .engine_loop import HEARTBEAT_SECONDS, EngineLoop
 from .step_output import EngineStats, KvEvent, StepOutput
 from .subscriber import Subscriber
 from .wire import event_messages, request_of, snapshot_messages, status_message, write_output
@@ -29,6 +29,8 @@ from .wire import event_messages, request_of, snapshot_messages, status_message,
 BUFFER_BYTES = 16 << 20
 LOAD_SECONDS = 0.1
 QUIET_LOAD_SECONDS = 1.0
+_SHORTEST_STUCK_SECONDS, _UNMEASURED_STEP_SECONDS = 3.0, 60.0
+_PATIENCE = 4.0  # times the average: attention over a long context makes some prefills dearer
 
 _log = logging.getLogger(__name__)
 _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
@@ -238,18 +240,27 @@ class WorkerService(WorkerServicer):
             if ticket.subscriber is subscriber:
                 self._abort(key, None)
 
+    def _is_in_long_step(self, stats: EngineStats) -> bool:
+        """Longer than a heartbeat, and yet no longer than a step may take: on a CPU a full prefill takes seconds."""
+        rate = stats.prefill_tokens_per_second
+        longest = _PATIENCE * self._registration.max_batch_tokens / rate if rate else _UNMEASURED_STEP_SECONDS
+        age = time.monotonic() - self._engine.last_step_at
+        return 2 * HEARTBEAT_SECONDS < age < _SHORTEST_STUCK_SECONDS + longest
+
     def _status(self, stats: EngineStats) -> public.GroupStatus:
         name = self._registration.group
         return status_message(stats, name, self.address, self._kernels, self._ranks)
 
     async def _publish_load(self) -> None:
-        """Soon after a change, else once a second, and only while steps go on: silence means a stuck engine."""
+        """Soon after a step, and once a second while a long one goes on; silence means that the engine is stuck."""
         sent: EngineStats | None = None
         sent_at = 0.0
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             stats = self._stats
-            if stats is None or stats is sent or not self._subscribers:
+            if stats is None or not self._subscribers:
+                continue
+            if stats is sent and not self._is_in_long_step(stats):
                 continue
             if _is_idle(stats, sent) and time.monotonic() - sent_at < QUIET_LOAD_SECONDS - LOAD_SECONDS:
                 continue

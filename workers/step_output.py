@@ -33,7 +33,10 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """New tokens of one choice. `cached_*` are set on its first output, -1 afterwards."""
+    """New tokens of one choice. `cached_*` are set on its first token, -1 otherwise.
+
+    `prompt_logprobs` come chunk by chunk as the prompt is computed, before the first token or with it.
+    """
 
     request_id: str
     choice: int

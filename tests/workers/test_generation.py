@@ -203,3 +203,19 @@ def test_min_tokens_holds_stops_back(make: Make) -> None:
     )
     tokens = run(engine, ask(sampling=sampling))["a", 0][0]
     assert len(tokens) >= 11 and not set(tokens[:10]) & {2, *range(3, 190)}
+
+
+def test_a_preempted_prompt_is_scored_once(make: Make, checkpoint: Path) -> None:
+    """A prompt that is preempted while it is scored, and computed again in other chunks, loses and repeats no score."""
+    engine = make(num_blocks=14, budget=16)
+    engine.submit(ask("old", PROMPT[:30], params(max_tokens=70)))
+    for _ in range(3):
+        engine.step()
+    engine.submit(ask(sampling=params(prompt_logprobs=0, max_tokens=40)))
+    scored: list[TokenLogprob] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            scored += output.prompt_logprobs
+        engine.check()
+    assert engine.stats().preemptions > 0
+    assert [score.token_id for score in scored] == PROMPT[1:]

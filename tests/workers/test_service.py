@@ -382,3 +382,18 @@ async def _choices_running(group: Group, count: int) -> bool:
 async def _is_idle(group: Group) -> bool:
     stats = await asyncio.wrap_future(group.loop.call(Engine.stats))
     return stats.running + stats.waiting + stats.blocks_used == 0
+
+
+async def test_a_long_step_is_not_silence(group: Group) -> None:
+    """While a step takes seconds, as a large prefill on a CPU may, load goes on being reported."""
+    async with Router(group.address) as router:
+        await router.next("load")
+        group.runner.seconds = 4.5
+        await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=1)
+        steps = []
+        async with asyncio.timeout(10):
+            async for message in router.messages("load", "batch"):
+                if message.HasField("batch"):
+                    break
+                steps.append(message.load.status.ranks[0].steps)
+        assert len(steps) - len(set(steps)) >= 2, "no load was repeated while the step went on"
