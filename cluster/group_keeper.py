@@ -39,7 +39,10 @@ def backoff_seconds(failures: int) -> float:
 
 
 class GroupKeeper:
-    """`state` is always current; `ranks_on_host` and `loopback` are the ranks' (see RankActor)."""
+    """`state` is always current; `ranks_on_host` and `loopback` are the ranks' (see RankActor).
+
+    `has_served`: whether it did so before this keeper's time; then a start that fails is tried again.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class GroupKeeper:
         *,
         ranks_on_host: int,
         loopback: bool,
+        has_served: bool,
         on_change: Callable[[], None],
     ) -> None:
         self.state = GroupState(config.name, ranks=(RankProgress(),) * config.tp)
@@ -55,6 +59,7 @@ class GroupKeeper:
         self._reserved = reserved
         self._ranks_on_host = ranks_on_host
         self._loopback = loopback
+        self._has_served = has_served
         self._on_change = on_change
         self._actors: list[launch.Actor] = []
         self._logs: list[str] = []
@@ -82,22 +87,22 @@ class GroupKeeper:
 
     async def keep(self) -> None:
         """Holds the group up until cancelled; gives up only on one that has never served."""
-        has_served, failures = bool(self._lives), 0
+        failures = 0
         while True:
             began = time.monotonic()
             try:
                 if not self._lives:
                     await self._start()
-                has_served = True
+                self._has_served = True
                 self._change(state="serving", address=self.state.ranks[0].address, reason="")
                 await self._first_end()
             except RankEnded as ended:
                 failures = 0 if time.monotonic() - began > _STEADY_SECONDS else failures + 1
                 _log.error("%s is lost: %s", self._config.name, ended)
                 # The router is told first: each moment that it knows nothing costs requests.
-                self._change(state="lost" if has_served else "failed", address="", reason=str(ended))
+                self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
             self._kill()
-            if not has_served:
+            if not self._has_served:
                 return
             await asyncio.sleep(backoff_seconds(failures))
             self._change(state="starting", restarts=self.state.restarts + 1)
@@ -105,8 +110,9 @@ class GroupKeeper:
     async def stop(self, *, now: bool) -> None:
         """Ends the ranks, first with a word (unless `now`), then without."""
         if self._actors and not now:
-            with suppress(RayError):
-                await self._actors[0].stop.remote()
+            with suppress(RayError, TimeoutError):  # a rank that hangs does not hear it
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._actors[0].stop.remote()
             if self._lives:
                 await asyncio.wait(self._lives, timeout=_STOP_SECONDS)
         self._kill()
@@ -114,17 +120,19 @@ class GroupKeeper:
     async def _start(self) -> None:
         """Returns once every rank serves; raises RankEnded when one cannot."""
         config, incarnation = self._config, self.state.restarts
-        self._actors = [
-            launch.start_rank(
-                config,
-                rank,
-                incarnation,
-                self._reserved,
-                ranks_on_host=self._ranks_on_host,
-                loopback=self._loopback,
-            )
-            for rank in range(config.tp)
-        ]
+        try:
+            for rank in range(config.tp):
+                actor = launch.start_rank(
+                    config,
+                    rank,
+                    incarnation,
+                    self._reserved,
+                    ranks_on_host=self._ranks_on_host,
+                    loopback=self._loopback,
+                )
+                self._actors.append(actor)
+        except ValueError as error:  # Ray has not freed the name of a former rank yet
+            raise RankEnded(f"rank {len(self._actors)} could not start: {_brief(error)}") from None
         await self._read_logs()
         try:
             rendezvous = await self._actors[0].rendezvous.remote()

@@ -96,6 +96,11 @@ def reserve(group: str, placement: Placement, tp: int) -> PlacementGroup:
     """One placement group per group, one bundle per rank; found again if it is there."""
     try:
         found: PlacementGroup = ray.util.get_placement_group(group)
+        if found.bundle_count != tp:
+            raise InvalidConfig(
+                f"this Ray cluster still holds a placement group {group} of {found.bundle_count} ranks; remove it, or "
+                f"serve with --tp {found.bundle_count}"
+            )
     except ValueError:
         bundles = [placement.bundle] * tp
         found = ray.util.placement_group(bundles, placement.strategy, name=group, lifetime="detached")
@@ -162,8 +167,9 @@ def find_ranks(group: str, tp: int) -> tuple[int, list[Actor]]:
     names = ray.util.list_named_actors()
     mine = [name for name in names if name.startswith(f"{group}.") and ".rank-" in name]
     newest = max((int(name.split(".")[1]) for name in mine), default=0)
-    found = [rank_name(group, newest, rank) for rank in range(tp)]
-    return newest, [ray.get_actor(name, namespace=NAMESPACE) for name in found if name in mine]
+    # One may end between the listing and the look-up.
+    found = [find_actor(rank_name(group, newest, rank)) for rank in range(tp)]
+    return newest, [actor for actor in found if actor is not None]
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from .cluster_state import GroupState
 
 _WATCH_SECONDS = 0.5
 _STOP_SECONDS = 5.0
+_HANGS_SECONDS = 15.0
 _RESTART_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
@@ -24,33 +25,33 @@ _log = logging.getLogger(__name__)
 class RouterKeeper:
     """`address` is host:port while the router serves; `failure` why it never will."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, *, has_served: bool) -> None:
         self.address = ""
         self.failure = ""
         self._config = config
+        self._has_served = has_served  # also before this keeper's time: then it is started again whatever happens
         self._actor: launch.Actor | None = None
         self._groups: list[GroupAddress] | None = None  # not yet known
 
     async def keep(self) -> None:
         """Holds the router up until cancelled; gives up only on one that has never served."""
-        has_served = False
         while True:
             try:
                 self._actor = launch.find_actor(self._config.name) or launch.start_router(self._config)
                 self.address = await self._actor.start.remote()
                 # The next router must be where clients look for this one.
                 self._config = replace(self._config, port=int(self.address.rpartition(":")[2]))
-                has_served = True
+                self._has_served = True
                 self._send_groups()
                 await self._watch(self._actor)
-            except RayError as error:
-                _log.error("the router has ended: %s", error)
+            except (RayError, TimeoutError, ValueError) as error:  # ValueError: its name is not free again yet
+                _log.error("the router has ended: %r", error)
                 cause = error.cause if isinstance(error, RayTaskError) else None
-                if not has_served:
+                if not self._has_served:
                     self.failure = str(cause) if isinstance(cause, CoatcheckError) else f"router: {cause or error}"
             self.address = ""
             self._kill()
-            if not has_served:
+            if not self._has_served:
                 return
             await asyncio.sleep(_RESTART_SECONDS)
 
@@ -85,10 +86,15 @@ class RouterKeeper:
         self._kill()
 
     async def _watch(self, actor: launch.Actor) -> None:
-        """Raises RayError once the router's process has ended."""
+        """Raises RayError once the router's process has ended, TimeoutError once it hangs.
+
+        Says again how the groups are: one message may fail, or overtake another.
+        """
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            await actor.status.remote()
+            async with asyncio.timeout(_HANGS_SECONDS):
+                await actor.status.remote()
+            self._send_groups()
 
     def _send_groups(self) -> None:
         if self._actor is not None and self.address and self._groups is not None:

@@ -160,7 +160,10 @@ class Serving:
         """Says a line when a group is lost or serves again, until told to stop."""
         known = {group.name: group.state for group in state.groups}
         while not self._signals.asked.wait(_WATCH_SECONDS):
-            for group in self._state().groups:
+            state = self._state()
+            if state.failure:
+                raise Unavailable(state.failure)
+            for group in state.groups:
                 if known.get(group.name) != group.state and group.state != "starting":
                     known[group.name] = group.state
                     reason = f": {group.reason}" if group.reason else ""

@@ -6,6 +6,7 @@ router of every change in a group at once. It does not know tokens, nor who read
 
 import asyncio
 import logging
+import os
 import sys
 from collections import Counter
 
@@ -36,7 +37,8 @@ class Supervisor:
         self._placement = placement
         self._groups: list[GroupKeeper] = []
         self._reserved: list[PlacementGroup] = []
-        self._router = RouterKeeper(launch.router_config(config, config.grpc_port))
+        self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._router = RouterKeeper(launch.router_config(config, config.grpc_port), has_served=self._is_restarted)
         self._failure = ""
         self._life = asyncio.create_task(self._supervise())
 
@@ -76,6 +78,8 @@ class Supervisor:
         except* Exception as errors:
             _log.exception("the supervisor's own work has failed")
             self._failure = str(errors.exceptions[0])
+            if any(keeper.state.state == "serving" for keeper in self._groups):
+                os._exit(1)  # Ray starts it again, and it adopts what runs: better than nobody watching
 
     async def _reserve(self) -> None:
         """A place for every group, then what its ranks share there."""
@@ -93,6 +97,7 @@ class Supervisor:
                 reserved,
                 ranks_on_host=max(ranks_on_host[node] for node in bundles.values()),
                 loopback=loopback,
+                has_served=self._is_restarted,
                 on_change=self._tell_router,
             )
             for name, reserved, bundles in zip(config.group_names, self._reserved, hosts, strict=True)
