@@ -50,7 +50,7 @@ class ServeConfig(BaseModel):
     # Unset: a share that suits the device, see launch.py.
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0)] = None
     max_num_seqs: int = Field(256, ge=1)
-    max_batch_tokens: int = Field(2048, ge=1)
+    max_batch_tokens: int | None = Field(None, ge=1)
     max_model_len: int | None = Field(None, ge=2)
 
     @classmethod

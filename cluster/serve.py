@@ -51,7 +51,9 @@ def serve(
         typer.Option(help="KV pool per rank: bytes (4GiB) or a share of the free memory (0.5). Default: by device."),
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Most tokens that a step computes.")] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens that a step computes. Default: by device.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: the directory's name or the hub id.")
