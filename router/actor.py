@@ -35,9 +35,9 @@ class RouterActor:
                 self._router = router
         return self._address
 
-    async def set_groups(self, groups: Sequence[GroupAddress]) -> None:
+    async def set_groups(self, groups: Sequence[GroupAddress], version: int = 0) -> None:
         """See Router.set_groups."""
-        await self._started().set_groups(groups)
+        await self._started().set_groups(groups, version)
 
     async def status(self) -> StatusResponse:
         """See Router.status."""

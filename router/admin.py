@@ -6,7 +6,7 @@ It does not know gRPC, and it changes nothing but who takes new work.
 import asyncio
 from collections.abc import Awaitable
 
-from ..proto.coatcheck_pb2 import DrainRequest, DrainResponse, GroupStatus, RankStatus, StatusRequest, StatusResponse
+from ..proto.coatcheck_pb2 import DrainRequest, DrainResponse, GroupStatus, StatusRequest, StatusResponse
 from ..proto.errors import InvalidRequest, NotFound
 from .admission import refuse_unknown_fields
 from .config import RouterConfig
@@ -41,7 +41,6 @@ class Admin:
         )
         if self._groups.model is not None:
             response.model.CopyFrom(self._groups.model)
-            response.model.name = self._config.model_name
         return response
 
     async def drain(self, message: DrainRequest) -> DrainResponse:
@@ -95,13 +94,9 @@ def _link_status(link: GroupLink) -> GroupStatus:
         status.state = "serving"  # it has registered, so every rank has run a step
     reported = GroupStatus()
     reported.CopyFrom(link.load.status)
-    ranks = list(reported.ranks)
-    for name in ("name", "state", "address", "ranks", "restarts"):
+    for name in ("name", "state", "address", "restarts"):
         reported.ClearField(name)
     status.MergeFrom(reported)
-    if ranks:
-        del status.ranks[:]
-        status.ranks.extend(ranks)
     status.blocks_total = status.blocks_total or link.registration.num_blocks
     return status
 
@@ -113,7 +108,4 @@ def _address_status(address: GroupAddress, state: str, reason: str) -> GroupStat
         address=address.address,
         reason=reason,
         restarts=address.restarts,
-        ranks=[
-            RankStatus(rank=rank.rank, healthy=rank.healthy, node=rank.node, pid=rank.pid) for rank in address.ranks
-        ],
     )

@@ -69,13 +69,12 @@ def admit(
     token_ids: Sequence[int],
     *,
     vocab_size: int,
-    max_model_len: int,
     capacity: int,
     rng: random.Random,
 ) -> Request:
     """Checks everything that needs no group to answer, and fills in max_tokens, seed and request id.
 
-    `capacity` is the most tokens that any group's pool holds for one sequence, at most `max_model_len`.
+    `capacity` is the most tokens that any group holds for one sequence, by its model's context or by its pool.
     """
     sampling = SamplingParams.from_message(message.sampling)
     sampling.check_model(vocab_size)
@@ -83,15 +82,10 @@ def admit(
         raise InvalidRequest(_EMPTY)
     check_token_ids(token_ids, vocab_size)
     length = len(token_ids)
-    if length >= max_model_len:
-        raise NeverFits(
-            f"the prompt has {length} tokens and the model's context {max_model_len}, "
-            f"prompt and answer together; shorten the prompt to at most {max_model_len - 1}"
-        )
     if length >= capacity:
         raise NeverFits(
-            f"the prompt has {length} tokens, and no group's KV pool holds more than {capacity} for one sequence; "
-            f"shorten it to at most {capacity - 1}"
+            f"the prompt has {length} tokens; this server holds {capacity} tokens per sequence, "
+            f"prompt and answer together: shorten the prompt to at most {capacity - 1}"
         )
     room = capacity - length
     if (sampling.max_tokens or 1) > room:

@@ -11,8 +11,9 @@ from ..proto.errors import InvalidConfig
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
-# From a group: log-probabilities of a whole prompt come in one message.
-GROUP_MESSAGE_BYTES: Final = 256 * 1024 * 1024
+# To a group: a prompt, and what was delivered of its answer. From it: one step's outputs, of which the largest are the
+# log-probabilities of the prompt tokens computed in it, up to 300 bytes each.
+GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Final
 
 from ..proto.errors import CoatcheckError
 from ..proto.worker_pb2 import SequenceOutput
-from .ticket import GroupLost, Ticket
+from .ticket import Ejected, GroupLost, Ticket
 
 _LONGEST_WAIT_SECONDS: Final = 0.025
 
@@ -41,6 +41,10 @@ class Delivery:
         self._tickets[ticket.id] = ticket
         self._idle.clear()
 
+    def get(self, id: int) -> Ticket | None:
+        """The ticket, if it is open."""
+        return self._tickets.get(id)
+
     def forget(self, id: int) -> Ticket | None:
         """Nothing more is awaited; returns the ticket if it was open."""
         ticket = self._tickets.pop(id, None)
@@ -62,11 +66,14 @@ class Delivery:
             ticket.fail(error)
 
     def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Hands out a step; outputs that nobody awaits, and those of an attempt that was given up, are dropped."""
+        """Hands out a step; outputs that nobody awaits, and those of an attempt that was given up, are dropped.
+        Raises Ejected for a choice that nobody asked for."""
         tickets, fresh = self._tickets, self._fresh
         for output in outputs:
             ticket = tickets.get(output.id)
             if ticket is not None and ticket.attempt == output.attempt:
+                if output.choice >= ticket.choices:
+                    raise Ejected(f"the group answered choice {output.choice} of a request that has {ticket.choices}")
                 ticket.deliver(output)
                 fresh.append(ticket)
         if self._waiting:

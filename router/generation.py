@@ -77,7 +77,7 @@ class Generation:
                     case "started":
                         response.started.CopyFrom(event.started)
                     case "prompt_logprobs":
-                        response.prompt_logprobs.CopyFrom(event.prompt_logprobs)
+                        response.prompt_logprobs.MergeFrom(event.prompt_logprobs)  # one part of them
                     case "delta":
                         delta = event.delta
                         texts.setdefault(delta.choice, []).append(delta.text)
@@ -109,10 +109,7 @@ class Generation:
     async def get_model(self, message: GetModelRequest) -> GetModelResponse:
         """What is served; raises Unavailable until a group has registered."""
         refuse_unknown_fields(message)
-        model = GetModelResponse()
-        model.CopyFrom(self._model())
-        model.name = self._config.model_name
-        return model
+        return self._model()
 
     def close(self) -> None:
         """Ends the tokeniser's threads."""
@@ -131,7 +128,6 @@ class Generation:
             message,
             token_ids,
             vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
             capacity=max(rooms, default=model.max_model_len),
             rng=self._rng,
         )

@@ -9,16 +9,6 @@ STATES = ("starting", "serving", "draining", "lost")
 
 
 @dataclass(frozen=True, slots=True)
-class RankAddress:
-    """Where one rank of a group runs."""
-
-    rank: int
-    node: str = ""
-    pid: int = 0
-    healthy: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class GroupAddress:
     """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it."""
 
@@ -26,7 +16,6 @@ class GroupAddress:
     address: str
     state: str = "serving"
     reason: str = ""
-    ranks: tuple[RankAddress, ...] = ()
     restarts: int = 0
 
     def __post_init__(self) -> None:

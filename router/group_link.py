@@ -2,7 +2,8 @@
 
 It attaches, sends submissions and aborts, hands outputs to their tickets and events to the prefix index, and keeps the
 group's last word on its load. When the stream breaks, or the group falls silent, every ticket fails at once and the
-link attaches anew, with backoff, until it is closed. It does not know costs, text, or what becomes of a lost request.
+link attaches anew, with backoff, until it is closed. A group that is not the one it should be, or sends what cannot be,
+is ejected: its stream ends, with the reason. It does not know costs, text, or what becomes of a lost request.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from typing import TypeAlias
 
 import grpc
 
-from ..proto.errors import Unavailable, error_of
+from ..proto.errors import error_of
 from ..proto.worker_pb2 import (
     Abort,
     FromGroup,
@@ -26,16 +27,16 @@ from ..proto.worker_pb2 import (
     ToGroup,
 )
 from ..proto.worker_pb2_grpc import WorkerStub
-from .config import GROUP_MESSAGE_BYTES, MESSAGE_BYTES
+from .config import GROUP_MESSAGE_BYTES, RouterConfig
 from .delivery import Delivery
 from .group_address import GroupAddress
 from .prefix_index import Outcome, PrefixIndex
 from .request import Request
-from .ticket import Declined, GroupLost, Ticket
+from .ticket import Ejected, GroupLost, Ticket
 
 _log = logging.getLogger(__name__)
 _CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES * 2),  # a prompt, and what was delivered of its answer
+    ("grpc.max_send_message_length", GROUP_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", GROUP_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # so that a new attempt does not inherit the last one's backoff
 ]
@@ -52,20 +53,20 @@ class GroupLink:
     def __init__(
         self,
         address: GroupAddress,
-        router: str,
+        config: RouterConfig,
         index: PrefixIndex,
         changed: Callable[[], None],
-        silence_seconds: float,
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
         self.load = Load()
         self.reason = address.reason
         self.draining = False
-        self._router = router
+        self._router = config.name
+        self._model_name = config.model_name
         self._index = index
         self._changed = changed
-        self._silence = silence_seconds
+        self._silence = config.silence_seconds
         self.tickets = Delivery()
         self._unreported: deque[tuple[float, int]] = deque()  # (when, tokens) sent since the load was measured
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
@@ -90,7 +91,7 @@ class GroupLink:
         if self.registration is None:
             raise GroupLost(f"group {self.name} is not attached")
         self._last_id += 1
-        ticket = Ticket(self.name, self._last_id, attempt, self._abort)
+        ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
         self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens))
         self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered)))
@@ -113,12 +114,16 @@ class GroupLink:
     async def _run(self) -> None:
         backoff = _FIRST_BACKOFF
         while True:
-            attached = await self._attach()
-            backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
+            try:
+                attached = await self._attach()
+                backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
+            except Ejected as error:
+                _log.error("group %s is ejected: %s", self.name, error)
+                backoff = _LONGEST_BACKOFF  # it will hardly be another at once
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def _attach(self) -> bool:
-        """One stream from its beginning to its end; returns whether the group had registered."""
+        """One stream from its beginning to its end; returns whether the group had registered. Raises Ejected."""
         self._outbox = asyncio.Queue()
         try:
             async with grpc.aio.insecure_channel(self.address.address, options=_CHANNEL_OPTIONS) as channel:
@@ -129,6 +134,9 @@ class GroupLink:
             self.reason = f"{error.code().name}: {error.details()}"
         except _Silent:
             self.reason = f"the group has said nothing for {self._silence:g} s"
+        except Ejected as error:
+            self.reason = str(error)
+            raise
         except Exception as error:  # whatever a group sends, this router goes on serving the others
             _log.exception("group %s: its stream could not be read", self.name)
             self.reason = f"its stream could not be read: {error}"
@@ -140,13 +148,17 @@ class GroupLink:
         self._outbox.put_nowait(ToGroup(hello=Hello(router=self._router)))
         clock = asyncio.get_running_loop().time
         self._heard = clock()
-        helpers = [asyncio.create_task(self._write(stream)), asyncio.create_task(self._watch(stream))]
+        helpers = [
+            asyncio.create_task(self._write(stream)),
+            asyncio.create_task(self._watch(stream), name=f"watch over {self.name}"),
+        ]
         try:
             while isinstance(message := await stream.read(), FromGroup):  # else it is EOF
                 self._heard = clock()
                 self._receive(message)
         except asyncio.CancelledError:
-            if not helpers[1].done():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # by `close`, perhaps just as the watch gave up
                 raise
             raise _Silent from None
         finally:
@@ -186,12 +198,16 @@ class GroupLink:
                 self._register(message.registration)
 
     def _refuse(self, refused: Refused) -> None:
-        ticket = self.tickets.forget(refused.id)
+        ticket = self.tickets.get(refused.id)
         if ticket is not None and ticket.attempt == refused.attempt:
-            error = error_of(refused.code, refused.message)
-            ticket.fail(Declined(refused.message) if isinstance(error, Unavailable) else error)
+            self.tickets.forget(refused.id)
+            ticket.fail(error_of(refused.code, refused.message))
 
     def _register(self, registration: Registration) -> None:
+        if registration.group != self.name:
+            raise Ejected(f"{self.address.address} is group {registration.group!r}, not {self.name!r}")
+        if registration.model.name != self._model_name:
+            raise Ejected(f"the group serves model {registration.model.name!r}, not {self._model_name!r}")
         self.registration = registration
         self.reason = ""
         self._index.add_group(self.name, registration.epoch)

@@ -21,6 +21,7 @@ from .request import Request
 from .ticket import Ticket
 
 _NO_GROUP = "no worker group is serving; try again shortly"
+_NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
 
 
 class Placement:
@@ -49,6 +50,7 @@ class Groups:
         self._rng = rng or random.Random()
         self._links: dict[str, GroupLink] = {}
         self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
+        self._version = 0  # of the newest list
         self._changed = asyncio.Event()
 
     @property
@@ -65,8 +67,15 @@ class Groups:
         """By name; None for a group that has no link."""
         return self._links.get(name)
 
-    async def set(self, addresses: Sequence[GroupAddress]) -> None:
-        """Replaces what the supervisor knows: links to new groups open, links to groups gone or lost close at once."""
+    async def set(self, addresses: Sequence[GroupAddress], version: int = 0) -> None:
+        """Replaces what the supervisor knows: links to new groups open, links to groups gone or lost close at once.
+
+        A list older than the newest is ignored, since lists may overtake each other: versions grow, over a
+        supervisor's restart too. 0 is always taken.
+        """
+        if version and version < self._version:
+            return
+        self._version = max(version, self._version)
         wanted = {address.name: address for address in addresses if address.address and address.state != "lost"}
         self._absent = {address.name: address for address in addresses if address.name not in wanted}
         closing = []
@@ -77,8 +86,7 @@ class Groups:
             if name in self._links:
                 self._links[name].address = address
             else:
-                config = self._config
-                self._links[name] = GroupLink(address, config.name, self.index, self.notify, config.silence_seconds)
+                self._links[name] = GroupLink(address, self._config, self.index, self.notify)
         await asyncio.gather(*closing)
         self.notify()
 
@@ -109,21 +117,27 @@ class Groups:
         like: GetModelResponse | None = None,
         avoid: AbstractSet[str] = frozenset(),
     ) -> Placement:
-        """Sends a request to the cheapest group, one that is equal to `like` if given, and not in `avoid` if another is
-        there. Waits that long for one; raises Unavailable when none has come, NeverFits when none can ever hold it."""
+        """Sends a request to the cheapest group, and to one not in `avoid` if another is there. Waits that long for
+        one; raises Unavailable when none has come, NeverFits when those that serve can never hold it.
+
+        With `like` the request has begun: only a group that is equal to it and large enough counts as serving, since
+        one that held the request may come back.
+        """
         delivered = delivered or {}
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_seconds
         while True:
             change = self.next_change
-            serving = [(link, reg) for link, reg in self.serving() if like is None or _equal(like, reg.model)]
+            serving = self.serving()
+            if like is not None:
+                serving = [(link, reg) for link, reg in serving if _equal(like, reg.model) and _holds(reg, request)]
             if serving:
                 return self._place(request, attempt, delivered, serving, avoid)
             try:
                 async with asyncio.timeout_at(until):
                     await change.wait()
             except TimeoutError:
-                raise Unavailable(_NO_GROUP) from None
+                raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
 
     def _place(
         self,
@@ -133,12 +147,12 @@ class Groups:
         serving: list[tuple[GroupLink, Registration]],
         avoid: AbstractSet[str],
     ) -> Placement:
-        holding = [(link, registration) for link, registration in serving if request.max_len <= capacity(registration)]
+        holding = [(link, registration) for link, registration in serving if _holds(registration, request)]
         if not holding:
             most = max(capacity(registration) for _, registration in serving)
             raise NeverFits(
-                f"prompt and max_tokens make {request.max_len} tokens, and no group's KV pool holds more than {most}: "
-                "shorten the prompt or lower max_tokens"
+                f"prompt and max_tokens make {request.max_len} tokens; this server holds {most} tokens per sequence, "
+                "prompt and answer together: shorten the prompt or lower max_tokens"
             )
         eligible = [(link, registration) for link, registration in holding if link.name not in avoid] or holding
         by_name = {link.name: (link, registration) for link, registration in eligible}
@@ -186,6 +200,10 @@ def capacity(registration: Registration) -> int:
     """Most tokens that one sequence can come to on a group."""
     model = registration.model
     return min(model.max_model_len, registration.num_blocks * model.block_size)
+
+
+def _holds(registration: Registration, request: Request) -> bool:
+    return request.max_len <= capacity(registration)
 
 
 def _equal(one: GetModelResponse, other: GetModelResponse) -> bool:

@@ -6,15 +6,15 @@ what has been delivered, so that the client sees one stream. It does not know ho
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from ..proto.coatcheck_pb2 import ChoiceEnd, Delta, Final, GenerateEvent, PromptLogprobs, Started, Usage
-from ..proto.errors import Poisoned, Unavailable
+from ..proto.coatcheck_pb2 import ChoiceEnd, Delta, Final, GenerateEvent, PromptLogprobs, Started, TokenLogprob, Usage
+from ..proto.errors import Poisoned
 from ..proto.worker_pb2 import SequenceOutput
 from .choice import Choice
 from .config import RouterConfig
 from .detokenizer import Detokenizer
 from .groups import Groups, Placement
 from .request import Request
-from .ticket import Declined, GroupLost
+from .ticket import GroupLost
 
 _MOST_DEATHS_IN_A_ROW = 2
 
@@ -32,10 +32,11 @@ class Relay:
         self._detokenizer = detokenizer
         self._choices: list[Choice] = []
         self._placement: Placement | None = None
-        self._echoed = False  # whether the prompt's log-probabilities were passed on ...
-        self._counted = False  # ... and what the first group found in its cache
+        self._counted = False  # whether we know what the first group found in its cache
+        # Prompt tokens whose log-probabilities were passed on, and that the present group has sent: it begins again.
+        self._echoed = self._scored = 0
         self._moves = 0
-        self._left: set[str] = set()  # groups that were lost or declined: tried again only if there is no other
+        self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
         self._deaths = 0  # groups lost in a row, none of which delivered anything since the one before
 
     @property
@@ -64,8 +65,10 @@ class Relay:
             except GroupLost as lost:
                 placement = await self._move(placement, lost)
                 continue
-            self._deaths = 0
-            for event in self._advance(outputs, placement):
+            events = self._advance(outputs, placement)
+            if events:
+                self._deaths = 0
+            for event in events:
                 yield event
         yield GenerateEvent(final=self._final(placement))
 
@@ -108,13 +111,16 @@ class Relay:
         return ended
 
     async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
+        """To another group, unless the request is suspect: the last two were lost before they delivered any of it.
+
+        Of the requests that were being computed on both, one may have ended them, or none: nothing that a group says
+        before it ends tells which, so all are refused.
+        """
         placement.close(finished=True)
         self._placement = None
         self._left.add(placement.ticket.group)
-        declined = isinstance(lost, Declined)
-        self._deaths += not declined
-        if declined and self._moves >= self._config.max_moves:
-            raise Unavailable(f"no group takes this request: {lost}") from lost
+        self._scored = 0
+        self._deaths += 1
         if self._deaths >= _MOST_DEATHS_IN_A_ROW or self._moves >= self._config.max_moves:
             raise Poisoned(
                 f"{self._moves + 1} groups were lost while they ran this request, {placement.ticket.group} the last; "
@@ -132,13 +138,12 @@ class Relay:
                 self._counted = True
                 self.usage.cached_device_tokens = output.cached.device_tokens
                 self.usage.cached_host_tokens = output.cached.host_tokens
-            if output.prompt_logprobs and not self._echoed:
-                self._echoed = True
-                events.append(GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=output.prompt_logprobs)))
+            if output.prompt_logprobs and (scored := self._score(output.prompt_logprobs)):
+                events.append(GenerateEvent(prompt_logprobs=PromptLogprobs(tokens=scored)))
             index = output.choice
             choice = self._choices[index]
-            if choice.finish_reason:
-                continue
+            if choice.finish_reason or not (output.token_ids or output.finish_reason):
+                continue  # it is over, or its prompt is still being computed
             delta = deltas.get(index)
             if delta is None:
                 event = GenerateEvent()
@@ -149,6 +154,13 @@ class Relay:
             if choice.finish_reason and not output.finish_reason:
                 placement.ticket.abort(index)
         return events
+
+    def _score(self, part: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+        """What the client does not have yet of the next prompt tokens' log-probabilities."""
+        known = self._echoed - self._scored
+        self._scored += len(part)
+        self._echoed = max(self._echoed, self._scored)
+        return part[known:]
 
     def _final(self, placement: Placement) -> Final:
         self.usage.completion_tokens = self.completion_tokens

@@ -75,9 +75,10 @@ class Router:
         self._health_watch = asyncio.create_task(self._watch_health())
         return f"{self.config.host}:{port}"
 
-    async def set_groups(self, groups: Sequence[GroupAddress]) -> None:
-        """Replaces the groups; requests on one that is gone go on elsewhere."""
-        await self.groups.set(groups)
+    async def set_groups(self, groups: Sequence[GroupAddress], version: int = 0) -> None:
+        """Replaces the groups; requests on one that is gone go on elsewhere. A list older than the newest is ignored
+        (see Groups.set)."""
+        await self.groups.set(groups, version)
 
     async def status(self) -> messages.StatusResponse:
         """As Admin.Status."""
@@ -133,16 +134,17 @@ class Router:
 
 def main(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or hub id; names the tokenizer.")],
-    group: Annotated[list[str], typer.Option(help="NAME=HOST:PORT of a group's rank 0; may be repeated.")],
+    group: Annotated[list[str], typer.Option(help="NAME=HOST:PORT of a group's rank 0, by its name; may be repeated.")],
     host: str = "127.0.0.1",
     port: int = 50051,
     name: str = "router-0",
+    served_model_name: Annotated[str, typer.Option(help="The model's name, as the groups have it.")] = "",
 ) -> None:
     """Runs one router against groups that are already there."""
     logging.basicConfig(level=logging.INFO)
     addresses = [GroupAddress(name, address) for name, _, address in (entry.partition("=") for entry in group)]
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(RouterConfig(model, name=name, host=host, port=port), addresses))
+        asyncio.run(_serve(RouterConfig(model, served_model_name, name=name, host=host, port=port), addresses))
 
 
 async def _serve(config: RouterConfig, groups: Sequence[GroupAddress]) -> None:

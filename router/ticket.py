@@ -15,20 +15,23 @@ class GroupLost(Exception):
     """The stream to the group has ended; the request can go on elsewhere."""
 
 
-class Declined(GroupLost):
-    """The group lives, but takes no new work."""
+class Ejected(Exception):
+    """The group is not the one it should be, or says what cannot be: its stream must end, with this as the reason."""
 
 
 class Ticket:
     """Made by a link's `submit`; the relay that holds it closes it. `round` is when its reader was last woken, 0 once
     it is back; `on_return` is told."""
 
-    __slots__ = ("_abort", "_error", "_outputs", "_waiter", "attempt", "group", "id", "on_return", "round")
+    __slots__ = ("_abort", "_error", "_outputs", "_waiter", "attempt", "choices", "group", "id", "on_return", "round")
 
-    def __init__(self, group: str, id: int, attempt: int, abort: Callable[[int, int | None], None]) -> None:
+    def __init__(
+        self, group: str, id: int, attempt: int, choices: int, abort: Callable[[int, int | None], None]
+    ) -> None:
         self.group = group
         self.id = id
         self.attempt = attempt
+        self.choices = choices
         self.round = 0
         self.on_return: Callable[[int], None] | None = None
         self._abort = abort

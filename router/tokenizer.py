@@ -7,7 +7,6 @@ texts off their event loop.
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,16 @@ class TokenizerJson:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
+        # All made here: a large vocabulary takes long, and the first request would wait for it on the event loop.
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # one more than the largest id that has a token
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, content in added.items() if content.special)
+        self._pieces: list[bytes] | None = None
+        self._text_pieces: list[bytes] | None = None
+        if isinstance(tokenizer.decoder, decoders.ByteLevel):
+            self._pieces = _pieces(vocabulary, self.vocab_size)
+            self._text_pieces = [b"" if index in self._special else piece for index, piece in enumerate(self._pieces)]
 
     @classmethod
     def load(cls, model: str) -> "TokenizerJson":
@@ -56,36 +65,25 @@ class TokenizerJson:
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """A fresh one, for one choice."""
-        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
-            return ByteDetokenizer(self._text_pieces if skip_special_tokens else self._pieces)
+        pieces = self._text_pieces if skip_special_tokens else self._pieces
+        if pieces is not None:
+            return ByteDetokenizer(pieces)
         return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest id that has a token."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        return frozenset(token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special)
-
-    @cached_property
-    def _pieces(self) -> list[bytes]:
-        alphabet = _byte_alphabet()
-        pieces = [b""] * self.vocab_size
-        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            # As the byte-level decoder does it: a token with a character outside the alphabet is plain text.
-            known = all(character in alphabet for character in token)
-            pieces[index] = bytes(alphabet[character] for character in token) if known else token.encode()
-        return pieces
-
-    @cached_property
-    def _text_pieces(self) -> list[bytes]:
-        return [b"" if index in self._special else piece for index, piece in enumerate(self._pieces)]
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+
+def _pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
+    """Each token's bytes, by its id."""
+    alphabet = _byte_alphabet()
+    pieces = [b""] * size
+    for token, index in vocabulary.items():
+        # As the byte-level decoder does it: a token with a character outside the alphabet is plain text.
+        known = all(character in alphabet for character in token)
+        pieces[index] = bytes(alphabet[character] for character in token) if known else token.encode()
+    return pieces
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -47,7 +47,8 @@ def scripted_token(submit: Submit, choice: int, position: int) -> int:
 
 
 class FakeGroup(WorkerServicer):
-    """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called."""
+    """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called. With `chunk` a
+    prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those."""
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class FakeGroup(WorkerServicer):
         num_blocks: int = 64,
         refuse: tuple[int, str] | None = None,
         die_on_submit: bool = False,
+        chunk: int = 0,
+        score_at_most: int | None = None,
     ) -> None:
         self.name = name
         self.epoch = uuid.uuid4().hex
@@ -71,6 +74,8 @@ class FakeGroup(WorkerServicer):
         self.hold_after = hold_after
         self.refuse = refuse
         self.die_on_submit = die_on_submit
+        self.chunk = chunk
+        self.score_at_most = score_at_most
         self.silent = False  # a stopped process: connected, and saying nothing
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
@@ -103,6 +108,11 @@ class FakeGroup(WorkerServicer):
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
+
+    def hang_up(self) -> None:
+        """Every stream ends, behind what was sent."""
+        for stream in self._streams:
+            stream.put_nowait(None)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something that was received makes it so."""
@@ -191,6 +201,16 @@ class FakeGroup(WorkerServicer):
         resumed = {part.choice: list(part.token_ids) for part in submit.resume}.get(choice, [])
         ends = {EOS, *sampling.stop_token_ids}
         first = True
+        scored: list[TokenLogprob] = []
+        if sampling.HasField("prompt_logprobs") and choice == 0:
+            scored = [TokenLogprob(token_id=token, logprob=-2.0, rank=3) for token in submit.prompt_token_ids[1:]]
+        while self.chunk and scored:
+            part, scored = scored[: self.chunk], scored[self.chunk :]
+            done = len(submit.prompt_token_ids) - 1 - len(scored)
+            if self.score_at_most is not None and done > self.score_at_most:
+                await asyncio.Event().wait()  # until it is killed
+            output = SequenceOutput(id=submit.id, attempt=submit.attempt, prompt_logprobs=part)
+            outbox.put_nowait(FromGroup(batch=StepBatch(outputs=[output])))
         for position in range(len(resumed), sampling.max_tokens):
             if self.hold_after is not None and position >= self.hold_after:
                 await self._released(position)
@@ -203,10 +223,7 @@ class FakeGroup(WorkerServicer):
             if first:
                 first = False
                 output.cached.CopyFrom(Cached(device_tokens=min(4, len(submit.prompt_token_ids) - 1)))
-                if sampling.HasField("prompt_logprobs") and choice == 0:
-                    output.prompt_logprobs.extend(
-                        TokenLogprob(token_id=token, logprob=-2.0, rank=3) for token in submit.prompt_token_ids[1:]
-                    )
+                output.prompt_logprobs.extend(scored)
             if token in ends:
                 output.finish_reason, output.stop_token_id = FINISH_REASON_STOP, token
             elif position + 1 == sampling.max_tokens:

@@ -9,7 +9,7 @@ from coatcheck.router.ticket import GroupLost, Ticket
 
 def opened(delivery: Delivery, *ids: int) -> list[Ticket]:
     """Tickets that nobody aborts."""
-    tickets = [Ticket("g", id, 0, lambda id, choice: None) for id in ids]
+    tickets = [Ticket("g", id, 0, 1, lambda id, choice: None) for id in ids]
     for ticket in tickets:
         delivery.open(ticket)
     return tickets

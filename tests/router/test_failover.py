@@ -7,54 +7,15 @@ import grpc
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import (
-    GenerateEvent,
-    GenerateRequest,
     GetModelResponse,
-    SamplingParams,
     StatusRequest,
 )
-from coatcheck.proto.worker_pb2 import FromGroup, SequenceOutput, StepBatch
+from coatcheck.proto.worker_pb2 import FromGroup
 from coatcheck.router.tokenizer import TokenizerJson
 
-from .conftest import Door, OpenDoor
+from .conftest import OpenDoor
 from .fake_group import FakeGroup
-
-
-def ask(**sampling: object) -> GenerateRequest:
-    """A request whose tokens are known."""
-    return GenerateRequest(text="a fox", sampling=SamplingParams(**{"max_tokens": 20, "seed": 7, **sampling}))  # type: ignore[arg-type]
-
-
-async def undisturbed(open_door: OpenDoor, request: GenerateRequest) -> tuple[list[str], list[list[int]]]:
-    """Text and ids per choice, from a group that lives."""
-    door = await open_door(FakeGroup())
-    whole = await door.generation.Generate(request)
-    return [choice.text for choice in whole.choices], [list(choice.token_ids) for choice in whole.choices]
-
-
-class Stream:
-    """A stream that is read in pieces, joined per choice."""
-
-    def __init__(self, door: Door, request: GenerateRequest, n: int = 1) -> None:
-        self.call = door.generation.GenerateStream(request)
-        self.events: list[GenerateEvent] = []
-        self.texts = [""] * n
-        self.ids: list[list[int]] = [[] for _ in range(n)]
-
-    async def read(self) -> GenerateEvent:
-        """The next event, counted in."""
-        event = await self.call.read()
-        self.events.append(event)
-        if event.HasField("delta"):
-            self.texts[event.delta.choice] += event.delta.text
-            self.ids[event.delta.choice] += event.delta.token_ids
-        return event
-
-    async def finish(self) -> GenerateEvent:
-        """All the rest; returns the Final."""
-        while not (event := await self.read()).HasField("final"):
-            pass
-        return event
+from .stream import Stream, ask, undisturbed
 
 
 @pytest.mark.parametrize("sampling", [{}, {"stop": ["zq"]}, {"n": 3}, {"logprobs": 0}], ids=str)
@@ -186,37 +147,20 @@ async def test_streams_move_only_among_equals(open_door: OpenDoor) -> None:
     assert not second.submits
 
 
-async def test_a_group_that_takes_no_work_passes_it_on(open_door: OpenDoor) -> None:
-    """UNAVAILABLE from a group sends the request to another one."""
-    leaving, staying = FakeGroup("a", refuse=(14, "shutting down")), FakeGroup("b")
-    door = await open_door(leaving, staying)
-    for _ in range(8):  # ties are broken at random
-        whole = await door.generation.Generate(ask())
-        assert whole.final.group == "b" and len(whole.choices[0].token_ids) == 20
-
-
-async def test_groups_that_decline_do_not_make_a_request_poisonous(open_door: OpenDoor) -> None:
-    """When every group declines, the client hears that none serves, and may try again."""
-    door = await open_door(*(FakeGroup(name, refuse=(14, "shutting down")) for name in ("a", "b", "c")))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(ask())
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert sum(len(group.submits) for group in door.groups) == 4
-
-
-async def test_outputs_of_another_attempt_are_dropped(open_door: OpenDoor) -> None:
-    """What a group says about an attempt that was given up, or about nobody's request, changes nothing."""
-    group = FakeGroup(hold_after=2)
-    door = await open_door(group)
-    stream = Stream(door, ask(max_tokens=4))
-    await stream.read()
-    await group.until(lambda: bool(group.submits))
-    id = group.submits[0].id
-    stale = [SequenceOutput(id=id, attempt=9, token_ids=[5]), SequenceOutput(id=id + 100, token_ids=[5])]
-    group.send(FromGroup(batch=StepBatch(outputs=stale)))
-    group.go()
-    await stream.finish()
-    assert stream.ids == [[group.token(group.submits[0], 0, position) for position in range(4)]]
+async def test_a_group_that_is_too_small_is_not_moved_to(open_door: OpenDoor) -> None:
+    """A stream in its middle is not refused for its size: it waits for a group that holds it."""
+    large, small = FakeGroup("a", hold_after=3), FakeGroup("b", num_blocks=2)
+    _, ids = await undisturbed(open_door, ask())
+    door = await open_door(large, small)
+    stream = Stream(door, ask())
+    while len(stream.ids[0]) < 3:
+        await stream.read()
+    await large.kill()
+    await door.serving(1)
+    large.hold_after = None
+    await large.start()
+    assert (await stream.finish()).final.group == "a"
+    assert stream.ids == ids and not small.submits
 
 
 async def test_a_silent_group_is_lost(open_door: OpenDoor) -> None:
@@ -261,18 +205,3 @@ async def test_a_group_taken_away_fails_over_at_once(open_door: OpenDoor) -> Non
         first.name: ("lost", "rank 1 died"),
         second.name: ("serving", ""),
     }
-
-
-async def test_garbage_from_a_group_ends_only_that_request(open_door: OpenDoor) -> None:
-    """A choice that does not exist ends that request with INTERNAL, and the router goes on."""
-    group = FakeGroup(hold_after=1)
-    door = await open_door(group)
-    stream = Stream(door, ask())
-    await stream.read()
-    await group.until(lambda: bool(group.submits))
-    group.send(FromGroup(batch=StepBatch(outputs=[SequenceOutput(id=group.submits[0].id, choice=5, token_ids=[5])])))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stream.finish()
-    assert refused.value.code() is grpc.StatusCode.INTERNAL
-    group.go()
-    assert len((await door.generation.Generate(ask())).choices[0].token_ids) == 20

@@ -139,7 +139,9 @@ async def test_text_survives_tokenize_and_detokenize(open_door: OpenDoor) -> Non
 
 async def test_the_model_describes_itself(open_door: OpenDoor) -> None:
     """GetModel gives what the group registered, under the name that clients use."""
-    door = await open_door(FakeGroup(), served_model_name="coat")
+    group = FakeGroup()
+    group.model.name = "coat"
+    door = await open_door(group, served_model_name="coat")
     model = await door.generation.GetModel(GetModelRequest())
     assert (model.name, model.vocab_size, model.block_size, model.fingerprint) == ("coat", 600, 4, "weights")
 

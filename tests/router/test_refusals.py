@@ -97,7 +97,23 @@ async def test_a_prompt_over_every_pool_is_refused_at_once(open_door: OpenDoor) 
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await door.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "KV pool holds more than 16" in (refused.value.details() or "")
+    assert refused.value.details() == (
+        "the prompt has 16 tokens; this server holds 16 tokens per sequence, prompt and answer together: "
+        "shorten the prompt to at most 15"
+    )
+
+
+async def test_the_largest_group_says_how_long_a_prompt_may_be(open_door: OpenDoor) -> None:
+    """What fits one group is not refused because another, which came later, is smaller."""
+    large, small = FakeGroup("a"), FakeGroup("b", num_blocks=4)
+    small.model.max_model_len = 16
+    door = await open_door(large)
+    door.groups.append(small)
+    address = next(iter(door.router.groups.links)).address
+    await door.router.set_groups([address, await small.start()])
+    await door.serving(2)
+    request = GenerateRequest(token_ids=TokenIds(ids=[5] * 32), sampling=SamplingParams(max_tokens=2))
+    assert (await door.generation.Generate(request)).final.group == "a"
 
 
 UNKNOWN = b"\xfa\x3e\x01x"  # field 1007, one byte of content

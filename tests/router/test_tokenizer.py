@@ -8,7 +8,7 @@ import pytest
 from coatcheck.proto.errors import InvalidModel, InvalidRequest
 from coatcheck.router.tokenizer import TokenizerJson
 
-from .tiny_tokenizer import TEMPLATE, write_model
+from .tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
 
 USER = [{"role": "user", "content": "hi <b>"}]
 
@@ -57,6 +57,26 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content:
     (tmp_path / file).write_text(content)
     with pytest.raises(InvalidModel):
         TokenizerJson.load(str(tmp_path))
+
+
+def test_the_tables_are_there_before_the_first_request() -> None:
+    """A vocabulary is read once, when the tokenizer is made, and not by a request that would wait for it."""
+
+    class Counted:
+        """A tokenizer that counts how often its vocabulary is read."""
+
+        def __init__(self) -> None:
+            self.real, self.reads = byte_level_tokenizer(), 0
+
+        def __getattr__(self, name: str) -> object:
+            self.reads += name in ("get_vocab", "get_added_tokens_decoder")
+            return getattr(self.real, name)
+
+    counted = Counted()
+    tokenizer = TokenizerJson(counted, None)  # type: ignore[arg-type]  # it quacks
+    made = counted.reads
+    assert tokenizer.decode(tokenizer.encode("a fox")) == tokenizer.decode(tokenizer.encode("a fox"), False) == "a fox"
+    assert tokenizer.vocab_size > 256 and counted.reads == made
 
 
 def test_the_end_of_a_turn_is_written_as_the_model_has_it(model_directory: Path) -> None:

@@ -1,0 +1,43 @@
+"""A request whose tokens are known, and a stream that is read in pieces."""
+
+from coatcheck.proto.coatcheck_pb2 import GenerateEvent, GenerateRequest, SamplingParams
+
+from .conftest import Door, OpenDoor
+from .fake_group import FakeGroup
+
+
+def ask(**sampling: object) -> GenerateRequest:
+    """A request whose tokens are known."""
+    return GenerateRequest(text="a fox", sampling=SamplingParams(**{"max_tokens": 20, "seed": 7, **sampling}))  # type: ignore[arg-type]
+
+
+async def undisturbed(open_door: OpenDoor, request: GenerateRequest) -> tuple[list[str], list[list[int]]]:
+    """Text and ids per choice, from a group that lives."""
+    door = await open_door(FakeGroup())
+    whole = await door.generation.Generate(request)
+    return [choice.text for choice in whole.choices], [list(choice.token_ids) for choice in whole.choices]
+
+
+class Stream:
+    """A stream that is read in pieces, joined per choice."""
+
+    def __init__(self, door: Door, request: GenerateRequest, n: int = 1) -> None:
+        self.call = door.generation.GenerateStream(request)
+        self.events: list[GenerateEvent] = []
+        self.texts = [""] * n
+        self.ids: list[list[int]] = [[] for _ in range(n)]
+
+    async def read(self) -> GenerateEvent:
+        """The next event, counted in."""
+        event = await self.call.read()
+        self.events.append(event)
+        if event.HasField("delta"):
+            self.texts[event.delta.choice] += event.delta.text
+            self.ids[event.delta.choice] += event.delta.token_ids
+        return event
+
+    async def finish(self) -> GenerateEvent:
+        """All the rest; returns the Final."""
+        while not (event := await self.read()).HasField("final"):
+            pass
+        return event

@@ -1,0 +1,97 @@
+"""One link: whom it takes for its group, and how it ends."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import StatusRequest
+from coatcheck.proto.worker_pb2 import FromGroup, Refused, SequenceOutput, StepBatch
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_link import GroupLink
+from coatcheck.router.prefix_index import PrefixIndex
+
+from .conftest import OpenDoor
+from .fake_group import FakeGroup
+from .stream import Stream, ask, undisturbed
+
+
+@pytest.mark.parametrize(("name", "model", "reason"), [
+    ("stranger", "tiny", "is group 'stranger', not 'g0'"),
+    ("g0", "other", "the group serves model 'other', not 'tiny'"),
+])  # fmt: skip
+async def test_a_group_that_is_another_does_not_serve(open_door: OpenDoor, name: str, model: str, reason: str) -> None:
+    """A registration under another name, or of another model, is not taken, and the status says why."""
+    group = FakeGroup(name)
+    group.model.name = model
+    door = await open_door()
+    door.groups.append(group)
+    await door.router.set_groups([replace(await group.start(), name="g0")])
+    async with asyncio.timeout(10):
+        while (status := (await door.admin.Status(StatusRequest())).groups[0]).state == "starting":
+            pass  # it is still being asked
+    assert status.state == "lost" and reason in status.reason
+    assert not door.router.groups.serving()
+
+
+async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
+    """Closing wins over silence found at the same moment: the link does not attach again."""
+    group = FakeGroup()
+    address = await group.start()
+    registered = asyncio.Event()
+    link = GroupLink(address, RouterConfig("tiny", silence_seconds=1.0), PrefixIndex(), registered.set)
+    await registered.wait()
+    (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch over g0"]
+    await asyncio.wait([watch])
+    async with asyncio.timeout(10):
+        await link.close("taken away")
+    assert link.registration is None and link.reason == "taken away"
+    await group.kill()
+
+
+async def test_outputs_of_another_attempt_are_dropped(open_door: OpenDoor) -> None:
+    """What a group says about an attempt that was given up, or about nobody's request, changes nothing."""
+    group = FakeGroup(hold_after=2)
+    door = await open_door(group)
+    stream = Stream(door, ask(max_tokens=4))
+    await stream.read()
+    await group.until(lambda: bool(group.submits))
+    id = group.submits[0].id
+    stale = [SequenceOutput(id=id, attempt=9, token_ids=[5]), SequenceOutput(id=id + 100, token_ids=[5])]
+    group.send(FromGroup(batch=StepBatch(outputs=stale)))
+    group.go()
+    await stream.finish()
+    assert stream.ids == [[group.token(group.submits[0], 0, position) for position in range(4)]]
+
+
+async def test_a_refusal_of_another_attempt_changes_nothing(open_door: OpenDoor) -> None:
+    """What a group refuses of an attempt that was given up does not end the one that runs."""
+    group = FakeGroup(hold_after=2)
+    door = await open_door(group)
+    stream = Stream(door, ask(max_tokens=4))
+    while len(stream.ids[0]) < 2:
+        await stream.read()
+    group.send(FromGroup(refused=Refused(id=group.submits[0].id, attempt=9, code=8, message="full")))
+    group.go()
+    await stream.finish()
+    assert len(stream.ids[0]) == 4
+
+
+async def test_a_group_that_sends_garbage_is_ejected(open_door: OpenDoor) -> None:
+    """A choice that does not exist ends the group's link, with the reason, and its streams go on elsewhere."""
+    _, ids = await undisturbed(open_door, ask())
+    groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    second.go()
+    while len(stream.ids[0]) < 3:
+        await stream.read()
+    garbage = SequenceOutput(id=first.submits[0].id, choice=5, token_ids=[5])
+    first.send(FromGroup(batch=StepBatch(outputs=[garbage])))
+    await door.serving(1)
+    (ejected,) = [group for group in (await door.admin.Status(StatusRequest())).groups if group.name == first.name]
+    assert (ejected.state, ejected.reason) == ("lost", "the group answered choice 5 of a request that has 1")
+    assert (await stream.finish()).final.group == second.name
+    assert stream.ids == ids
