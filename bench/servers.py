@@ -137,6 +137,7 @@ class VllmServer(Server):
     def run(self, scenario: Scenario, seed: int) -> Figures:
         command: list[str | Path] = [self._command, "bench", "serve", "--backend", "vllm", "--base-url", self._url]
         command += ["--model", self._checkpoint, "--ignore-eos", "--save-result", "--seed", str(seed)]
+        command += ["--temperature", "0"]  # greedy, as our own load is
         command += ["--result-dir", self._scratch, "--result-filename", "vllm.json"]
         command += f"--num-prompts {scenario.requests} --max-concurrency {scenario.clients}".split()
         if scenario.prefixes:
