@@ -14,7 +14,8 @@ class Delivered:
         self._started: pb.Started | None = None
         self._ids: dict[int, list[int]] = {resumed.choice: list(resumed.token_ids) for resumed in request.resume}
         self._ended: set[int] = set()
-        self._prompt_logprobs = False
+        self._scores = 0  # prompt tokens whose log-probabilities the client has ...
+        self._scores_seen = 0  # ... and how many this attempt has sent
         self.complete = False
 
     @property
@@ -47,13 +48,19 @@ class Delivered:
             if delta.finish_reason:
                 self._ended.add(delta.choice)
         elif kind == "started":
+            self._scores_seen = 0
             if self._started is not None:
                 return None
             self._started = event.started
         elif kind == "prompt_logprobs":
-            if self._prompt_logprobs:
+            tokens = event.prompt_logprobs.tokens  # a part of the prompt at a time
+            known = min(max(self._scores - self._scores_seen, 0), len(tokens))
+            self._scores_seen += len(tokens)
+            self._scores = max(self._scores, self._scores_seen)
+            if known == len(tokens):
                 return None
-            self._prompt_logprobs = True
+            if known:
+                return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(tokens=tokens[known:]))
         elif kind == "final":
             self.complete = True
         return event
