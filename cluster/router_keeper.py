@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ class RouterKeeper:
         self._has_served = has_served  # also before this keeper's time: then it is started again whatever happens
         self._actor: launch.Actor | None = None
         self._groups: list[GroupAddress] | None = None  # not yet known
+        self._version = 0
 
     async def keep(self) -> None:
         """Holds the router up until cancelled; gives up only on one that has never served."""
@@ -67,6 +69,8 @@ class RouterKeeper:
             )
             for state in states
         ]
+        # Grows from one supervisor to the next as well: the router ignores a list older than the newest it has seen.
+        self._version = time.time_ns()
         self._send_groups()
 
     async def drain(self) -> bool:
@@ -98,7 +102,7 @@ class RouterKeeper:
 
     def _send_groups(self) -> None:
         if self._actor is not None and self.address and self._groups is not None:
-            self._actor.set_groups.remote(self._groups)
+            self._actor.set_groups.remote(self._groups, self._version)
 
     def _kill(self) -> None:
         if self._actor is not None:
