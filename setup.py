@@ -6,8 +6,8 @@ loaded with ctypes), and is optional: without a compiler the install goes on, an
 
 from setuptools import Extension, setup
 
-SOURCES = ["attention_avx512", "attention_plain", "cpu", "linear", "rows", "sampling"]
-HEADERS = ["attention", "scalar"]
+SOURCES = ["attention_avx512", "attention_plain", "cpu", "half_layers", "linear", "rows", "sampling"]
+HEADERS = ["attention", "rows", "scalar"]
 
 setup(
     ext_modules=[

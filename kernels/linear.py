@@ -64,9 +64,14 @@ class PackedLinear(nn.Module):
         y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)
         self._call(
             rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth, y.data_ptr(),
-            features, _scratch(count * (depth + 1) * 4),
+            features, scratch(count * (depth + 1) * 4),
         )  # fmt: skip
         return y
+
+    @property
+    def pointers(self) -> tuple[int, int]:
+        """Addresses of the native form's panels and of the bias (0: none), good for as long as this module lives."""
+        return self._pointer, self._bias_pointer
 
     def warm(self, row_counts: list[int]) -> None:
         """Run each row count once, so that no request pays for building one of oneDNN's primitives."""
@@ -104,8 +109,8 @@ def _pack(weight: Tensor, form: str) -> Tensor:
 _local = threading.local()
 
 
-def _scratch(size: int) -> int:
-    """Where this thread's calls repack their rows: one buffer that grows, since calls of a thread never overlap."""
+def scratch(size: int) -> int:
+    """Where this thread's native calls keep rows between steps: one buffer that grows, as its calls never overlap."""
     held: Tensor | None = getattr(_local, "scratch", None)
     if held is None or held.numel() < size:
         held = _local.scratch = torch.empty(max(size, 1 << 20), dtype=torch.uint8)

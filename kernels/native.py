@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-VERSION = 1
+VERSION = 2
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter per argument: p a pointer, q an int64, and the result r (an int) or v (void) after the colon.
@@ -40,6 +40,8 @@ _SIGNATURES = {
 _AVX512_SIGNATURES = {
     "linear_bf16": "pqqppqqpqp:v",
     "linear_f32": "pqqppqqpqp:v",
+    "attention_half": "pppp:r",
+    "mlp_half": "pp:v",
     "pack_bf16": "pqqp:v",
     "pack_f32": "pqqp:v",
 }

@@ -58,8 +58,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    caches = _checked_caches(k_cache, v_cache)
-    _check_tables(block_tables, seq_lens, cu_seqlens_q, caches.device)
+    caches = checked_caches(k_cache, v_cache)
+    check_tables(block_tables, seq_lens, cu_seqlens_q, caches.device)
     _check_query(q, caches, scale, sliding_window, softcap, sinks, out)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -104,7 +104,7 @@ class _Caches(NamedTuple):
 _caches: dict[int, _Caches] = {}
 
 
-def _checked_caches(k_cache: Tensor, v_cache: Tensor) -> _Caches:
+def checked_caches(k_cache: Tensor, v_cache: Tensor) -> _Caches:
     found = _caches.get(id(k_cache))
     if found is not None and found.k() is k_cache and found.v() is v_cache:
         return found
@@ -127,7 +127,7 @@ def _checked_caches(k_cache: Tensor, v_cache: Tensor) -> _Caches:
 _last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
 
 
-def _check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
     """Checked once a step: every layer of it brings the same three tensors, which this keeps until the next."""
     global _last_tables
     last = _last_tables

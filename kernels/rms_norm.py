@@ -14,6 +14,7 @@ fine), weight [hidden], out like x and dense. One program normalises one row. Th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import overload
 
 import torch
@@ -64,6 +65,22 @@ def launch_rms_norm(
         RESIDUAL=residual is not None, CAST_FIRST=cast_first, BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """One norm's numbers: `offset` is 1 where a checkpoint's weights are stored as distance from 1."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, weight_offset=self.offset)
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
 
 
 @overload

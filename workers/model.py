@@ -17,9 +17,10 @@ from .attention import AttentionCall, KVPools, probe_attention
 from .attention_metadata import AttentionMetadata
 from .checkpoint import Checkpoint
 from .communicator import Communicator
-from .fusion import fuse, pack_linears
+from .fusion import fuse
 from .head import Head, probe_head
 from .model_spec import LayerSpec, ModelSpec
+from .packing import pack_linears
 from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len
 from .sharding import Shard, plan_sharding

@@ -26,7 +26,11 @@ class RowLinear(nn.Module):
         self._communicator = communicator
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._communicator.all_reduce(self.linear(x))
+        return self.reduce(self.linear(x))
+
+    def reduce(self, part: Tensor) -> Tensor:
+        """The whole of y, from this rank's part of the sum."""
+        y = self._communicator.all_reduce(part)
         return y if self.bias is None else y + self.bias
 
 

@@ -1,17 +1,10 @@
 /* The row-wise operations: RMSNorm, SiLU-mul, rotary, storing keys and values, copying blocks. Formulas and shapes are
  * in the Python file of each. Small calls stay on one thread: waking the others would cost more than the work. */
+#include "rows.h"
+
 #include "scalar.h"
 
 #define PARALLEL_FROM 16384 /* elements */
-
-typedef struct {
-    const void *x, *residual, *weight; /* residual may be null */
-    void *out, *sum;                   /* sum: the new residual, dense */
-    int64_t outer, inner, width;       /* [outer][inner][width], rows of `width` */
-    int64_t x_outer, x_inner, r_outer, r_inner;
-    float eps, offset;
-    int64_t cast_first, type;
-} Norm;
 
 INLINE void norm_row(const Norm *n, int64_t row, int type) {
     int64_t outer = row / n->inner, inner = row % n->inner, width = n->width;
@@ -93,16 +86,6 @@ void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int6
         gated_rows(gate_up, stride, out, width, gelu, type, i / stretches, from, to);
     }
 }
-
-typedef struct {
-    const void *q, *k, *v, *cos, *sin; /* k or v may be null */
-    void *q_out, *k_out;               /* k_out: dense, or null where k goes to its slot */
-    void *k_cache, *v_cache;           /* null where nothing is stored */
-    const int64_t *slots;
-    int64_t tokens, heads, kv_heads, dim, rot_dim;
-    int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride, k_block, v_block, block_size;
-    int64_t type, table_type;
-} Rotary;
 
 INLINE void turn(const void *x, void *y, const Rotary *r, int64_t token, int type, int table) {
     int64_t half = r->rot_dim / 2;

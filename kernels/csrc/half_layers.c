@@ -1,0 +1,127 @@
+/* A half of a decoder layer, attention or MLP, as one call: the operations of the other files in a row, with the rows
+ * between them in one scratch buffer that stays in the cache. Nothing is computed here that they would not compute:
+ * the results are the same bits. AVX-512 only, as the packed linears are. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#include "attention.h"
+#include "rows.h"
+
+void linear_bf16(const void *x, int64_t ldx, int64_t rows, const void *packed, const void *bias, int64_t features,
+                 int64_t depth, void *y, int64_t ldy, void *scratch);
+void linear_f32(const void *x, int64_t ldx, int64_t rows, const void *packed, const void *bias, int64_t features,
+                int64_t depth, void *y, int64_t ldy, void *scratch);
+int attention_bf16_avx512(const Attention *a);
+int attention_f32(const Attention *a);
+
+typedef struct {
+    const void *weight; /* null: no norm here */
+    float eps, offset;
+} Scale;
+
+typedef struct {
+    const void *packed, *bias;
+    int64_t features, depth;
+} Linear;
+
+/* The rows that go through, [tokens][width]: x, and the residual (null in a first layer) that is added to it; `sum` gets
+ * what was added (unused in a first layer), `out` the half's result. */
+typedef struct {
+    const void *x, *residual;
+    void *sum, *out, *scratch;
+    int64_t tokens;
+} Stream;
+
+typedef struct {
+    Scale norm;
+    Linear gate_up, down;
+    int64_t gelu, type;
+} Mlp;
+
+typedef struct {
+    Scale norm, q_norm, k_norm;
+    Linear qkv, output;
+    int64_t heads, kv_heads, dim, window;
+    float scale, softcap;
+    int64_t type;
+} Attend;
+
+typedef struct {
+    void *k, *v;
+    int64_t k_block, v_block, block_size;
+} Cache;
+
+/* What is the same for every layer of a step that turns alike. */
+typedef struct {
+    const void *cos, *sin;
+    int64_t rot_dim, table_type;
+    const int64_t *slots;
+    const int32_t *tables;
+    int64_t table_stride;
+    const int32_t *seq_lens, *cu_seqlens;
+    int64_t seqs;
+} Step;
+
+static int64_t bytes(int64_t type) { return type == 0 ? 2 : 4; }
+
+/* The next stretch of scratch, each on its own cache line. */
+static void *take(char **scratch, int64_t size) {
+    void *taken = *scratch;
+    *scratch += (size + 63) / 64 * 64;
+    return taken;
+}
+
+static void normed(const Scale *s, const Stream *stream, int64_t width, int64_t type, void *out) {
+    rms_norm(&(Norm){stream->x, stream->residual, s->weight, out, stream->sum, stream->tokens, 1, width, width, 0,
+                     width, 0, s->eps, s->offset, s->offset == 0.0f, type});
+}
+
+/* Heads of rows that lie `stride` apart, in place. */
+static void norm_heads(const Scale *s, char *x, int64_t tokens, int64_t heads, int64_t dim, int64_t stride,
+                       int64_t type, void *out) {
+    rms_norm(&(Norm){x, 0, s->weight, out, 0, tokens, heads, dim, stride, dim, 0, 0, s->eps, s->offset,
+                     s->offset == 0.0f, type});
+}
+
+static void product(const Linear *l, const void *x, int64_t rows, int64_t type, void *y, char *scratch) {
+    (type == 0 ? linear_bf16 : linear_f32)(x, l->depth, rows, l->packed, l->bias, l->features, l->depth, y, l->features,
+                                           scratch);
+}
+
+void mlp_half(const Mlp *m, const Stream *s) {
+    char *scratch = s->scratch;
+    const int64_t width = m->gate_up.depth, inner = m->down.depth, size = bytes(m->type);
+    void *x = take(&scratch, s->tokens * width * size), *wide = take(&scratch, s->tokens * 2 * inner * size);
+    void *gated = take(&scratch, s->tokens * inner * size);
+    normed(&m->norm, s, width, m->type, x);
+    product(&m->gate_up, x, s->tokens, m->type, wide, scratch);
+    silu_mul(wide, 2 * inner, gated, s->tokens, inner, m->gelu, m->type);
+    product(&m->down, gated, s->tokens, m->type, s->out, scratch);
+}
+
+/* Returns 0, or -1 where attention finds no memory for its list of work. */
+int attention_half(const Attend *a, const Cache *c, const Step *step, const Stream *s) {
+    char *scratch = s->scratch;
+    const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
+    const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
+    char *x = take(&scratch, tokens * width * size), *qkv = take(&scratch, tokens * all * size);
+    char *turned = take(&scratch, tokens * q_width * size), *attended = take(&scratch, tokens * q_width * size);
+    char *q = qkv, *k = qkv + q_width * size, *v = k + k_width * size;
+    int64_t q_stride = all, k_stride = all;
+    normed(&a->norm, s, width, a->type, x);
+    product(&a->qkv, x, tokens, a->type, qkv, scratch);
+    if (a->q_norm.weight) {
+        char *dense_q = take(&scratch, tokens * q_width * size), *dense_k = take(&scratch, tokens * k_width * size);
+        norm_heads(&a->q_norm, q, tokens, a->heads, a->dim, all, a->type, dense_q);
+        norm_heads(&a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
+        q = dense_q, q_stride = q_width, k = dense_k, k_stride = k_width;
+    }
+    rotary(&(Rotary){q, k, v, step->cos, step->sin, turned, 0, c->k, c->v, step->slots, tokens, a->heads, a->kv_heads,
+                     a->dim, step->rot_dim, q_stride, k_stride, all, q_width, 0, c->k_block, c->v_block, c->block_size,
+                     a->type, step->table_type});
+    Attention call = {turned, q_width, c->k, c->v, c->k_block, c->v_block, step->tables, step->table_stride,
+                      step->seq_lens, step->cu_seqlens, step->seqs, a->heads, a->kv_heads, a->dim, c->block_size,
+                      a->scale, a->softcap, a->window, 0, attended};
+    if ((a->type == 0 ? attention_bf16_avx512 : attention_f32)(&call)) return -1;
+    product(&a->output, attended, tokens, a->type, s->out, scratch);
+    return 0;
+}
+#endif

@@ -1,0 +1,26 @@
+/* What one call of each row-wise operation is, as its launcher packs it (formulas and shapes: the Python files). */
+#pragma once
+#include <stdint.h>
+
+typedef struct {
+    const void *x, *residual, *weight; /* residual may be null */
+    void *out, *sum;                   /* sum: the new residual, dense */
+    int64_t outer, inner, width;       /* [outer][inner][width], rows of `width` */
+    int64_t x_outer, x_inner, r_outer, r_inner;
+    float eps, offset;
+    int64_t cast_first, type;
+} Norm;
+
+typedef struct {
+    const void *q, *k, *v, *cos, *sin; /* k or v may be null */
+    void *q_out, *k_out;               /* k_out: dense, or null where k goes to its slot */
+    void *k_cache, *v_cache;           /* null where nothing is stored */
+    const int64_t *slots;
+    int64_t tokens, heads, kv_heads, dim, rot_dim;
+    int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride, k_block, v_block, block_size;
+    int64_t type, table_type;
+} Rotary;
+
+void rms_norm(const Norm *n);
+void rotary(const Rotary *r);
+void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type);

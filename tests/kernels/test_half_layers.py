@@ -1,0 +1,142 @@
+"""Halves of a decoder layer in one call, against the operations they are made of."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatcheck.kernels.half_layers import AttentionHalf, MlpHalf, StepTables, half_layers_serve
+from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.linear import PackedLinear
+from coatcheck.kernels.paged_attention import paged_attention
+from coatcheck.kernels.rms_norm import RmsNorm
+from coatcheck.kernels.rotary import rotary_and_store
+from coatcheck.kernels.silu_mul import silu_mul
+
+HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 96, 6, 2, 32, 16
+
+needs_native = pytest.mark.skipif(
+    not half_layers_serve(PackedLinear(torch.eye(16))), reason="the native form is for processors with AVX512-BF16"
+)
+
+
+def linear(features: int, depth: int, dtype: torch.dtype, bias: bool = False) -> PackedLinear:
+    weight = (torch.randn(features, depth) / depth**0.5).to(dtype)
+    return PackedLinear(weight, torch.randn(features).to(dtype) if bias else None)
+
+
+def norm(width: int, dtype: torch.dtype, offset: float = 0.0) -> RmsNorm:
+    return RmsNorm((torch.randn(width) + 1 - offset).to(dtype), 1e-6, offset)
+
+
+class Batch:
+    """Sequences of (context, new tokens) over a pool with unrelated blocks between theirs."""
+
+    def __init__(self, sequences: list[tuple[int, int]], dtype: torch.dtype) -> None:
+        longest = max(context + new for context, new in sequences)
+        width = -(-longest // BLOCK)
+        order = torch.randperm(width * len(sequences)).to(torch.int32)
+        self.tables = order.view(len(sequences), width)
+        self.caches = tuple(torch.randn(len(order), KV_HEADS, BLOCK, DIM).to(dtype) for _ in range(2))
+        self.seq_lens = torch.tensor([context + new for context, new in sequences], dtype=torch.int32)
+        self.cu = torch.tensor(list(accumulate((new for _, new in sequences), initial=0)), dtype=torch.int32)
+        self.longest = max(new for _, new in sequences)
+        slots, positions = [], []
+        for row, (context, new) in enumerate(sequences):
+            for at in range(context, context + new):
+                positions.append(at)
+                slots.append(int(self.tables[row, at // BLOCK]) * BLOCK + at % BLOCK)
+        self.slots = torch.tensor(slots)
+        angles = torch.tensor(positions)[:, None] * torch.logspace(0, -3, DIM // 2).repeat(2)[None]
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def step(self) -> StepTables:
+        return StepTables(self.cos, self.sin, self.slots, self.tables, self.seq_lens, self.cu)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, ...], scale: float, cap: float) -> Tensor:
+        q = rotary_and_store(q, k, v, self.cos, self.sin, caches[0], caches[1], self.slots)
+        return paged_attention(
+            q, caches[0], caches[1], block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu,
+            max_seqlen_q=self.longest, scale=scale, sliding_window=24, softcap=cap,
+        )  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("sequences", [[(40, 1)], [(0, 1), (63, 1), (7, 1)], [(16, 37), (5, 1), (0, 64)]])
+@pytest.mark.parametrize("first", [False, True])
+def test_an_attention_half_is_its_operations_in_a_row(
+    dtype: torch.dtype, offset: float, head_norms: bool, sequences: list[tuple[int, int]], first: bool
+) -> None:
+    """Output, sum and both caches have the bits that the separate operations give."""
+    torch.manual_seed(len(sequences))
+    batch = Batch(sequences, dtype)
+    tokens = len(batch.slots)
+    qkv = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype, bias=offset == 0.0)
+    output, before = linear(80, HEADS * DIM, dtype), norm(HIDDEN, dtype, offset)
+    q_norm, k_norm = (norm(DIM, dtype, offset), norm(DIM, dtype, offset)) if head_norms else (None, None)
+    x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
+    caches = tuple(cache.clone() for cache in batch.caches)
+
+    half = AttentionHalf(
+        before, qkv, output, HEADS, KV_HEADS, DIM, scale=0.2, q_norm=q_norm, k_norm=k_norm, sliding_window=24, softcap=9
+    )
+    out, total = half(x, None if first else residual, batch.step(), batch.caches[0], batch.caches[1])
+
+    h, want_total = (before(x), x) if first else before.after_adding(x, residual)
+    q, k, v = qkv(h).view(tokens, -1, DIM).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = q_norm(q), k_norm(k)
+    want = output(batch.attend(q, k, v, caches, 0.2, 9.0).flatten(1))
+    assert torch.equal(out, want) and torch.equal(total, want_total)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch.caches, caches, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 130])
+def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: str, tokens: int) -> None:
+    """Output and sum have the bits that the separate operations give."""
+    torch.manual_seed(tokens)
+    gate_up, down, before = linear(2 * 200, HIDDEN, dtype, True), linear(HIDDEN, 200, dtype), norm(HIDDEN, dtype)
+    x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
+    out, total = MlpHalf(before, gate_up, down, activation)(x, residual)
+    h, want_total = before.after_adding(x, residual)
+    assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
+
+
+@needs_native
+def test_wrong_arguments_are_refused_by_name() -> None:
+    """A wrong shape, dtype or stride of any tensor is refused before anything is computed."""
+    batch = Batch([(4, 1), (9, 1)], torch.float32)
+    qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, torch.float32), linear(96, HEADS * DIM, torch.float32)
+    before, q_norm = norm(HIDDEN, torch.float32), norm(DIM, torch.float32)
+    half = AttentionHalf(before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0)
+    x, step, caches = torch.randn(2, HIDDEN), batch.step(), batch.caches
+    refused = [
+        ("x", lambda: half(x[:, :90], None, step, *caches)),
+        ("x", lambda: half(x.bfloat16(), None, step, *caches)),
+        ("x", lambda: half(torch.randn(HIDDEN, 2).T, None, step, *caches)),
+        ("x", lambda: half(torch.randn(3, HIDDEN), None, step, *caches)),
+        ("residual", lambda: half(x, x[:1], step, *caches)),
+        ("k_cache", lambda: half(x, None, step, caches[0].bfloat16(), caches[1].bfloat16())),
+        ("v_cache", lambda: half(x, None, step, caches[0], caches[1][:, :1])),
+        ("cos", lambda: StepTables(batch.cos[:1], batch.sin, batch.slots, batch.tables, batch.seq_lens, batch.cu)),
+        ("slot_mapping", lambda: StepTables(
+            batch.cos, batch.sin, batch.slots.int(), batch.tables, batch.seq_lens, batch.cu)),
+        ("gate_up", lambda: MlpHalf(before, qkv, output, "silu")),
+        ("qkv", lambda: AttentionHalf(before, qkv, output, HEADS, 1, DIM, scale=1.0)),
+        ("q_norm", lambda: AttentionHalf(
+            before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0, q_norm=q_norm)),
+    ]  # fmt: skip
+    kept = caches[0].clone()
+    for name, call in refused:
+        with pytest.raises(LaunchRefused, match=f"^{name}: expected"):
+            call()
+    assert torch.equal(caches[0], kept)
