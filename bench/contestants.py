@@ -16,6 +16,8 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.engine import Engine
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import load_model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
@@ -68,8 +70,8 @@ class Coatcheck:
 
     def __init__(self, checkpoint: Path) -> None:
         model = load_model(checkpoint, communicator=Communicator(), dtype="bfloat16", device="cpu")
-        layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, torch.bfloat16)
-        pool = layout.allocate(_NUM_BLOCKS, torch.device("cpu"))
+        layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
+        pool = allocate_pool(layout, _NUM_BLOCKS, torch.device("cpu"))
         runner = ModelRunner(model, layout, pool, max_num_seqs=_MAX_SEQS, max_model_len=model.spec.max_model_len)
         self.weight_bytes = model.spec.weight_bytes
         self.kv_bytes_per_token = layout.bytes_per_token

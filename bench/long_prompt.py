@@ -26,6 +26,8 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.engine import Engine
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import load_model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
@@ -85,9 +87,9 @@ def build(directory: Path, prompt_len: int, chats: int, max_batch_tokens: int) -
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
     model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
-    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, torch.bfloat16)
+    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
     num_blocks = (prompt_len + chats * 20_000) // _BLOCK_SIZE
-    pool = layout.allocate(num_blocks, torch.device("cpu"))
+    pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=chats + 1, max_model_len=length)
     return Engine(
         model.spec,

@@ -27,6 +27,8 @@ from .engine_loop import EngineLoop
 from .free_memory import free_bytes, peak_bytes
 from .group_config import GroupConfig
 from .group_runner import GroupRunner, follow
+from .kv_dtype import KvDtype
+from .kv_pool import allocate_pool
 from .model import Model, load_model
 from .model_spec import ModelSpec
 from .pool_size import choose_num_blocks
@@ -116,7 +118,7 @@ class Rank:
 
     def _build_runner(self, model: Model, communicator: Communicator, device: torch.device) -> tuple[ModelRunner, int]:
         config, spec = self.config, model.spec
-        layout = BlockLayout.of(spec.layers, config.block_size, getattr(torch, spec.dtype))
+        layout = BlockLayout.of(spec.layers, config.block_size, KvDtype(spec.dtype))
         fits = choose_num_blocks(
             config.kv_memory,
             free_bytes=free_bytes(device),
@@ -129,7 +131,7 @@ class Rank:
         runner = ModelRunner(
             model,
             layout,
-            layout.allocate(num_blocks, device),
+            allocate_pool(layout, num_blocks, device),
             max_num_seqs=config.max_num_seqs,
             max_model_len=min(spec.max_model_len, num_blocks * config.block_size),
         )

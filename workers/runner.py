@@ -15,6 +15,7 @@ from ..kernels.copy_blocks import copy_blocks
 from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
 from .engine import StepResult
+from .kv_pool import layer_caches
 from .model import Model
 from .sampler import Sampler, report_logprobs
 from .step_output import TokenLogprob
@@ -54,7 +55,7 @@ class ModelRunner:
         self.pool = pool
         self.steps = 0
         self._layout = layout
-        self._kv = layout.views(pool)
+        self._kv = layer_caches(layout, pool)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
         self._tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)

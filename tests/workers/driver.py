@@ -11,6 +11,8 @@ from torch import Tensor
 
 from coatcheck.workers.attention_metadata import AttentionMetadata
 from coatcheck.workers.block_layout import BlockLayout
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool, layer_caches
 from coatcheck.workers.model import Model
 from coatcheck.workers.wanted import Wanted
 
@@ -30,11 +32,11 @@ class Driver:
 
     def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 128) -> None:
         self.model = model
-        self.layout = BlockLayout.of(model.spec.layers, block_size, getattr(torch, model.spec.dtype))
+        self.layout = BlockLayout.of(model.spec.layers, block_size, KvDtype(model.spec.dtype))
         # NaN in what was never written: a read outside of a sequence's own tokens cannot go unnoticed.
-        pool = self.layout.allocate(num_blocks, torch.device("cpu"))
-        pool.view(self.layout.dtype).fill_(torch.nan)
-        self.kv = self.layout.views(pool)
+        pool = allocate_pool(self.layout, num_blocks, torch.device("cpu"))
+        pool.view(getattr(torch, model.spec.dtype)).fill_(torch.nan)
+        self.kv = layer_caches(self.layout, pool)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
 

@@ -11,6 +11,8 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.engine import Engine
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import Model, load_model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
@@ -38,8 +40,8 @@ def make(model: Model) -> Make:
     """Makes an engine with a pool of its own."""
 
     def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0) -> Engine:
-        layout = BlockLayout.of(model.spec.layers, 8, torch.float32)
-        pool = layout.allocate(num_blocks, torch.device("cpu"))
+        layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+        pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256)
         return Engine(
             model.spec,

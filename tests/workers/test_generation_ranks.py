@@ -11,6 +11,8 @@ from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.group_runner import GroupRunner, follow
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import load_model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
@@ -35,8 +37,8 @@ SAMPLING = SamplingParams(
 def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
     """Rank 0's tokens and logprobs of every choice; the other ranks follow."""
     model = load_model(path, communicator=communicator, device="cpu")
-    layout = BlockLayout.of(model.spec.layers, 8, torch.float32)
-    pool = layout.allocate(60, torch.device("cpu"))
+    layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+    pool = allocate_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
     if communicator.rank:
         follow(runner, communicator)
