@@ -1,16 +1,20 @@
 """BlockPool: who holds which block of the KV pool, and which blocks hold a known prefix.
 
 Blocks are numbers here. A block is *used* (reference count above 0), *cold* (nobody holds it, but its prefix may be
-wanted again) or *free*. Cold blocks are given away least recently used first; `release` takes a sequence's blocks
-deepest first, so a suffix goes before the prefix that it needs. It does not know what a block's bytes are, on how
-many ranks they lie, nor which sequence holds it.
+wanted again) or *free*. Its eviction says which cold block is given away; `release` takes a sequence's blocks deepest
+first, so that a suffix can go before the prefix that it needs. It does not know what a block's bytes are, on how many
+ranks they lie, nor which sequence holds it.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .eviction import Eviction, LeastRecentlyUsed
+from .prefix_book import Prefix, PrefixBook
 from .step_output import KvEvent, Tier
+
+_GHOSTS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +29,19 @@ class BlockPoolStats:
 
 
 class BlockPool:
-    """Reference-counted blocks 0 to num_blocks - 1 with a prefix cache over the full ones."""
+    """Reference-counted blocks 0 to num_blocks - 1 with a prefix cache over the full ones.
 
-    def __init__(self, num_blocks: int) -> None:
+    `book` has their records, and may be shared with other tiers; `eviction` is this tier's own.
+    """
+
+    def __init__(self, num_blocks: int, eviction: Eviction | None = None, book: PrefixBook | None = None) -> None:
         self.num_blocks = num_blocks
+        self.book = book or PrefixBook(_GHOSTS_PER_BLOCK * num_blocks)
         self._refs = [0] * num_blocks
-        self._names: list[tuple[bytes, bytes] | None] = [None] * num_blocks  # (hash, parent's hash)
+        self._names: list[Prefix | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._cold: Eviction = LeastRecentlyUsed() if eviction is None else eviction
         self._events: list[KvEvent] = []
         self._evictions = 0
 
@@ -62,7 +70,9 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each."""
         for block in blocks:
-            self._cold.pop(block, None)
+            name = self._names[block]
+            if name is not None and self._refs[block] == 0:
+                self._cold.remove(name)
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -71,17 +81,18 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released but not held"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if self._names[block] is None:
+                name = self._names[block]
+                if name is None:
                     self._free.append(block)
                 else:
-                    self._cold[block] = None
+                    self._cold.insert(name)
 
-    def register(self, block: int, block_hash: bytes, parent_hash: bytes) -> int:
+    def register(self, block: int, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> int:
         """Names a full, computed block. Returns the block that holds this prefix: another one if it was there first."""
         assert self._names[block] is None, f"block {block} already has a name"
         known = self._by_hash.setdefault(block_hash, block)
         if known == block:
-            self._names[block] = (block_hash, parent_hash)
+            self._names[block] = self.book.name(block_hash, parent_hash, depth, tenant)
             self._events.append(KvEvent(True, block_hash, parent_hash, Tier.DEVICE))
         return known
 
@@ -93,7 +104,7 @@ class BlockPool:
     def snapshot(self) -> list[KvEvent]:
         """Every prefix block held, parents before children wherever the parent is held."""
         return [
-            KvEvent(True, name[0], name[1], Tier.DEVICE)
+            KvEvent(True, name.block_hash, name.parent_hash, Tier.DEVICE)
             for block in self._by_hash.values()
             if (name := self._names[block]) is not None
         ]
@@ -106,16 +117,16 @@ class BlockPool:
     def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
         """Raises AssertionError unless every block is in exactly one state and held as often as `tables` say."""
         held = Counter(block for table in tables for block in table)
-        free, cold = set(self._free), set(self._cold)
+        free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cold, "a block is free and cold"
+        cold = {block for block, name in enumerate(self._names) if name is not None and name in self._cold}
+        assert len(cold) == len(self._cold), "the eviction has blocks that are not here"
         for block, refs in enumerate(self._refs):
             name = self._names[block]
             assert refs == held[block], f"block {block}: {refs} references, {held[block]} holders"
             assert (refs == 0) == (block in free or block in cold), f"block {block}: {refs} references, wrong list"
-            assert name is None or self._by_hash[name[0]] == block, f"block {block}: its name leads elsewhere"
+            assert name is None or self._by_hash[name.block_hash] == block, f"block {block}: its name leads elsewhere"
             assert not (block in free and name), f"block {block} is free but named"
-            assert not (block in cold and name is None), f"block {block} is cold but has no name"
         named = sum(name is not None for name in self._names)
         assert len(self._by_hash) == named, "a hash names no block"
 
@@ -123,12 +134,10 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cold.popitem(last=False)
-            name = self._names[block]
-            assert name is not None
+            name = self._cold.pop()
+            block = self._by_hash.pop(name.block_hash)
             self._names[block] = None
-            del self._by_hash[name[0]]
-            self._events.append(KvEvent(False, name[0], b"", Tier.DEVICE))
+            self._events.append(KvEvent(False, name.block_hash, b"", Tier.DEVICE))
             self._evictions += 1
         self._refs[block] = 1
         return block

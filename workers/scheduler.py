@@ -76,7 +76,7 @@ class Scheduler:
             block_hash = sequence.block_hashes[index]
             parent = sequence.block_hashes[index - 1] if index else b""
             block = sequence.block_table[index]
-            known = self.pool.register(block, block_hash, parent)
+            known = self.pool.register(block, block_hash, parent, index, sequence.request.cache_salt)
             if known != block:
                 self.pool.share([known])
                 self.pool.release([block])
