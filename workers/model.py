@@ -23,7 +23,8 @@ from .model_spec import LayerSpec, ModelSpec
 from .packing import pack_linears
 from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len
-from .sharding import Shard, plan_sharding
+from .shard import Shard
+from .sharding import plan_sharding
 from .skeleton import build_skeleton, check_complete, choose_dtype, read_config
 from .wanted import Wanted
 from .weights import Progress, load_weights

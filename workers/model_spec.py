@@ -8,13 +8,22 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer as one rank holds it. `sliding_window` 0: full attention. `softcap` 0: none."""
+    """One attention layer as one rank holds it. `sliding_window` 0: full attention. `softcap` 0: none.
+
+    `v_head_dim` None: as `head_dim`. 0: nothing apart is stored for values, which lie in the keys (MLA's latent cache).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int = 0
     softcap: float = 0.0
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of V per token and head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)

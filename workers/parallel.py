@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from .attention import AttentionCall
 from .communicator import Communicator
 from .cut import Cut
-from .sharding import Role, Shard, ShardingPlan
+from .shard import Shard
+from .sharding import Role, ShardingPlan
 
 
 class RowLinear(nn.Module):

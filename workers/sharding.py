@@ -1,17 +1,18 @@
 """The sharding plan: which part of every parameter a rank holds, and which modules must speak to the other ranks.
 
 From the model's own `tp_plan` and from what its attention layers ask for. Attention is always cut by whole heads, also
-where transformers gathers instead (phi3's fused QKV, olmo2's norm over all heads); with more ranks than KV heads each
-KV head is held by size / kv_heads ranks. Pure: names and shapes in, cuts and roles out.
+where transformers gathers instead (phi3's fused QKV, olmo2's norm over all heads). Pure: names and shapes in, cuts and
+roles out.
 """
 
 import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..proto.errors import InvalidConfig, InvalidModel
+from ..proto.errors import InvalidModel
 from .attention import AttentionCall
-from .cut import Cut, Range
+from .cut import Cut
+from .shard import Shard
 
 Shape = tuple[int, ...]
 
@@ -32,52 +33,6 @@ class ShardingPlan:
 
     cuts: dict[str, Cut] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank of `size`, and its part of things that are cut."""
-
-    rank: int
-    size: int
-
-    def even(self, total: int, what: str) -> Range:
-        """An equal part; raises InvalidConfig where it does not divide."""
-        if total % self.size:
-            raise InvalidConfig(f"tp {self.size} does not divide {what} ({total}); use a divisor of {total}")
-        part = total // self.size
-        return self.rank * part, (self.rank + 1) * part
-
-    def query_heads(self, call: AttentionCall) -> Range:
-        """This rank's query heads, as a range of rows."""
-        first, last = self.even(call.num_heads, "the attention heads")
-        return first * call.head_dim, last * call.head_dim
-
-    def kv_heads(self, call: AttentionCall) -> Range:
-        """This rank's KV heads, as a range of rows; one head serves several ranks where there are fewer than ranks."""
-        if self.size <= call.num_kv_heads:
-            first, last = self.even(call.num_kv_heads, "the KV heads")
-        else:
-            if self.size % call.num_kv_heads:
-                raise InvalidConfig(
-                    f"tp {self.size} is no multiple of the {call.num_kv_heads} KV heads; "
-                    f"use a divisor or a multiple of {call.num_kv_heads}"
-                )
-            first = self.rank * call.num_kv_heads // self.size
-            last = first + 1
-        return first * call.head_dim, last * call.head_dim
-
-    def local_heads(self, call: AttentionCall) -> tuple[int, int]:
-        """(query heads, KV heads) of this rank."""
-        (q0, q1), (k0, k1) = self.query_heads(call), self.kv_heads(call)
-        return (q1 - q0) // call.head_dim, (k1 - k0) // call.head_dim
-
-    def vocabulary(self, rows: int) -> Range:
-        """A part of ceil(rows / size) rows, the last one possibly shorter."""
-        part = -(-rows // self.size)
-        if (self.size - 1) * part >= rows:
-            raise InvalidConfig(f"tp {self.size} is too large for a vocabulary of {rows}; use fewer ranks")
-        return self.rank * part, min(rows, (self.rank + 1) * part)
 
 
 def plan_sharding(

@@ -13,9 +13,9 @@ from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.kv_dtype import KV_DTYPES, KvDtype, choose_kv_dtype
 from coatcheck.workers.model_spec import LayerSpec
 
-LAYERS = st.lists(
-    st.builds(LayerSpec, st.just(8), st.integers(1, 9), st.integers(1, 40).map(lambda n: 2 * n)), min_size=1, max_size=5
-)
+EVEN = st.integers(1, 40).map(lambda n: 2 * n)
+LAYER = st.builds(LayerSpec, st.just(8), st.integers(1, 9), EVEN, v_head_dim=st.none() | st.just(0) | EVEN)
+LAYERS = st.lists(LAYER, min_size=1, max_size=5)
 
 
 @given(LAYERS, st.sampled_from([4, 8, 16, 128]), st.sampled_from(KvDtype))
@@ -25,12 +25,16 @@ def test_parts_of_a_block_are_apart_and_fill_it(layers: list[LayerSpec], block_s
     parts = []
     for layer, slab in zip(layers, layout.slabs, strict=True):
         rows = layer.num_kv_heads * block_size
-        for offset in (slab.k_offset, slab.v_offset):
+        stored = [
+            (slab.k_offset, slab.k_scales_offset, layer.head_dim),
+            (slab.v_offset, slab.v_scales_offset, layer.value_dim),
+        ]
+        for offset, scales_offset, dim in stored if layer.value_dim else stored[:1]:
             assert offset % 64 == 0
-            parts.append((offset, offset + rows * layer.head_dim * kv_dtype.bits // 8))
-        if kv_dtype.is_quantised:
-            assert slab.k_scales_offset % 16 == 0 and slab.v_scales_offset % 16 == 0
-            parts += [(offset, offset + rows * 2) for offset in (slab.k_scales_offset, slab.v_scales_offset)]
+            parts.append((offset, offset + rows * dim * kv_dtype.bits // 8))
+            if kv_dtype.is_quantised:
+                assert scales_offset % 16 == 0
+                parts.append((scales_offset, scales_offset + rows * 2))
     parts.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(parts))
     assert parts[-1][1] <= layout.bytes_per_block
@@ -51,6 +55,13 @@ def test_quantised_pools_hold_more(name: str, at_least: float, head_dim: int, kv
 def test_a_bfloat16_block_is_what_arithmetic_says() -> None:
     """32 layers of 8 heads of 128 in bfloat16 take 131,072 bytes a token."""
     assert BlockLayout.of([LayerSpec(32, 8, 128)] * 32, 16, KvDtype.BFLOAT16).bytes_per_token == 131_072
+
+
+@pytest.mark.parametrize(("kv_dtype", "elements", "scales"), [(KvDtype.BFLOAT16, 1152, 0), (KvDtype.INT8, 576, 2)])
+def test_a_latent_cache_holds_one_vector_a_token(kv_dtype: KvDtype, elements: int, scales: int) -> None:
+    """Where values lie in the keys, a layer takes the latent vector and its one scale, and nothing else."""
+    layout = BlockLayout.of([LayerSpec(128, 1, 512 + 64, v_head_dim=0)] * 61, 64, kv_dtype)
+    assert (layout.bytes_per_token, layout.scale_bytes_per_token) == (61 * (elements + scales), 61 * scales)
 
 
 def test_int4_refuses_an_odd_head_dim_and_names_the_layer() -> None:

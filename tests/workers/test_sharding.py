@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.attention import AttentionCall, probe_attention
 from coatcheck.workers.cut import Cut
-from coatcheck.workers.sharding import Role, Shard, ShardingPlan, plan_sharding
+from coatcheck.workers.shard import Shard
+from coatcheck.workers.sharding import Role, ShardingPlan, plan_sharding
 from coatcheck.workers.skeleton import build_skeleton
 from tests.workers.checkpoints import ARCHITECTURES, tiny_config
 
