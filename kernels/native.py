@@ -41,6 +41,7 @@ _AVX512_SIGNATURES = {
     "linear_bf16": "pqqppqqpqp:v",
     "linear_f32": "pqqppqqpqp:v",
     "attention_half": "pppp:r",
+    "layer_run": "ppqpp:r",
     "mlp_half": "pp:v",
     "pack_bf16": "pqqp:v",
     "pack_f32": "pqqp:v",

@@ -1,16 +1,17 @@
 """DecoderLayer: a pre-norm decoder layer in few, large steps, for the families whose structure we know.
 
 One QKV product, rotary and KV store in one step, residual add and norm in one step, gate and up in one product; and
-where the C library can, each half of the layer in one call. It does not know which layer it is, nor what is served.
+where the C library can, each half of the layer in one call, or all layers of a rank that is alone. It does not know
+which layer it is, nor what is served.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.half_layers import AttentionHalf, MlpHalf, StepTables, half_layers_serve
+from ..kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
 from ..kernels.paged_attention import paged_attention
 from ..kernels.rms_norm import RmsNorm
 from ..kernels.rotary import rotary_and_store
@@ -20,8 +21,6 @@ from .attention_metadata import AttentionMetadata
 from .model_spec import LayerSpec
 from .packing import joined, pack_linears, row_parallel
 from .wanted import Wanted
-
-Mlp = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -68,7 +67,7 @@ class DecoderLayer:
             self.attention_norm = self.mlp_norm = None
             second_norm = needed(read_norm(layer.post_attention_layernorm, family))
         dense = hasattr(layer.mlp, "down_proj")
-        self.mlp = _dense_mlp(layer.mlp, second_norm) if dense else _sparse_mlp(layer.mlp, second_norm)
+        self.mlp = DenseMlp(layer.mlp, second_norm) if dense else SparseMlp(layer.mlp, second_norm)
         self.attention_half = self._native_half()
 
     def __call__(
@@ -125,7 +124,7 @@ class DecoderLayer:
 
     def _native_half(self) -> AttentionHalf | None:
         spec = self.spec
-        if not half_layers_serve(self.qkv, self.output, head_dim=spec.head_dim):
+        if not is_native(self.qkv, self.output, head_dim=spec.head_dim):
             return None
         return AttentionHalf(
             self.first_norm,
@@ -142,33 +141,50 @@ class DecoderLayer:
         )
 
 
-def _dense_mlp(mlp: Any, norm: RmsNorm) -> Mlp:
+class DenseMlp:
     """down(act(gate(h)) * up(h)) of h = norm(x + residual), and the sum."""
-    gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-    down, reduce = row_parallel(mlp.down_proj)
-    activation = ACTIVATIONS[activation_name(mlp.config)]
-    half = MlpHalf(norm, gate_up, down, activation) if half_layers_serve(gate_up, down) else None
 
-    def forward(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if half is not None:
-            x, residual = half(x, residual)
+    def __init__(self, mlp: Any, norm: RmsNorm) -> None:
+        self.norm = norm
+        self.gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+        self.down, self.reduce = row_parallel(mlp.down_proj)
+        self.activation = ACTIVATIONS[activation_name(mlp.config)]
+        native = is_native(self.gate_up, self.down)
+        self.half = MlpHalf(norm, self.gate_up, self.down, self.activation) if native else None
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if self.half is not None:
+            x, residual = self.half(x, residual)
         else:
-            x, residual = norm.after_adding(x, residual)
-            x = down(silu_mul(gate_up(x), activation))
-        return (x if reduce is None else reduce(x)), residual
-
-    return forward
+            x, residual = self.norm.after_adding(x, residual)
+            x = self.down(silu_mul(self.gate_up(x), self.activation))
+        return (x if self.reduce is None else self.reduce(x)), residual
 
 
-def _sparse_mlp(mlp: nn.Module, norm: RmsNorm) -> Mlp:
+class SparseMlp:
     """A mixture of experts as transformers wrote it, which wants a batch dimension."""
-    pack_linears(mlp)
 
-    def forward(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = norm.after_adding(x, residual)
-        return mlp(x[None])[0], residual
+    def __init__(self, mlp: nn.Module, norm: RmsNorm) -> None:
+        pack_linears(mlp)
+        self.norm = norm
+        self.experts = mlp
 
-    return forward
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm.after_adding(x, residual)
+        return self.experts(x[None])[0], residual
+
+
+def as_run(layers: Sequence[DecoderLayer], turns: Sequence[int]) -> LayerRun | None:
+    """The layers as one native call, where each of them is native and this rank's alone."""
+    parts = []
+    for layer, turn in zip(layers, turns, strict=True):
+        mlp = layer.mlp
+        if layer.attention_half is None or not isinstance(mlp, DenseMlp) or mlp.half is None:
+            return None
+        if layer.reduce is not None or mlp.reduce is not None:
+            return None
+        parts.append(RunLayer(layer.attention_half, mlp.half, layer.attention_norm, layer.mlp_norm, turn))
+    return LayerRun(parts)
 
 
 def read_norm(module: Any, family: Family) -> RmsNorm | None:

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..kernels.half_layers import StepTables
+from ..kernels.decoder_layers import StepTables
 from ..kernels.rms_norm import RmsNorm
 from .attention import AttentionCall, KVPools
 from .attention_metadata import AttentionMetadata
-from .decoder_layer import ACTIVATIONS, DecoderLayer, Family, Turn, activation_name, needed, read_norm
+from .decoder_layer import ACTIVATIONS, DecoderLayer, Family, Turn, activation_name, as_run, needed, read_norm
 from .model_spec import LayerSpec
 from .wanted import Wanted
 
@@ -35,6 +35,7 @@ class FusedBody:
         self._kinds = tuple(dict.fromkeys(kinds))  # which rotary each layer takes, where there are several
         self._layers = list(zip(layers, kinds, strict=True))
         self._native = any(layer.attention_half is not None for layer in layers)
+        self._run = as_run(layers, [self._kinds.index(kind) for kind in kinds])
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
@@ -43,10 +44,15 @@ class FusedBody:
         native = self._native and kv[0][0].dtype == hidden.dtype
         turns = {kind: self._turn(hidden, positions, kind, metadata, native) for kind in self._kinds}
         residual: Tensor | None = None
-        last = len(self._layers) - 1
-        for index, ((layer, kind), cache) in enumerate(zip(self._layers, kv, strict=True)):
+        last, done = len(self._layers) - 1, 0
+        tables = [turn.packed for turn in turns.values() if turn.packed is not None]
+        if self._run is not None and tables and last > 0:
+            done = last if wanted is not None else last + 1
+            hidden, residual = self._run(hidden, done, tables, kv)
+        for index in range(done, last + 1):
+            layer, kind = self._layers[index]
             rows = wanted if index == last else None
-            hidden, residual = layer(hidden, residual, turns[kind], metadata, cache, rows)
+            hidden, residual = layer(hidden, residual, turns[kind], metadata, kv[index], rows)
         assert residual is not None
         return self.norm.after_adding(hidden, residual)[0]
 

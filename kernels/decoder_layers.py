@@ -1,12 +1,12 @@
-"""A half of a pre-norm decoder layer, attention or MLP, as one call into the C library.
+"""Pre-norm decoder layers as calls into the C library: half a layer, attention or MLP, or a run of whole layers.
 
     attention   out = output(attend(rotary(split(qkv(norm(x + residual))))))     keys and values stored on the way
     mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
 
 Each returns (out, x + residual); `out` is not added yet, since other ranks may have a part of it. The C side calls the
 operations of the other files one after the other, so the results are the same bits as theirs; what is saved is the way
-through Python, half of a small model's step at one token. Only where every linear is in the native form and the pool
-has the model's own dtype: elsewhere `half_layers_serve` is false, and the caller takes the operations one by one.
+through Python, a fifth of a small model's step at one token. Only where every linear is in the native form and the pool
+has the model's own dtype: elsewhere `is_native` is false, and the caller takes the operations one by one.
 
 Shapes: x, residual [tokens, hidden], dense; cos, sin [tokens, rot_dim]; caches, tables and slots as in
 paged_attention.py and store_kv.py. The file does not know which layer it is, nor what follows.
@@ -15,6 +15,8 @@ paged_attention.py and store_kv.py. The file does not know which layer it is, no
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,12 +34,13 @@ _ATTEND = struct.Struct("@qqqqffq")
 _CACHE = struct.Struct("@PPqqq")
 _STEP = struct.Struct("@PPqqPPqPPq")
 _STREAM = struct.Struct("@5Pq")
+_TURN = struct.Struct("@q")
 _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
 
 _passed = Passed()
 
 
-def half_layers_serve(*linears: object, head_dim: int = 16) -> bool:
+def is_native(*linears: object, head_dim: int = 16) -> bool:
     """Whether a half made of these linears can be one native call."""
     native_form = all(isinstance(linear, PackedLinear) and linear.form == "native" for linear in linears)
     return native_form and head_dim % 16 == 0 and head_dim <= 256
@@ -69,7 +72,7 @@ class StepTables:
 
 
 class AttentionHalf:
-    """From the residual stream to the output projection. Linears must pass `half_layers_serve`."""
+    """From the residual stream to the output projection. Linears must pass `is_native`."""
 
     def __init__(
         self,
@@ -91,15 +94,15 @@ class AttentionHalf:
             refuse("qkv", f"{heads} + 2 * {kv_heads} heads of {head_dim}", list(qkv.weight_shape))
         if (q_norm is None) != (k_norm is None):
             refuse("q_norm", "a k_norm beside it, or neither", "one of them")
-        self._held = (norm, qkv, output, q_norm, k_norm)  # `_packed` points into them
-        self._dtype, self._hidden, self._out = qkv.dtype, qkv.weight_shape[1], output.weight_shape[0]
-        self._heads, self._head_dim = heads, head_dim
-        self._packed = (
+        self._held = (norm, qkv, output, q_norm, k_norm)  # `packed` points into them
+        self.dtype, self.hidden, self._out = qkv.dtype, qkv.weight_shape[1], output.weight_shape[0]
+        self._heads, self.head_dim = heads, head_dim
+        self.packed = (
             _scale(norm) + _scale(q_norm) + _scale(k_norm) + _linear(qkv) + _linear(output)
-            + _ATTEND.pack(heads, kv_heads, head_dim, sliding_window, scale, softcap, native.TYPES[self._dtype])
+            + _ATTEND.pack(heads, kv_heads, head_dim, sliding_window, scale, softcap, native.TYPES[self.dtype])
         )  # fmt: skip
-        rows = self._hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
-        self._row_bytes = _row_bytes(rows, self._dtype, qkv, output)
+        rows = self.hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
+        self.row_bytes = _row_bytes(rows, self.dtype, qkv, output)
         self._call = _library().attention_half
 
     def __call__(
@@ -107,45 +110,104 @@ class AttentionHalf:
     ) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0]
         if _passed.is_new(x, residual, k_cache):
-            _check_stream(x, residual, self._hidden, self._dtype)
+            _check_stream(x, residual, self.hidden, self.dtype)
             _passed.add(x, residual, k_cache)
-        if tokens != step.tokens or step.rot_dim > self._head_dim:
-            refuse("x", f"the step's {step.tokens} tokens, turned by at most {self._head_dim}", list(x.shape))
-        caches = checked_caches(k_cache, v_cache)
-        if caches.dtype != self._dtype or caches.head_dim != self._head_dim or caches.device.type != "cpu":
-            refuse("k_cache", f"{self._dtype} heads of {self._head_dim}", f"{caches.dtype} of {caches.head_dim}")
+        if tokens != step.tokens or step.rot_dim > self.head_dim:
+            refuse("x", f"the step's {step.tokens} tokens, turned by at most {self.head_dim}", list(x.shape))
+        cache = self.pack_cache(k_cache, v_cache)
         total = x if residual is None else torch.empty_like(x)
-        out = torch.empty((tokens, self._out), dtype=self._dtype)
-        cache = _CACHE.pack(k_cache.data_ptr(), v_cache.data_ptr(), caches.k_stride, caches.v_stride, caches.block_size)
-        if self._call(self._packed, cache, step.packed, _stream(x, residual, total, out, self._row_bytes)):
+        out = torch.empty((tokens, self._out), dtype=self.dtype)
+        if self._call(self.packed, cache, step.packed, _stream(x, residual, total, out, self.row_bytes)):
             raise native.out_of_memory("attention_half")
         return out, total
 
+    def pack_cache(self, k_cache: Tensor, v_cache: Tensor) -> bytes:
+        """One layer's caches as the C side reads them."""
+        caches = checked_caches(k_cache, v_cache)
+        if caches.dtype != self.dtype or caches.head_dim != self.head_dim or caches.device.type != "cpu":
+            refuse("k_cache", f"{self.dtype} heads of {self.head_dim}", f"{caches.dtype} of {caches.head_dim}")
+        return _CACHE.pack(k_cache.data_ptr(), v_cache.data_ptr(), caches.k_stride, caches.v_stride, caches.block_size)
+
 
 class MlpHalf:
-    """From the residual stream to the down projection. Linears must pass `half_layers_serve`."""
+    """From the residual stream to the down projection. Linears must pass `is_native`."""
 
     def __init__(self, norm: RmsNorm, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
         want_shape("norm", norm.weight, (gate_up.weight_shape[1],))
         if gate_up.weight_shape[0] != 2 * down.weight_shape[1]:
             refuse("gate_up", f"2 * {down.weight_shape[1]} features, as down reads", gate_up.weight_shape[0])
-        self._held = (norm, gate_up, down)  # `_packed` points into them
-        self._dtype, self._hidden, self._out = gate_up.dtype, gate_up.weight_shape[1], down.weight_shape[0]
-        self._packed = (
+        self._held = (norm, gate_up, down)  # `packed` points into them
+        self.dtype, self.hidden, self._out = gate_up.dtype, gate_up.weight_shape[1], down.weight_shape[0]
+        self.packed = (
             _scale(norm) + _linear(gate_up) + _linear(down)
-            + _MLP.pack(activation == "gelu_tanh", native.TYPES[self._dtype])
+            + _MLP.pack(activation == "gelu_tanh", native.TYPES[self.dtype])
         )  # fmt: skip
-        self._row_bytes = _row_bytes(self._hidden + 3 * down.weight_shape[1], self._dtype, gate_up, down)
+        self.row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
         self._call = _library().mlp_half
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if _passed.is_new(x, residual):
-            _check_stream(x, residual, self._hidden, self._dtype)
+            _check_stream(x, residual, self.hidden, self.dtype)
             _passed.add(x, residual)
         total = x if residual is None else torch.empty_like(x)
-        out = torch.empty((x.shape[0], self._out), dtype=self._dtype)
-        self._call(self._packed, _stream(x, residual, total, out, self._row_bytes))
+        out = torch.empty((x.shape[0], self._out), dtype=self.dtype)
+        self._call(self.packed, _stream(x, residual, total, out, self.row_bytes))
         return out, total
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayer:
+    """One layer of a run: what its halves add is normed once more where a model does so; `turn` counts step tables."""
+
+    attention: AttentionHalf
+    mlp: MlpHalf
+    after_attention: RmsNorm | None = None
+    after_mlp: RmsNorm | None = None
+    turn: int = 0
+
+
+class LayerRun:
+    """Layers that follow each other with nothing between them: no other rank has a part in their sums."""
+
+    def __init__(self, layers: Sequence[RunLayer]) -> None:
+        self._layers = tuple(layers)  # `_packed` points into them
+        widths = {(half.hidden, half.dtype) for layer in layers for half in (layer.attention, layer.mlp)}
+        if len(widths) != 1:
+            refuse("layers", "one hidden size and dtype", widths)
+        self._packed = b"".join(
+            layer.attention.packed + _scale(layer.after_attention) + layer.mlp.packed + _scale(layer.after_mlp)
+            + _TURN.pack(layer.turn)
+            for layer in layers
+        )  # fmt: skip
+        self._row_bytes = max(half.row_bytes for layer in layers for half in (layer.attention, layer.mlp))
+        self._head_dim = min(layer.attention.head_dim for layer in layers)
+        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._packed_caches = b""
+        self._call = _library().layer_run
+
+    def __call__(
+        self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """The first `count` layers over x, which is overwritten: returns (out, residual), not added yet.
+
+        caches: (K, V) of every layer; the list is looked at once, and must stay as it is for as long as it is used.
+        """
+        first = self._layers[0].attention
+        if _passed.is_new(x):
+            _check_stream(x, None, first.hidden, first.dtype)
+            _passed.add(x)
+        for step in steps:
+            if x.shape[0] != step.tokens or step.rot_dim > self._head_dim:
+                refuse("x", f"the step's {step.tokens} tokens, turned by at most {self._head_dim}", list(x.shape))
+        if self._caches is not caches:
+            pairs = zip(self._layers, caches, strict=True)
+            self._packed_caches = b"".join(layer.attention.pack_cache(*cache) for layer, cache in pairs)
+            self._caches = caches
+        out = torch.empty_like(x)
+        tables = b"".join(step.packed for step in steps)
+        if self._call(self._packed, self._packed_caches, count, tables, _stream(x, None, x, out, self._row_bytes)):
+            raise native.out_of_memory("layer_run")
+        return out, x
 
 
 def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_bytes: int) -> bytes:

@@ -1,6 +1,6 @@
-/* A half of a decoder layer, attention or MLP, as one call: the operations of the other files in a row, with the rows
- * between them in one scratch buffer that stays in the cache. Nothing is computed here that they would not compute:
- * the results are the same bits. AVX-512 only, as the packed linears are. */
+/* A half of a decoder layer, attention or MLP, as one call, and a run of whole layers as one: the operations of the
+ * other files in a row, with the rows between them in one scratch buffer that stays in the cache. Nothing is computed
+ * here that they would not compute: the results are the same bits. AVX-512 only, as the packed linears are. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #include "attention.h"
 #include "rows.h"
@@ -122,6 +122,38 @@ int attention_half(const Attend *a, const Cache *c, const Step *step, const Stre
                       a->scale, a->softcap, a->window, 0, attended};
     if ((a->type == 0 ? attention_bf16_avx512 : attention_f32)(&call)) return -1;
     product(&a->output, attended, tokens, a->type, s->out, scratch);
+    return 0;
+}
+
+/* A layer without other ranks. `turn` is which of the step's tables it takes; `after` norms (null weights in most models)
+ * scale what a half adds. */
+typedef struct {
+    Attend attention;
+    Scale after_attention;
+    Mlp mlp;
+    Scale after_mlp;
+    int64_t turn;
+} Layer;
+
+static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, int64_t type) {
+    if (s->weight)
+        rms_norm(&(Norm){x, 0, s->weight, x, 0, tokens, 1, width, width, 0, 0, 0, s->eps, s->offset, s->offset == 0.0f,
+                         type});
+}
+
+/* `s` as it comes to the first of `count` layers; in the end s->out and s->sum add up to what follows. The residual is
+ * added to in place. Returns 0, or -1 as attention_half does. */
+int layer_run(const Layer *layers, const Cache *caches, int64_t count, const Step *steps, const Stream *s) {
+    Stream now = *s;
+    for (int64_t i = 0; i < count; i++) {
+        const Layer *l = layers + i;
+        const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
+        if (attention_half(&l->attention, caches + i, steps + l->turn, &now)) return -1;
+        scale_rows(&l->after_attention, now.out, now.tokens, width, type);
+        now.x = now.out, now.residual = now.sum;
+        mlp_half(&l->mlp, &now);
+        scale_rows(&l->after_mlp, now.out, now.tokens, width, type);
+    }
     return 0;
 }
 #endif

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.half_layers import AttentionHalf, MlpHalf, StepTables, half_layers_serve
+from coatcheck.kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.linear import PackedLinear
 from coatcheck.kernels.paged_attention import paged_attention
@@ -19,7 +19,7 @@ from coatcheck.kernels.silu_mul import silu_mul
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 96, 6, 2, 32, 16
 
 needs_native = pytest.mark.skipif(
-    not half_layers_serve(PackedLinear(torch.eye(16))), reason="the native form is for processors with AVX512-BF16"
+    not is_native(PackedLinear(torch.eye(16))), reason="the native form is for processors with AVX512-BF16"
 )
 
 
@@ -140,3 +140,46 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         with pytest.raises(LaunchRefused, match=f"^{name}: expected"):
             call()
     assert torch.equal(caches[0], kept)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sandwich", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count: int) -> None:
+    """The first `count` layers of a run, with rotary tables of two kinds, give the bits of their halves in turn."""
+    torch.manual_seed(count)
+    batches = [Batch([(40, 1), (0, 21), (17, 1)], dtype) for _ in range(3)]
+    for batch in batches[1:]:  # one step: the layers differ in their caches and may turn differently, no more
+        batch.slots, batch.tables, batch.seq_lens, batch.cu = (
+            batches[0].slots, batches[0].tables, batches[0].seq_lens, batches[0].cu,
+        )  # fmt: skip
+    batches[1].cos, batches[1].sin = batches[1].sin, batches[1].cos
+    steps = [batch.step() for batch in batches[:2]]
+    layers = [
+        RunLayer(
+            AttentionHalf(
+                norm(HIDDEN, dtype), linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype),
+                linear(HIDDEN, HEADS * DIM, dtype), HEADS, KV_HEADS, DIM, scale=0.2, sliding_window=30 * turn,
+            ),
+            MlpHalf(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
+            *((norm(HIDDEN, dtype), norm(HIDDEN, dtype)) if sandwich else (None, None)),
+            turn=turn,
+        )
+        for turn in (0, 1, 0)
+    ]  # fmt: skip
+    ours = [(batch.caches[0].clone(), batch.caches[1].clone()) for batch in batches]
+    theirs = [(batch.caches[0].clone(), batch.caches[1].clone()) for batch in batches]
+    x = torch.randn(len(batches[0].slots), HIDDEN).to(dtype)
+
+    want: Tensor = x.clone()
+    residual: Tensor | None = None
+    for layer, caches in zip(layers[:count], theirs, strict=False):
+        want, residual = layer.attention(want, residual, steps[layer.turn], *caches)
+        want = want if layer.after_attention is None else layer.after_attention(want)
+        want, residual = layer.mlp(want, residual)
+        want = want if layer.after_mlp is None else layer.after_mlp(want)
+    out, total = LayerRun(layers)(x, count, steps, ours)
+    assert residual is not None and torch.equal(out, want) and torch.equal(total, residual)
+    for (our_k, our_v), (their_k, their_v) in zip(ours, theirs, strict=True):
+        assert torch.equal(our_k, their_k) and torch.equal(our_v, their_v)
