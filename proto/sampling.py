@@ -14,6 +14,7 @@ from .errors import InvalidRequest
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class SamplingParams:
             _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"from 0 to {MAX_LOGPROBS}")
         _require(len(self.stop) <= MAX_STOPS, "stop", len(self.stop), f"at most {MAX_STOPS} strings")
         _require(all(self.stop), "stop", "''", "strings of at least one character")
+        longest = max(map(len, self.stop), default=0)
+        _require(longest <= MAX_STOP_LENGTH, "stop", f"{longest} characters long", f"at most {MAX_STOP_LENGTH} long")
         _require(len(self.stop_token_ids) <= 256, "stop_token_ids", len(self.stop_token_ids), "at most 256 ids")
         _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
 

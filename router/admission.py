@@ -7,6 +7,7 @@ import dataclasses
 import random
 import uuid
 from collections.abc import Sequence
+from typing import Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -17,6 +18,7 @@ from ..proto.sampling import SamplingParams
 from .request import Request
 from .tokenizer import TokenizerJson
 
+_LONGEST_NAME: Final = 256
 _EMPTY = "the prompt is empty; give at least one token"
 
 
@@ -48,16 +50,19 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(f"token id {largest} is outside the vocabulary; ids are below {vocab_size}")
 
 
-def prompt_token_ids(message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson) -> Sequence[int]:
-    """The prompt as ids; may take long for a long text. Raises InvalidRequest."""
+def prompt_token_ids(
+    message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson, at_most: int | None = None
+) -> Sequence[int]:
+    """The prompt as ids; may take long for a long text. Raises InvalidRequest, early for a text far over `at_most`."""
     match message.WhichOneof("prompt"):
         case "text":
             if not message.text and isinstance(message, GenerateRequest):
                 raise InvalidRequest(_EMPTY)  # though a tokenizer that opens every text would make it one token
             special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
-            return tokenizer.encode(message.text, special)
+            return tokenizer.encode(message.text, special, at_most=at_most)
         case "chat":
-            return tokenizer.encode(_chat_text(message.chat, tokenizer), add_special_tokens=False)
+            text = _chat_text(message.chat, tokenizer)
+            return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
         case "token_ids" if isinstance(message, GenerateRequest):
             return list(message.token_ids.ids)
         case _:
@@ -78,6 +83,11 @@ def admit(
     """
     sampling = SamplingParams.from_message(message.sampling)
     sampling.check_model(vocab_size)
+    for name in ("request_id", "cache_salt"):  # they are kept, logged and sent on
+        if len(getattr(message, name)) > _LONGEST_NAME:
+            raise InvalidRequest(
+                f"{name} has {len(getattr(message, name))} characters; at most {_LONGEST_NAME} are taken"
+            )
     if not token_ids:
         raise InvalidRequest(_EMPTY)
     check_token_ids(token_ids, vocab_size)

@@ -41,10 +41,15 @@ class ChatTemplate:
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several by name
-            named = {entry["name"]: entry["template"] for entry in source}
+            try:
+                named = {entry["name"]: entry["template"] for entry in source}
+            except (KeyError, TypeError):
+                named = {"": source}  # refused below
             source = named.get("default", next(iter(named.values()), None))
         if not source:
             return None
+        if not isinstance(source, str):
+            raise InvalidModel("tokenizer_config.json's chat_template is neither a text nor a list of named ones")
         special = {name: _text_of(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
         return cls(source, {name: token for name, token in special.items() if token is not None})
 

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Never, TypeVar
+from typing import Any, Final, Never, TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
 
 _log = logging.getLogger(__name__)
+_MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Question = TypeVar("Question", bound=Message)
@@ -61,11 +62,17 @@ def _parse(kind: type[Question], data: bytes) -> Question:
         raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
+def clip(text: str) -> str:
+    """A message may quote what was sent, of any length; clients take metadata of 8 KiB."""
+    data = text.encode()
+    return text if len(data) <= _MESSAGE_BYTES else data[:_MESSAGE_BYTES].decode(errors="ignore") + "…"
+
+
 async def refuse(context: Context, error: Exception) -> Never:
     """Ends the call with the error's status; what is not ours is logged, and the client gets a number to quote."""
     code, _ = status_of(error)
     if isinstance(error, CoatcheckError) and code != grpc.StatusCode.INTERNAL.value[0]:
-        text = str(error)
+        text = clip(str(error))
     else:
         incident = uuid.uuid4().hex[:12]
         _log.error("incident %s", incident, exc_info=error)

@@ -36,6 +36,8 @@ from .traffic import Traffic
 _T = TypeVar("_T")
 # Hashing more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
+# Longer than any model's context. A token takes the tokeniser some 200 bytes while it works.
+_MOST_TOKENIZED: Final = 1 << 20
 
 
 class Generation:
@@ -96,7 +98,8 @@ class Generation:
         check_model_name(message.model, self._config.model_name)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
-        return TokenizeResponse(token_ids=await self._aside(lambda: prompt_token_ids(message, self._tokenizer)))
+        ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer, _MOST_TOKENIZED))
+        return TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids."""
@@ -118,22 +121,26 @@ class Generation:
     async def _admit(self, message: GenerateRequest) -> Request:
         refuse_unknown_fields(message)
         check_model_name(message.model, self._config.model_name)
+        most = self._capacity(self._model())
         if message.WhichOneof("prompt") == "token_ids":  # no text, so nothing to wait for
             token_ids = prompt_token_ids(message, self._tokenizer)
         else:
-            token_ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer))
+            token_ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer, most))
         model = self._model()
-        rooms = [capacity(registration) for _, registration in self._groups.serving()]
         request = admit(
             message,
             token_ids,
             vocab_size=model.vocab_size,
-            capacity=max(rooms, default=model.max_model_len),
+            capacity=self._capacity(model),
             rng=self._rng,
         )
         if len(token_ids) > _LONG_PROMPT:
             await self._aside(lambda: request.chain(model))
         return request
+
+    def _capacity(self, model: GetModelResponse) -> int:
+        rooms = [capacity(registration) for _, registration in self._groups.serving()]
+        return max(rooms, default=model.max_model_len)
 
     def _model(self) -> GetModelResponse:
         if self._groups.model is None:

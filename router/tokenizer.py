@@ -8,11 +8,11 @@ texts off their event loop.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders
 
-from ..proto.errors import InvalidModel
+from ..proto.errors import InvalidModel, NeverFits
 from .chat_template import ChatTemplate
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -20,6 +20,9 @@ _FILES = [
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # where AutoTokenizer is needed
 ]
+
+# A text of fewer characters than this for each token that fits is encoded whole.
+_CHARACTERS_PER_TOKEN: Final = 16
 
 
 class TokenizerJson:
@@ -53,10 +56,21 @@ class TokenizerJson:
             raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
         return cls(tokenizer, ChatTemplate.load(directory, config))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
+        """The ids of a text. Raises NeverFits for one of more than `at_most`, of a very long one after its beginning.
+
+        The beginning has to come to twice as many: where the cut falls changes a few.
+        """
+        if at_most is not None:
+            length = _CHARACTERS_PER_TOKEN * at_most
+            while length < len(text):
+                if len(self._encode(text[:length], add_special_tokens)) > 2 * at_most:
+                    raise NeverFits(
+                        f"the prompt has far more than {at_most} tokens in its first {length} characters alone; "
+                        f"shorten it to at most {at_most} tokens"
+                    )
+                length *= 4
+        return self._encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids, exactly as a stream of them would give it."""
@@ -69,6 +83,12 @@ class TokenizerJson:
         if pieces is not None:
             return ByteDetokenizer(pieces)
         return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Not `encode`, which holds the interpreter's lock: a text of 10 MB would stop everybody's streams for seconds.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -63,6 +63,10 @@ BAD = {
     "n too large": (sampled(n=65), "n is 65"),
     "logprobs": (sampled(logprobs=21), "logprobs"),
     "empty stop": (sampled(stop=[""]), "stop"),
+    "long stop": (sampled(stop=["a" * 1025]), "stop is 1025 characters long"),
+    "long request id": (GenerateRequest(text="a", request_id="r" * 257), "request_id has 257 characters"),
+    "long salt": (GenerateRequest(text="a", cache_salt="s" * 257), "cache_salt has 257 characters"),
+    "text far over model": (GenerateRequest(text="ab " * 10000), "far more than 256 tokens"),
     "too many stops": (sampled(stop=["a"] * 17), "stop"),
     "stop token outside": (sampled(stop_token_ids=[VOCAB]), "stop_token_ids"),
     "bias outside": (sampled(logit_bias={VOCAB: 1.0}), "logit_bias"),
@@ -186,6 +190,15 @@ async def test_another_model_is_not_found(open_door: OpenDoor) -> None:
             await call
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         assert "'tiny'" in (refused.value.details() or "")
+
+
+async def test_what_is_quoted_is_cut(open_door: OpenDoor) -> None:
+    """A refusal that quotes a very long field still reaches the client as the status that it is."""
+    door = await open_door(FakeGroup())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(GenerateRequest(model="\U0001f98a" * 100_000, text="a"))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert (refused.value.details() or "").startswith("model '\U0001f98a")
 
 
 async def test_a_chat_without_a_template_is_refused(open_door: OpenDoor) -> None:

@@ -1,11 +1,13 @@
 """A checkpoint's own files: tokenizer and chat template, and what happens when they are wrong."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from coatcheck.proto.errors import InvalidModel, InvalidRequest
+from coatcheck.proto.errors import InvalidModel, InvalidRequest, NeverFits
 from coatcheck.router.tokenizer import TokenizerJson
 
 from .tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
@@ -85,3 +87,34 @@ def test_the_end_of_a_turn_is_written_as_the_model_has_it(model_directory: Path)
     assert template is not None and "eos_token" in TEMPLATE
     assert template.render(USER, False) == "<|user|>hi <b></s>"
     assert template.render(USER, True).endswith("<|assistant|>")
+
+
+def test_a_long_text_holds_nobody_up(tokenizer: TokenizerJson) -> None:
+    """Other threads, the event loop's among them, run on while a text of megabytes is encoded."""
+    encoding = threading.Thread(target=tokenizer.encode, args=("abcd " * 400_000,))
+    began = last = time.monotonic()
+    longest = 0.0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < (last - began) / 2
+
+
+def test_a_text_far_too_long_is_refused_after_its_beginning(tokenizer: TokenizerJson) -> None:
+    """Neither its time nor its memory grows with the rest; what may fit is encoded whole."""
+    text = "the quick brown fox " * 1_000
+    whole = tokenizer.encode(text)
+    assert tokenizer.encode(text, at_most=len(whole)) == whole
+    assert tokenizer.encode(text, at_most=len(whole) * 2 // 3) == whole  # for others to refuse, with the exact number
+    with pytest.raises(NeverFits, match="shorten it to at most 100 tokens"):
+        tokenizer.encode(text * 1_000, at_most=100)
+
+
+@pytest.mark.parametrize("template", [5, {"a": "b"}, [1], [{"name": "x"}]], ids=str)
+def test_a_template_of_another_kind_is_refused(tmp_path: Path, template: object) -> None:
+    """A chat template that is no text is the model's error."""
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(InvalidModel, match="chat_template"):
+        TokenizerJson.load(str(tmp_path))
