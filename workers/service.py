@@ -30,6 +30,7 @@ BUFFER_BYTES = 16 << 20
 LOAD_SECONDS = 0.1
 QUIET_LOAD_SECONDS = 1.0
 _SHORTEST_STUCK_SECONDS, _UNMEASURED_STEP_SECONDS = 3.0, 60.0
+_LAST_WRITE_SECONDS = 1.0
 _PATIENCE = 4.0  # times the average: attention over a long context makes some prefills dearer
 
 _log = logging.getLogger(__name__)
@@ -119,8 +120,6 @@ class WorkerService(WorkerServicer):
         assert first is not None  # abort raises
         self._attached += 1
         subscriber = Subscriber(self._attached, first.hello.router, buffer_bytes=self._buffer_bytes)
-        subscriber.put(wire.FromGroup(registration=self._registration))
-        _log.info("router %r attached", subscriber.router)
         ends = [
             asyncio.create_task(self._read(subscriber, requests)),
             asyncio.create_task(subscriber.write_to(stream.write)),
@@ -129,9 +128,14 @@ class WorkerService(WorkerServicer):
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # gRPC cannot end a stream amid a write that was cancelled: the router would wait until it thinks us stuck.
+            subscriber.close()
+            await asyncio.wait(ends[1:2], timeout=_LAST_WRITE_SECONDS)
             for task in ends:
                 task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+            read, *_ = await asyncio.gather(*ends, return_exceptions=True)
+            if isinstance(read, Exception):
+                _log.error("the stream of router %r could not be read", subscriber.router, exc_info=read)
             self._detach(subscriber)
         if subscriber.overflowed.is_set():
             await stream.abort(
@@ -166,7 +170,7 @@ class WorkerService(WorkerServicer):
         await self._server.stop(grace=0.2)
 
     async def _read(self, subscriber: Subscriber, requests: AsyncIterator[wire.ToGroup]) -> None:
-        await self._send_snapshot(subscriber)
+        await self._send_snapshot(subscriber, registration=wire.FromGroup(registration=self._registration))
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "submit":
@@ -177,13 +181,17 @@ class WorkerService(WorkerServicer):
             elif kind == "snapshot":
                 await self._send_snapshot(subscriber)
 
-    async def _send_snapshot(self, subscriber: Subscriber) -> None:
+    async def _send_snapshot(self, subscriber: Subscriber, registration: wire.FromGroup | None = None) -> None:
         if subscriber.takes_snapshot:
             return  # the events behind the one under way have no gap
         subscriber.hold_events()
 
         def join(engine: Engine) -> tuple[int, list[KvEvent]]:
-            # Between two steps, so that no event falls between the snapshot and the first one published.
+            # Between two steps, so that no event falls between the snapshot and the first one published, and so that a
+            # group registers only while its engine lives: one that hangs would get work again and again.
+            if registration is not None:
+                self._loop.call_soon_threadsafe(self._deliver, [(subscriber, registration)])
+                _log.info("router %r attached", subscriber.router)
             self._subscribers[subscriber.number] = subscriber
             return self._sequence, engine.snapshot()
 
@@ -267,7 +275,10 @@ class WorkerService(WorkerServicer):
             sent, sent_at = stats, time.monotonic()
             load = wire.Load(status=self._status(stats), queued_prefill_tokens=stats.queued_prefill_tokens)
             message = wire.FromGroup(load=load)
-            self._deliver([(subscriber, message) for subscriber in list(self._subscribers.values())])
+            # In its turn: behind the registration of a router that has just attached.
+            self._loop.call_soon(
+                self._deliver, [(subscriber, message) for subscriber in list(self._subscribers.values())]
+            )
 
 
 def _is_idle(stats: EngineStats, before: EngineStats | None) -> bool:

@@ -25,6 +25,7 @@ class Subscriber:
         self._held: deque[FromGroup] | None = None
         self._chunks: Iterator[FromGroup] | None = None
         self._changed = asyncio.Event()
+        self._closed = False
 
     @property
     def takes_snapshot(self) -> bool:
@@ -57,11 +58,11 @@ class Subscriber:
         self._changed.set()
 
     async def write_to(self, write: Callable[[FromGroup], Awaitable[None]]) -> None:
-        """Writes what is queued, for ever."""
-        while True:
+        """Writes what is queued, until `close`."""
+        while not self._closed:
             await self._changed.wait()
             self._changed.clear()
-            while self._messages or self._chunks is not None:
+            while not self._closed and (self._messages or self._chunks is not None):
                 if self._messages:
                     message = self._messages.popleft()
                     await write(message)
@@ -70,3 +71,8 @@ class Subscriber:
                     await write(chunk)
                 else:
                     self._messages, self._held, self._chunks = self._held or deque(), None, None
+
+    def close(self) -> None:
+        """`write_to` returns once the write under way is done."""
+        self._closed = True
+        self._changed.set()

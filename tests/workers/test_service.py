@@ -1,6 +1,7 @@
 """Rank 0's gRPC service: the real engine behind it, a fake runner under it, real streams in front."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ import pytest
 
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.engine_loop import EngineLoop
+from coatcheck.workers.request import Request
 from coatcheck.workers.service import WorkerService
 from coatcheck.workers.step_output import KvEvent, SequenceOutput, StepOutput, Tier
 from coatcheck.workers.step_plan import StepPlan
@@ -33,6 +36,13 @@ class PacedRunner(FakeRunner):
         return super().launch(plan)
 
 
+class BrokenLoop(EngineLoop):
+    """An engine's loop with a defect."""
+
+    def submit(self, request: Request, on_refused: Callable[[CoatcheckError], None]) -> None:
+        raise ValueError("a defect")
+
+
 @dataclass
 class Group:
     """The real engine and service over a fake runner."""
@@ -47,13 +57,15 @@ class Group:
         return (await asyncio.wrap_future(self.loop.call(Engine.stats))).blocks_used
 
 
-def start_group(*, num_blocks: int = 64, buffer_bytes: int = 1 << 20) -> Group:
+def start_group(
+    *, num_blocks: int = 64, buffer_bytes: int = 1 << 20, loop_kind: type[EngineLoop] = EngineLoop
+) -> Group:
     runner = PacedRunner(num_blocks, BLOCK)
     engine = Engine(SPEC, runner, num_blocks=num_blocks, block_size=BLOCK)
     registration = wire.Registration(group="g", epoch="e", num_blocks=num_blocks)
     service = WorkerService(registration, [public.RankStatus(rank=0, healthy=True)], buffer_bytes=buffer_bytes)
     deaths: list[BaseException] = []
-    loop = EngineLoop(engine, on_step=service.publish, on_death=deaths.append)
+    loop = loop_kind(engine, on_step=service.publish, on_death=deaths.append)
     address = service.start(loop, "127.0.0.1:0")
     loop.start()
     return Group(engine, loop, runner, service, address)
@@ -128,6 +140,32 @@ async def test_attach_answers_registration_then_snapshot(group: Group) -> None:
         second = await asyncio.wait_for(router.stream.read(), 5)
     assert first.registration.group == "g" and first.registration.epoch == "e"
     assert second.snapshot.first and second.snapshot.last and not second.snapshot.events
+
+
+async def test_a_group_that_hangs_does_not_register(group: Group) -> None:
+    """A router hears nothing from a group whose step does not end, and the registration as soon as it has."""
+    release = threading.Event()
+    group.loop.call(lambda _: release.wait(10))
+    async with Router(group.address) as router:
+        reading = asyncio.create_task(router.stream.read())
+        done, _ = await asyncio.wait([reading], timeout=0.5)
+        release.set()
+        assert not done
+        assert (await asyncio.wait_for(reading, 5)).HasField("registration")
+
+
+async def test_a_stream_that_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A defect behind a router's message ends its stream, and the log says why."""
+    group = start_group(loop_kind=BrokenLoop)
+    try:
+        async with Router(group.address) as router:
+            await router.submit(1, [1, 2])
+            with pytest.raises(AssertionError, match="the stream ended"):
+                await router.next("batch")
+    finally:
+        group.loop.stop()
+        group.service.stop()
+    assert "the stream of router 'r' could not be read" in caplog.text and "a defect" in caplog.text
 
 
 async def test_a_stream_must_begin_with_hello(group: Group) -> None:
