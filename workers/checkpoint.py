@@ -136,13 +136,16 @@ def _tensor_files(directory: Path) -> list[Path]:
     """The shards that the index names, or the files there are."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        names = set(_read_json(index, "")["weight_map"].values())
-        missing = sorted(name for name in names if not (directory / name).exists())
+        named = _read_json(index, "").get("weight_map")
+        names = set(named.values()) if isinstance(named, dict) else set()
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise InvalidModel(f"{index} does not map tensors to files beside it; fetch it again")
+        missing = sorted(name for name in names if not (directory / name).is_file())
         if missing:
             raise InvalidModel(f"{directory}: {index.name} names {', '.join(missing)}, missing here; fetch it again")
         return [directory / name for name in sorted(names)]
     single = directory / "model.safetensors"
-    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    files = [single] if single.is_file() else sorted(file for file in directory.glob("*.safetensors") if file.is_file())
     if not files:
         raise InvalidModel(f"{directory} has no safetensors file; other weight formats are not read: convert it first")
     return files
@@ -172,19 +175,17 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise InvalidModel(f"{file} is not a safetensors file: {error}") from error
-    base = 8 + length
-    entries = {
-        name: TensorEntry(
-            file,
-            info["dtype"],
-            tuple(info["shape"]),
-            base + info["data_offsets"][0],
-            base + info["data_offsets"][1],
-        )
-        for name, info in header.items()
-        if name != "__metadata__"
-    }
-    end = max((entry.end for entry in entries.values()), default=base)
+    try:
+        entries = {name: _entry(file, 8 + length, info) for name, info in header.items() if name != "__metadata__"}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{file} has a header that does not describe tensors; fetch it again") from error
+    end = max((entry.end for entry in entries.values()), default=8 + length)
     if end != size:
         raise InvalidModel(f"{file} is truncated ({size} bytes, its header promises {end}); fetch it again")
     yield from entries.items()
+
+
+def _entry(file: Path, base: int, info: dict[str, Any]) -> TensorEntry:
+    """As a header has it; raises whatever indexing gives where that is something else."""
+    start, end = map(int, info["data_offsets"])
+    return TensorEntry(file, str(info["dtype"]), tuple(map(int, info["shape"])), base + start, base + end)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from ..proto.errors import InvalidModel
 from .attention import AttentionCall, KVPools, probe_attention
 from .attention_metadata import AttentionMetadata
 from .checkpoint import Checkpoint
@@ -143,8 +144,14 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
     """generation_config.json says it better where there is one: chat models end turns with more than one token."""
     chosen = config.eos_token_id
     if (directory / "generation_config.json").exists():
-        chosen = GenerationConfig.from_pretrained(directory).eos_token_id or chosen
-    return () if chosen is None else tuple(chosen) if isinstance(chosen, list) else (chosen,)
+        try:
+            chosen = GenerationConfig.from_pretrained(directory).eos_token_id or chosen
+        except (OSError, TypeError, ValueError) as error:
+            raise InvalidModel(f"{directory}/generation_config.json cannot be read: {error}") from error
+    tokens = () if chosen is None else tuple(chosen) if isinstance(chosen, list) else (chosen,)
+    if not all(isinstance(token, int) for token in tokens):
+        raise InvalidModel(f"{directory}: eos_token_id is {chosen!r}; it must be a token id or a list of them")
+    return tokens
 
 
 def _layer_spec(call: AttentionCall, shard: Shard) -> LayerSpec:

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,7 +152,58 @@ def other_shape(path: Path) -> None:
     rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32)}))
 
 
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Damage to what the file says of its tensors; `change` returns the header that it should have."""
+
+    def damage(path: Path) -> None:
+        file = path / "model.safetensors"
+        content = file.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        changed = json.dumps(change(json.loads(content[8 : 8 + length]))).encode()
+        file.write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + length :])
+
+    return damage
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    """Damage to config.json."""
+    return lambda path: edit_config(path, **changes)
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    """One file with this content."""
+
+    def damage(path: Path) -> None:
+        (path / name).write_text(text)
+
+    return damage
+
+
+def weights_in_a_directory(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").mkdir()
+
+
+INDEX = "model.safetensors.index.json"
 BROKEN = [
+    (header(lambda entries: [1]), "does not describe tensors"),
+    (header(lambda entries: entries | {"x": 5}), "does not describe tensors"),
+    (header(lambda entries: entries | {"x": {"dtype": "F32", "shape": [1]}}), "does not describe tensors"),
+    (
+        header(lambda entries: entries | {"x": {"dtype": "F32", "shape": [1], "data_offsets": ["a", 4]}}),
+        "does not describe tensors",
+    ),
+    (write(INDEX, "{}"), "does not map tensors"),
+    (write(INDEX, '{"weight_map": ["a"]}'), "does not map tensors"),
+    (write(INDEX, '{"weight_map": {"a": "../model.safetensors"}}'), "does not map tensors"),
+    (weights_in_a_directory, "no safetensors file"),
+    (config(dtype="zorp"), "config.json: .*zorp"),
+    (config(hidden_size="big"), "config.json: .*hidden_size"),
+    (config(num_attention_heads=0), "config.json: "),
+    (config(model_type="own", auto_map={"AutoConfig": "own.Config"}), "config.json: .*custom code"),
+    (write("generation_config.json", "["), "generation_config.json cannot be read"),
+    (write("generation_config.json", "[]"), "generation_config.json cannot be read"),
+    (write("generation_config.json", '{"eos_token_id": "end"}'), "eos_token_id is 'end'"),
     (truncate, "truncated"),
     (truncate_header, "truncated"),
     (no_weights, "no safetensors file"),
