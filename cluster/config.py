@@ -25,7 +25,10 @@ def parse_memory(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value.strip().endswith("%"):
-        return float(value.strip()[:-1]) / 100
+        share = float(value.strip()[:-1]) / 100
+        if not 0 < share <= 1:  # above 1 it would be taken for bytes
+            raise ValueError("a share of the free memory is above 0% and at most 100%")
+        return share
     match = _MEMORY.fullmatch(value)
     if match is None:
         raise ValueError("write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)")
@@ -39,8 +42,8 @@ class ServeConfig(BaseModel):
 
     model: str = Field(min_length=1)
     served_model_name: str | None = None
-    groups: int = Field(1, ge=1)
-    tp: int = Field(1, ge=1)
+    groups: int = Field(1, ge=1, le=4096)
+    tp: int = Field(1, ge=1, le=1024)
     ray_address: str | None = None
     grpc_host: str = "127.0.0.1"
     grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
@@ -48,10 +51,10 @@ class ServeConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     block_size: Literal[8, 16, 32, 64, 128] = 16
     # Unset: a share that suits the device, see launch.py.
-    kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0)] = None
-    max_num_seqs: int = Field(256, ge=1)
-    max_batch_tokens: int | None = Field(None, ge=1)
-    max_model_len: int | None = Field(None, ge=2)
+    kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None
+    max_num_seqs: int = Field(256, ge=1, le=2**16)
+    max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
+    max_model_len: int | None = Field(None, ge=2, lt=2**31)
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:

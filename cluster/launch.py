@@ -179,8 +179,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def require_same(running: ServeConfig, wanted: ServeConfig) -> None:
-    """Raises InvalidConfig unless the cluster already serves just this."""
-    if running != wanted:
+    """Raises InvalidConfig unless the cluster already serves just this. Its own address has many spellings."""
+    if running != wanted.model_copy(update={"ray_address": running.ray_address}):
         raise InvalidConfig(
             f"this Ray cluster already serves {running.model_name} with other settings; "
             "stop that `coatcheck serve` first"

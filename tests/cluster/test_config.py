@@ -30,6 +30,13 @@ def test_memory_is_bytes_or_a_share(written: object, meant: float | None) -> Non
     assert parse_memory(written) == meant
 
 
+@pytest.mark.parametrize("written", ["200%", "0%", "nan%", "inf%"])
+def test_a_share_is_of_the_whole(written: str) -> None:
+    """A share above all of the memory is refused, and not taken for so many bytes."""
+    with pytest.raises(InvalidConfig, match="at most 100%"):
+        ServeConfig.build({"model": "m", "kv_memory": written})
+
+
 @pytest.mark.parametrize("written", ["", "four", "4GiBs", "-1GiB", "1e9", "GiB"])
 def test_memory_that_is_neither_is_refused(written: str) -> None:
     """What is neither bytes nor a share is refused with the forms that are allowed."""
@@ -61,6 +68,10 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("model: m\ngrpc-port: 70000\n", "grpc-port is 70000"),
         ("model: m\nkv-memory: 0\n", "kv-memory is 0"),
         ("model: m\nmax-model-len: 1\n", "max-model-len is 1"),
+        ("model: m\nkv-memory: .inf\n", "kv-memory is inf"),
+        ("model: m\nmax-num-seqs: 1000000000\n", "max-num-seqs is 1000000000; it should be less than"),
+        ("model: m\nmax-batch-tokens: 1000000000\n", "max-batch-tokens is 1000000000; it should be less than"),
+        ("model: m\ngroups: 1000000\n", "groups is 1000000; it should be less than"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
