@@ -7,7 +7,7 @@ loaded with ctypes), and is optional: without a compiler the install goes on, an
 from setuptools import Extension, setup
 
 SOURCES = ["attention_avx512", "attention_plain", "cpu", "decoder_layers", "linear", "rows", "sampling"]
-HEADERS = ["attention", "rows", "scalar"]
+HEADERS = ["attention", "pool", "rows", "scalar", "widen_avx512"]
 
 setup(
     ext_modules=[

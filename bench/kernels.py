@@ -24,6 +24,7 @@ from torch import Tensor
 
 from coatcheck.bench.machine import describe_machine
 from coatcheck.bench.roof import best_seconds, matrix_throughput, read_bandwidth
+from coatcheck.kernels.kv_cache import KVCache
 from coatcheck.kernels.linear import PackedLinear
 from coatcheck.kernels.native import native_status
 from coatcheck.kernels.paged_attention import paged_attention
@@ -96,14 +97,14 @@ def attention() -> Iterator[Case]:
         lengths = torch.full((batch,), context, dtype=torch.int32)
         starts = (torch.arange(batch + 1) * q_len).int()
         bias = torch.ones(q_len, context, dtype=torch.bool).tril(context - q_len)
-        caches = [(pool[:, 2 * layer], pool[:, 2 * layer + 1]) for layer in range(LAYERS)]
+        caches = [KVCache(pool[:, 2 * layer], pool[:, 2 * layer + 1]) for layer in range(LAYERS)]
 
         def ours(
-            q: Tensor = q, caches: list[tuple[Tensor, Tensor]] = caches, tables: Tensor = tables,
+            q: Tensor = q, caches: list[KVCache] = caches, tables: Tensor = tables,
             lengths: Tensor = lengths, starts: Tensor = starts, q_len: int = q_len,
         ) -> None:  # fmt: skip
-            for k, v in caches:
-                paged_attention(q, k, v, block_tables=tables, seq_lens=lengths, cu_seqlens_q=starts,
+            for cache in caches:
+                paged_attention(q, cache, block_tables=tables, seq_lens=lengths, cu_seqlens_q=starts,
                                 max_seqlen_q=q_len, scale=DIM**-0.5)  # fmt: skip
 
         def theirs(q: Tensor = q, gathered: Tensor = gathered, bias: Tensor = bias, batch: int = batch) -> None:
@@ -125,8 +126,8 @@ def rows() -> Iterator[Case]:
         gate_up = torch.randn(tokens, 4096).bfloat16()
         qkv = torch.randn(tokens, 20, 64).bfloat16()
         cos, sin, slots = torch.randn(tokens, 64), torch.randn(tokens, 64), torch.arange(tokens)
-        k_cache, v_cache = torch.zeros(2, 40, KV_HEADS, BLOCK, DIM).bfloat16()
-        turning = (qkv[:, :12], qkv[:, 12:16], qkv[:, 16:], cos, sin, k_cache, v_cache, slots)
+        cache = KVCache(*torch.zeros(2, 40, KV_HEADS, BLOCK, DIM).bfloat16())
+        turning = (qkv[:, :12], qkv[:, 12:16], qkv[:, 16:], cos, sin, cache, slots)
         cases: list[tuple[str, Callable[[], object], Callable[[], object], int]] = [
             (
                 "add and RMSNorm",

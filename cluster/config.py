@@ -49,6 +49,7 @@ class ServeConfig(BaseModel):
     grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_dtype: Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"] = "auto"
     block_size: Literal[8, 16, 32, 64, 128] = 16
     # Unset: a share that suits the device, see launch.py.
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None

@@ -143,6 +143,7 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         tp=config.tp,
         device=placement.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         block_size=config.block_size,
         kv_memory=config.kv_memory if config.kv_memory is not None else _FREE_SHARE[placement.device],
         max_num_seqs=config.max_num_seqs,

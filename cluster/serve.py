@@ -45,6 +45,9 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or auto (default): the checkpoint's.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="KV pool: bf16, fp16, fp8, int8, int4 or auto (default): as --dtype.")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16 (default), 32, 64, 128.")] = None,
     kv_memory: Annotated[
         str | None,

@@ -85,7 +85,8 @@ def _print(answer: pb.StatusResponse) -> None:
     console = Console()
     model = answer.model
     console.print(
-        f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} ({model.dtype or '?'}), "
+        f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} "
+        f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}), "
         f"{answer.active_streams} streams, hit ratio {answer.hit_ratio:.1%}",
         highlight=False,
     )

@@ -5,10 +5,10 @@
 
 Each returns (out, x + residual); `out` is not added yet, since other ranks may have a part of it. The C side calls the
 operations of the other files one after the other, so the results are the same bits as theirs; what is saved is the way
-through Python, a fifth of a small model's step at one token. Only where every linear is in the native form and the pool
-has the model's own dtype: elsewhere `is_native` is false, and the caller takes the operations one by one.
+through Python, a fifth of a small model's step at one token. Only where every linear is in the native form: elsewhere
+`is_native` is false, and the caller takes the operations one by one.
 
-Shapes: x, residual [tokens, hidden], dense; cos, sin [tokens, rot_dim]; caches, tables and slots as in
+Shapes: x, residual [tokens, hidden], dense; cos, sin [tokens, rot_dim]; cache, tables and slots as in kv_cache.py,
 paged_attention.py and store_kv.py. The file does not know which layer it is, nor what follows.
 """
 
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from . import native
+from .kv_cache import KVCache
 from .launch_check import Passed, refuse, want_contiguous, want_device, want_dtype, want_shape
 from .linear import PackedLinear, scratch
-from .paged_attention import check_tables, checked_caches
+from .paged_attention import check_tables
 from .rms_norm import RmsNorm
 
 _SCALE = struct.Struct("@Pff")
 _LINEAR = struct.Struct("@PPqq")
 _MLP = struct.Struct("@qq")
 _ATTEND = struct.Struct("@qqqqffq")
-_CACHE = struct.Struct("@PPqqq")
 _STEP = struct.Struct("@PPqqPPqPPq")
 _STREAM = struct.Struct("@5Pq")
 _TURN = struct.Struct("@q")
@@ -96,7 +96,7 @@ class AttentionHalf:
             refuse("q_norm", "a k_norm beside it, or neither", "one of them")
         self._held = (norm, qkv, output, q_norm, k_norm)  # `packed` points into them
         self.dtype, self.hidden, self._out = qkv.dtype, qkv.weight_shape[1], output.weight_shape[0]
-        self._heads, self.head_dim = heads, head_dim
+        self._kv_heads, self.head_dim = kv_heads, head_dim
         self.packed = (
             _scale(norm) + _scale(q_norm) + _scale(k_norm) + _linear(qkv) + _linear(output)
             + _ATTEND.pack(heads, kv_heads, head_dim, sliding_window, scale, softcap, native.TYPES[self.dtype])
@@ -105,28 +105,25 @@ class AttentionHalf:
         self.row_bytes = _row_bytes(rows, self.dtype, qkv, output)
         self._call = _library().attention_half
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, step: StepTables, k_cache: Tensor, v_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
         tokens = x.shape[0]
-        if _passed.is_new(x, residual, k_cache):
+        if _passed.is_new(x, residual):
             _check_stream(x, residual, self.hidden, self.dtype)
-            _passed.add(x, residual, k_cache)
+            _passed.add(x, residual)
         if tokens != step.tokens or step.rot_dim > self.head_dim:
             refuse("x", f"the step's {step.tokens} tokens, turned by at most {self.head_dim}", list(x.shape))
-        cache = self.pack_cache(k_cache, v_cache)
+        pool = self.pack_cache(cache)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((tokens, self._out), dtype=self.dtype)
-        if self._call(self.packed, cache, step.packed, _stream(x, residual, total, out, self.row_bytes)):
+        if self._call(self.packed, pool, step.packed, _stream(x, residual, total, out, self.row_bytes)):
             raise native.out_of_memory("attention_half")
         return out, total
 
-    def pack_cache(self, k_cache: Tensor, v_cache: Tensor) -> bytes:
-        """One layer's caches as the C side reads them."""
-        caches = checked_caches(k_cache, v_cache)
-        if caches.dtype != self.dtype or caches.head_dim != self.head_dim or caches.device.type != "cpu":
-            refuse("k_cache", f"{self.dtype} heads of {self.head_dim}", f"{caches.dtype} of {caches.head_dim}")
-        return _CACHE.pack(k_cache.data_ptr(), v_cache.data_ptr(), caches.k_stride, caches.v_stride, caches.block_size)
+    def pack_cache(self, cache: KVCache) -> bytes:
+        """One layer's cache as the C side reads it."""
+        if cache.head_dim != self.head_dim or cache.kv_heads != self._kv_heads or cache.device.type != "cpu":
+            refuse("k_cache", f"{self._kv_heads} heads of {self.head_dim}", f"{cache.kv_heads} of {cache.head_dim}")
+        return cache.packed
 
 
 class MlpHalf:
@@ -181,16 +178,16 @@ class LayerRun:
         )  # fmt: skip
         self._row_bytes = max(half.row_bytes for layer in layers for half in (layer.attention, layer.mlp))
         self._head_dim = min(layer.attention.head_dim for layer in layers)
-        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._caches: Sequence[KVCache] = ()
         self._packed_caches = b""
         self._call = _library().layer_run
 
     def __call__(
-        self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[tuple[Tensor, Tensor]]
+        self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[KVCache]
     ) -> tuple[Tensor, Tensor]:
         """The first `count` layers over x, which is overwritten: returns (out, residual), not added yet.
 
-        caches: (K, V) of every layer; the list is looked at once, and must stay as it is for as long as it is used.
+        caches: of every layer; the list is looked at once, and must stay as it is for as long as it is used.
         """
         first = self._layers[0].attention
         if _passed.is_new(x):
@@ -201,7 +198,7 @@ class LayerRun:
                 refuse("x", f"the step's {step.tokens} tokens, turned by at most {self._head_dim}", list(x.shape))
         if self._caches is not caches:
             pairs = zip(self._layers, caches, strict=True)
-            self._packed_caches = b"".join(layer.attention.pack_cache(*cache) for layer, cache in pairs)
+            self._packed_caches = b"".join(layer.attention.pack_cache(cache) for layer, cache in pairs)
             self._caches = caches
         out = torch.empty_like(x)
         tables = b"".join(step.packed for step in steps)

@@ -20,14 +20,13 @@ from pathlib import Path
 
 import torch
 
-VERSION = 2
+VERSION = 3
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter per argument: p a pointer, q an int64, and the result r (an int) or v (void) after the colon.
 _SIGNATURES = {
     "attention_bf16_avx512": "p:r",
-    "attention_bf16": "p:r",
-    "attention_f32": "p:r",
+    "attention_plain": "p:r",
     "rms_norm": "p:v",
     "rotary": "p:v",
     "silu_mul": "pqpqqqq:v",
@@ -48,12 +47,15 @@ _AVX512_SIGNATURES = {
 }
 
 # The C structs, field by field as the headers declare them.
-ATTENTION = struct.Struct("@PqPPqqPqPPqqqqqffqPP")
+ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
+POOL = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
-ROTARY = struct.Struct("@10P15q")
+ROTARY = struct.Struct("@9P12q")
 
 # The C side's `type`: what it computes natively. float16 is left to the references on CPU.
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
+# What a pool's elements may be; uint8 stands for two int4 in a byte.
+ELEMENTS = {**TYPES, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4, torch.uint8: 5}
 
 
 class Library:
@@ -74,8 +76,8 @@ class Library:
             function.restype = ctypes.c_int if result == "r" else None
             setattr(self, name, function)
         self.attention = {
-            torch.float32: self._dll.attention_f32,
-            torch.bfloat16: self._dll.attention_bf16_avx512 if self.avx512_bf16 else self._dll.attention_bf16,
+            torch.float32: self._dll.attention_plain,
+            torch.bfloat16: self._dll.attention_bf16_avx512 if self.avx512_bf16 else self._dll.attention_plain,
         }
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:  # only for names that this processor lacks

@@ -7,10 +7,9 @@ where softcap > 0, and query i of a sequence with q_len tokens in this step sits
 sees keys at positions p - sliding_window < j <= p (all j <= p where sliding_window is 0). With sinks[head] the
 denominator gains exp(sinks[head]).
 
-Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free, out is dense); k_cache, v_cache
-[num_blocks, num_kv_heads, block_size, head_dim], inner three dense, blocks anywhere in the pool; block_tables int32
-[num_seqs, max_blocks]; seq_lens int32 [num_seqs], this step's tokens included; cu_seqlens_q int32 [num_seqs + 1];
-sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
+Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free, out is dense); cache as kv_cache.py
+has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], this step's tokens included;
+cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
 
 A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
 order. CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the
@@ -21,17 +20,15 @@ reference below. The file does not know what a request is, nor which layer calls
 from __future__ import annotations
 
 import math
-import weakref
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import native
+from .kv_cache import KVCache
 from .launch_check import (
     FLOATS,
     refuse,
-    want_cache,
     want_contiguous,
     want_device,
     want_dtype,
@@ -45,8 +42,7 @@ from .paged_prefill import launch_prefill
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     *,
     block_tables: Tensor,
     seq_lens: Tensor,
@@ -58,70 +54,31 @@ def paged_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    caches = checked_caches(k_cache, v_cache)
-    check_tables(block_tables, seq_lens, cu_seqlens_q, caches.device)
-    _check_query(q, caches, scale, sliding_window, softcap, sinks, out)
+    check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
+    _check_query(q, cache, scale, sliding_window, softcap, sinks, out)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if caches.device.type == "cuda":
-        tables = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
+    if cache.device.type == "cuda":
+        tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
         launch_decode(*tables, scale, sliding_window, softcap, sinks, out)
         if max_seqlen_q > 1:
             launch_prefill(*tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out)
         return out
     library = native.library()
-    call = None if library is None or caches.device.type != "cpu" else library.attention.get(q.dtype)
-    if call is None or caches.head_dim % 16 or caches.head_dim > 256:
+    call = None if library is None or cache.device.type != "cpu" else library.attention.get(q.dtype)
+    if call is None or cache.head_dim % 16 or cache.head_dim > 256:
         paged_attention_reference(
-            q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
+            q, cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
         )
         return out
     arguments = native.ATTENTION.pack(
-        q.data_ptr(), q.stride()[0], k_cache.data_ptr(), v_cache.data_ptr(), caches.k_stride, caches.v_stride,
-        block_tables.data_ptr(), block_tables.stride()[0], seq_lens.data_ptr(), cu_seqlens_q.data_ptr(),
-        len(seq_lens), q.shape[1], caches.kv_heads, caches.head_dim, caches.block_size, scale, softcap, sliding_window,
-        0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        q.data_ptr(), q.stride()[0], cache.pointer, block_tables.data_ptr(), block_tables.stride()[0],
+        seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), len(seq_lens), q.shape[1], scale, softcap, sliding_window,
+        native.TYPES[q.dtype], 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     if call(arguments):
         raise native.out_of_memory("paged_attention")
     return out
-
-
-class _Caches(NamedTuple):
-    """What the checks of one layer's caches found. They are made once: the same two views come back every step."""
-
-    k: weakref.ref[Tensor]
-    v: weakref.ref[Tensor]
-    dtype: torch.dtype
-    device: torch.device
-    kv_heads: int
-    block_size: int
-    head_dim: int
-    k_stride: int
-    v_stride: int
-
-
-_caches: dict[int, _Caches] = {}
-
-
-def checked_caches(k_cache: Tensor, v_cache: Tensor) -> _Caches:
-    found = _caches.get(id(k_cache))
-    if found is not None and found.k() is k_cache and found.v() is v_cache:
-        return found
-    want_cache("k_cache", k_cache)
-    want_dtype("k_cache", k_cache, *FLOATS)
-    want_shape("v_cache", v_cache, tuple(k_cache.shape))
-    want_cache("v_cache", v_cache)
-    want_dtype("v_cache", v_cache, k_cache.dtype)
-    want_device("v_cache", v_cache, k_cache.device)
-    _, kv_heads, block_size, head_dim = k_cache.shape
-    key = id(k_cache)
-    found = _Caches(
-        weakref.ref(k_cache, lambda _: _caches.pop(key, None)), weakref.ref(v_cache), k_cache.dtype, k_cache.device,
-        kv_heads, block_size, head_dim, k_cache.stride(0), v_cache.stride(0),
-    )  # fmt: skip
-    _caches[key] = found
-    return found
 
 
 _last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
@@ -148,7 +105,7 @@ def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, d
 
 def _check_query(
     q: Tensor,
-    caches: _Caches,
+    cache: KVCache,
     scale: float,
     sliding_window: int,
     softcap: float,
@@ -156,14 +113,13 @@ def _check_query(
     out: Tensor | None,
 ) -> None:
     shape = q.shape
-    if len(shape) != 3 or shape[2] != caches.head_dim:
-        refuse("q", f"shape [num_tokens, num_heads, {caches.head_dim}], as k_cache has it", list(shape))
-    if q.dtype != caches.dtype:
-        refuse("q", f"k_cache's dtype {caches.dtype}", q.dtype)
+    if len(shape) != 3 or shape[2] != cache.head_dim:
+        refuse("q", f"shape [num_tokens, num_heads, {cache.head_dim}], as k_cache has it", list(shape))
+    want_dtype("q", q, *FLOATS)
     want_heads("q", q)
-    want_device("q", q, caches.device)
-    if caches.kv_heads == 0 or shape[1] % caches.kv_heads:
-        refuse("q", f"a multiple of k_cache's {caches.kv_heads} heads", shape[1])
+    want_device("q", q, cache.device)
+    if cache.kv_heads == 0 or shape[1] % cache.kv_heads:
+        refuse("q", f"a multiple of k_cache's {cache.kv_heads} heads", shape[1])
     if not scale > 0.0:
         refuse("scale", "a positive number", scale)
     if sliding_window < 0:
@@ -174,18 +130,17 @@ def _check_query(
         want_shape("sinks", sinks, (shape[1],))
         want_dtype("sinks", sinks, torch.float32)
         want_contiguous("sinks", sinks)
-        want_device("sinks", sinks, caches.device)
+        want_device("sinks", sinks, cache.device)
     if out is not None:
         want_shape("out", out, tuple(shape))
         want_dtype("out", out, q.dtype)
         want_contiguous("out", out)
-        want_device("out", out, caches.device)
+        want_device("out", out, cache.device)
 
 
 def paged_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     block_tables: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
@@ -196,17 +151,14 @@ def paged_attention_reference(
     out: Tensor,
 ) -> None:
     """One sequence after the other, all in float32: slow, plain, and what every other path is tested against."""
-    block_size, groups = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
+    block_size, groups = cache.block_size, q.shape[1] // cache.kv_heads
     starts = cu_seqlens_q.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):
         first, last = starts[row], starts[row + 1]
         if first == last:
             continue
         blocks = block_tables[row, : -(-seq_len // block_size)].long()
-        keys, values = (
-            cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float().repeat_interleave(groups, dim=0)
-            for cache in (k_cache, v_cache)
-        )
+        keys, values = (rows[:, :seq_len].repeat_interleave(groups, dim=0) for rows in cache.rows_reference(blocks))
         scores = scale * (q[first:last].float().transpose(0, 1) @ keys.transpose(1, 2))  # [heads, q_len, seq_len]
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)

@@ -17,6 +17,9 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from .kv_cache import KVCache
+from .quantise import KINDS, _widened, as_bytes, converts_fp8
+
 
 class PrefillLaunch(NamedTuple):
     block_m: int
@@ -26,22 +29,24 @@ class PrefillLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(max_seqlen_q: int, head_dim: int, element_size: int) -> PrefillLaunch:
-    """Short chunks take short tiles; wide heads and float32 take fewer keys at once, for shared memory."""
-    block_d = triton.next_power_of_2(head_dim)
-    narrow = block_d * element_size <= 256
+def pick_launch(max_seqlen_q: int, head_dim: int, width: int, element_size: int) -> PrefillLaunch:
+    """Short chunks take short tiles; wide heads and float32 take fewer keys at once, for shared memory. `width`: of a
+    row of the cache, head_dim or (int4) half of it; `element_size`: the queries'."""
+    block_d = max(16, triton.next_power_of_2(width))
+    narrow = triton.next_power_of_2(head_dim) * element_size <= 256
     block_m = max(16, min(128 if narrow else 64, triton.next_power_of_2(max_seqlen_q)))
     return PrefillLaunch(block_m, 64 if narrow else 32, block_d, 8 if block_m == 128 else 4, 3 if narrow else 2)
 
 
 @triton.jit
 def _prefill(
-    q, k, v, tables, seq_lens, cu_seqlens, sinks, out,
-    q_stride, k_stride, v_stride, table_stride, scale, softcap, window,
+    q, k, v, k_scales, v_scales, tables, seq_lens, cu_seqlens, sinks, out,
+    q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
     # The last tiles see the most keys: they start first.
     tile, head, seq = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(cu_seqlens + seq)
@@ -50,11 +55,15 @@ def _prefill(
         return
     shift = tl.load(seq_lens + seq) - q_len
     rows, dims = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    in_rows, in_dims = rows < q_len, dims < DIM
+    in_rows, in_dims = rows < q_len, dims < WIDTH
     position = shift + rows
     tokens = (first_token + rows).to(tl.int64)
     mask = in_rows[:, None] & in_dims[None]
-    queries = tl.load(q + tokens[:, None] * q_stride + head * DIM + dims[None], mask, other=0.0)
+    at_query = q + tokens[:, None] * q_stride + head * DIM + dims[None]
+    queries = tl.load(at_query, mask, other=0.0)
+    if KIND == 3:
+        high_queries = tl.load(at_query + WIDTH, mask, other=0.0)
+        high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -64,10 +73,19 @@ def _prefill(
         keys = first + tl.arange(0, BLOCK_N)
         held = keys < end
         block = tl.load(tables + seq.to(tl.int64) * table_stride + keys // SIZE, held, other=0).to(tl.int64)
-        inside = (head // GROUP * SIZE + keys % SIZE) * DIM
-        key = tl.load(k + (block * k_stride + inside)[:, None] + dims[None], held[:, None] & in_dims[None], other=0.0)
-        value = tl.load(v + (block * v_stride + inside)[:, None] + dims[None], held[:, None] & in_dims[None], other=0.0)
-        score = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * scale
+        row = head // GROUP * SIZE + keys % SIZE
+        inside = held[:, None] & in_dims[None]
+        key = tl.load(k + (block * k_stride + row * WIDTH)[:, None] + dims[None], inside, other=0)
+        value = tl.load(v + (block * v_stride + row * WIDTH)[:, None] + dims[None], inside, other=0)
+        if KIND == 3:
+            low, high = _widened(key & 15, KIND, NATIVE, queries.dtype), _widened(key >> 4, KIND, NATIVE, queries.dtype)
+            score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
+            score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION) * scale
+        else:
+            key = _widened(key, KIND, NATIVE, queries.dtype)
+            score = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * scale
+        if KIND > 0:
+            score *= tl.load(k_scales + block * k_scales_stride + row, held, other=0.0).to(tl.float32)[None]
         if softcap > 0:
             e = tl.exp(2.0 * tl.minimum(score / softcap, 30.0))
             score = softcap * (e - 1.0) / (e + 1.0)
@@ -78,7 +96,15 @@ def _prefill(
         weight = tl.exp(score - base[:, None])
         decay = tl.exp(peak - base)
         total = total * decay + tl.sum(weight, 1)
-        acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        if KIND > 0:
+            weight *= tl.load(v_scales + block * v_scales_stride + row, held, other=0.0).to(tl.float32)[None]
+        weight = weight.to(queries.dtype)
+        if KIND == 3:
+            high = _widened(value >> 4, KIND, NATIVE, queries.dtype)
+            high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
+            value = value & 15
+        value = _widened(value, KIND, NATIVE, queries.dtype)
+        acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
         peak = top
     if SINKS:
         sink = tl.load(sinks + head)
@@ -86,24 +112,31 @@ def _prefill(
         keep = tl.exp(peak - top)
         total = total * keep + tl.exp(sink - top)
         acc = acc * keep[:, None]
-    y = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + (tokens[:, None] * HEADS + head) * DIM + dims[None], y.to(out.dtype.element_ty), mask)
+        if KIND == 3:
+            high_acc = high_acc * keep[:, None]
+    total = tl.where(total > 0, total, 1.0)[:, None]
+    at_out = out + (tokens[:, None] * HEADS + head) * DIM + dims[None]
+    tl.store(at_out, (acc / total).to(out.dtype.element_ty), mask)
+    if KIND == 3:
+        tl.store(at_out + WIDTH, (high_acc / total).to(out.dtype.element_ty), mask)
 
 
 def launch_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
+    q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     heads, dim = q.shape[1], q.shape[2]
-    _, kv_heads, size, _ = k_cache.shape
     if len(seq_lens) == 0 or q.shape[0] == 0:
         return
-    launch = pick_launch(max_seqlen_q, dim, q.element_size())
+    launch = pick_launch(max_seqlen_q, dim, cache.k.shape[3], q.element_size())
     _prefill[(-(-max_seqlen_q // launch.block_m), heads, len(seq_lens))](
-        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
-        q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0), scale, softcap, sliding_window,
-        HEADS=heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size,
+        q, as_bytes(cache.k), as_bytes(cache.v), cache.k_scales, cache.v_scales,
+        block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
+        q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0), cache.scales_stride(1),
+        block_tables.stride(0), scale, softcap, sliding_window,
+        HEADS=heads, GROUP=heads // cache.kv_heads, DIM=dim, SIZE=cache.block_size,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        KIND=KINDS.get(cache.dtype, 0), NATIVE=converts_fp8(q.device),
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""k_cache[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
+"""cache.k[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
 
 Shapes: k, v [tokens, kv_heads, head_dim] (each token's heads dense; the stride over tokens is free, so slices of a
-fused projection serve), k_cache, v_cache [num_blocks, kv_heads, B, head_dim] (inner three dense), slot_mapping int64
-[tokens]. One program copies one token's heads. The file does not know which sequence a slot belongs to; two tokens
-with the same slot are the caller's error.
+fused projection serve), slot_mapping int64 [tokens]; cache as kv_cache.py has it: another float type is rounded to,
+a quantised one as quantise.py says. One program stores a stretch of one token's heads, or where the cache is quantised
+one head of it. The file does not know which sequence a slot belongs to; two tokens with the same slot are the caller's
+error.
 """
 
 # Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
@@ -17,7 +18,47 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
-from .launch_check import FLOATS, refuse, want_cache, want_contiguous, want_device, want_dtype, want_heads, want_shape
+from .kv_cache import KVCache
+from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
+from .quantise import KINDS, _quantised, _unit_of, as_bytes, quantise_reference
+
+NATIVE_MAX_DIM = 512  # of heads that C stores as another kind
+
+
+@triton.jit
+def _turned(x, cos, sin, i, ROT: tl.constexpr, DIM: tl.constexpr):
+    """Elements i of one head as float32, turned (see rotary.py) and rounded to x's dtype; ROT 0: as they are."""
+    own = tl.load(x + i, i < DIM, other=0.0)
+    if ROT > 0:
+        turning = i < ROT
+        first = i < ROT // 2
+        other = tl.load(x + tl.where(first, i + ROT // 2, i - ROT // 2), turning, other=0.0).to(tl.float32)
+        c = tl.load(cos + i, turning, other=0.0).to(tl.float32)
+        s = tl.load(sin + i, turning, other=0.0).to(tl.float32)
+        y = own.to(tl.float32) * c + tl.where(first, -other, other) * s
+        own = tl.where(turning, y.to(x.dtype.element_ty), own)
+    return own.to(tl.float32)
+
+
+@triton.jit
+def _store_row(
+    x, cos, sin, to, to_scale, ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One head, turned and quantised, into its row of the cache; BLOCK covers the row's bytes."""
+    i = tl.arange(0, BLOCK)
+    if KIND == 3:
+        inside = i < DIM // 2
+        low = tl.where(inside, _turned(x, cos, sin, i, ROT, DIM), 0.0)
+        high = tl.where(inside, _turned(x, cos, sin, i + DIM // 2, ROT, DIM), 0.0)
+        scale, unit = _unit_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0), KIND)
+        y = _quantised(low, unit, KIND) | (_quantised(high, unit, KIND) << 4)
+    else:
+        inside = i < DIM
+        whole = _turned(x, cos, sin, i, ROT, DIM)
+        scale, unit = _unit_of(tl.max(tl.abs(whole), 0), KIND)
+        y = _quantised(whole, unit, KIND)
+    tl.store(to + i, y, inside)
+    tl.store(to_scale, scale)
 
 
 @triton.jit
@@ -32,66 +73,98 @@ def _store_kv(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < HEADS * DIM
     inside = (at // DIM * SIZE + slot % SIZE) * DIM + at % DIM
-    tl.store(k_cache + slot // SIZE * k_block + inside, tl.load(k + token * k_stride + at, mask), mask)
-    tl.store(v_cache + slot // SIZE * v_block + inside, tl.load(v + token * v_stride + at, mask), mask)
+    key, value = tl.load(k + token * k_stride + at, mask), tl.load(v + token * v_stride + at, mask)
+    tl.store(k_cache + slot // SIZE * k_block + inside, key.to(k_cache.dtype.element_ty), mask)
+    tl.store(v_cache + slot // SIZE * v_block + inside, value.to(v_cache.dtype.element_ty), mask)
 
 
-def launch_store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+@triton.jit
+def _store_quantised(
+    k, v, k_cache, v_cache, k_scales, v_scales, slots,
+    k_stride, v_stride, k_block, v_block, k_scales_block, v_scales_block,
+    DIM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
+    block, row = slot // SIZE, head * SIZE + slot % SIZE
+    to_k, to_v = k_cache + block * k_block + row * WIDTH, v_cache + block * v_block + row * WIDTH
+    head_k, head_v = k + token * k_stride + head * DIM, v + token * v_stride + head * DIM
+    _store_row(head_k, head_k, head_k, to_k, k_scales + block * k_scales_block + row, 0, DIM, KIND, BLOCK)
+    _store_row(head_v, head_v, head_v, to_v, v_scales + block * v_scales_block + row, 0, DIM, KIND, BLOCK)
+
+
+def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     tokens, heads, dim = k.shape
     if tokens == 0:
         return
+    if cache.is_quantised:
+        _store_quantised[(tokens, heads)](
+            k, v, as_bytes(cache.k), as_bytes(cache.v), cache.k_scales, cache.v_scales, slot_mapping,
+            k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
+            cache.scales_stride(0), cache.scales_stride(1),
+            DIM=dim, SIZE=cache.block_size, KIND=KINDS[cache.dtype],
+            BLOCK=triton.next_power_of_2(cache.k.shape[3]), num_warps=1,
+        )  # fmt: skip
+        return
     block = min(1024, triton.next_power_of_2(heads * dim))
     _store_kv[(tokens, -(-heads * dim // block))](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0),
-        HEADS=heads, DIM=dim, SIZE=k_cache.shape[2], BLOCK=block, num_warps=4,
+        k, v, cache.k, cache.v, slot_mapping, k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
+        HEADS=heads, DIM=dim, SIZE=cache.block_size, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    check_store(k, v, k_cache, v_cache, slot_mapping)
+def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    check_store(k, v, cache, slot_mapping)
     if k.device.type == "cuda":
-        return launch_store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return launch_store_kv(k, v, cache, slot_mapping)
     library = native.library()
-    if library is None or k.device.type != "cpu" or k.dtype not in native.TYPES:
-        return store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    if library is None or not serves_store(cache, k.dtype):
+        return store_kv_reference(k, v, cache, slot_mapping)
     tokens, kv_heads, dim = k.shape
     kind = native.TYPES[k.dtype]
     library.rotary(
         native.ROTARY.pack(
-            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
-            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0,
-            k_cache.stride(0), v_cache.stride(0), k_cache.shape[2], kind, kind,
+            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, cache.pointer, slot_mapping.data_ptr(),
+            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0, kind, kind,
         )
     )  # fmt: skip
 
 
-def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def serves_store(cache: KVCache, dtype: torch.dtype) -> bool:
+    """Whether the C library stores rows of this dtype into the cache."""
+    return cache.device.type == "cpu" and dtype in native.TYPES and cache.head_dim <= NATIVE_MAX_DIM
+
+
+def check_store(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     """Also `rotary_and_store`'s check: the two write the same caches."""
-    want_cache("k_cache", k_cache)
-    want_dtype("k_cache", k_cache, *FLOATS)
-    want_shape("v_cache", v_cache, tuple(k_cache.shape))
-    want_cache("v_cache", v_cache)
-    want_dtype("v_cache", v_cache, k_cache.dtype)
     if k.dim() != 3:
         refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
     tokens = k.shape[0]
-    want_shape("k", k, (tokens, k_cache.shape[1], k_cache.shape[3]))
+    want_shape("k", k, (tokens, cache.kv_heads, cache.head_dim))
     want_shape("v", v, tuple(k.shape))
-    want_dtype("k", k, k_cache.dtype)
-    want_dtype("v", v, k_cache.dtype)
+    want_dtype("k", k, *FLOATS)
+    want_dtype("v", v, k.dtype)
     want_heads("k", k)
     want_heads("v", v)
     want_shape("slot_mapping", slot_mapping, (tokens,))
     want_dtype("slot_mapping", slot_mapping, torch.int64)
     want_contiguous("slot_mapping", slot_mapping)
-    for name, tensor in (("k", k), ("v", v), ("v_cache", v_cache), ("slot_mapping", slot_mapping)):
-        want_device(name, tensor, k_cache.device)
+    for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
+        want_device(name, tensor, cache.device)
 
 
-def store_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    block_size = k_cache.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept]
-    v_cache[blocks, :, offsets] = v[kept]
+    blocks, offsets = slots // cache.block_size, slots % cache.block_size
+    for x, to, scales in ((k[kept], cache.k, cache.k_scales), (v[kept], cache.v, cache.v_scales)):
+        if scales is None:
+            to[blocks, :, offsets] = x.to(to.dtype)
+        else:
+            rows, units = quantise_reference(x, to.dtype)
+            # Bytes, since an indexed store of float8 is not everywhere.
+            to.view(torch.uint8)[blocks, :, offsets] = rows.view(torch.uint8)
+            scales[blocks, :, offsets] = units

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from ..kernels.kv_cache import KVCache
 from ..kernels.paged_attention import paged_attention
 from ..kernels.store_kv import store_kv
 from ..proto.errors import InvalidModel
@@ -21,7 +22,7 @@ from .attention_metadata import AttentionMetadata
 NAME = "coatcheck"
 _PROBE = "coatcheck_probe"
 
-KVPools = list[tuple[Tensor, Tensor]]
+KVPools = list[KVCache]
 
 # What models hand to their attention function and that changes nothing of what it computes here.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
@@ -57,13 +58,12 @@ def attend(
     **harmless: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
-    k_cache, v_cache = kv_pools[_layer_of(module)]
+    cache = kv_pools[_layer_of(module)]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    store_kv(k, v, k_cache, v_cache, attention_metadata.slot_mapping)
+    store_kv(k, v, cache, attention_metadata.slot_mapping)
     out = paged_attention(
         q,
-        k_cache,
-        v_cache,
+        cache,
         block_tables=attention_metadata.block_tables,
         seq_lens=attention_metadata.seq_lens,
         cu_seqlens_q=attention_metadata.cu_seqlens_q,

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
+from ..kernels.kv_cache import KVCache
 from ..kernels.paged_attention import paged_attention
 from ..kernels.rms_norm import RmsNorm
 from ..kernels.rotary import rotary_and_store
@@ -76,12 +77,12 @@ class DecoderLayer:
         residual: Tensor | None,
         turn: Turn,
         metadata: AttentionMetadata,
-        cache: tuple[Tensor, Tensor],
+        cache: KVCache,
         wanted: Wanted | None,
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (x, residual), both [T, hidden] or [R, hidden], whose sum is the layer's output."""
         if self.attention_half is not None and turn.packed is not None and wanted is None:
-            x, residual = self.attention_half(x, residual, turn.packed, *cache)
+            x, residual = self.attention_half(x, residual, turn.packed, cache)
         else:
             x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.after_adding(x, residual)
             x = self.output(self._attend(self.qkv(x), turn, metadata, cache, wanted))
@@ -99,19 +100,19 @@ class DecoderLayer:
         qkv: Tensor,
         turn: Turn,
         metadata: AttentionMetadata,
-        cache: tuple[Tensor, Tensor],
+        cache: KVCache,
         wanted: Wanted | None,
     ) -> Tensor:
         spec = self.spec
         q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotary_and_store(q, k, v, turn.cos, turn.sin, *cache, metadata.slot_mapping)
+        q = rotary_and_store(q, k, v, turn.cos, turn.sin, cache, metadata.slot_mapping)
         if wanted is not None:
             q, metadata = q[wanted.tokens], wanted.narrow(metadata)
         out = paged_attention(
             q,
-            *cache,
+            cache,
             block_tables=metadata.block_tables,
             seq_lens=metadata.seq_lens,
             cu_seqlens_q=metadata.cu_seqlens_q,

@@ -41,8 +41,7 @@ class FusedBody:
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
     ) -> Tensor:
         hidden: Tensor = self.embed_tokens(input_ids)
-        native = self._native and kv[0][0].dtype == hidden.dtype
-        turns = {kind: self._turn(hidden, positions, kind, metadata, native) for kind in self._kinds}
+        turns = {kind: self._turn(hidden, positions, kind, metadata) for kind in self._kinds}
         residual: Tensor | None = None
         last, done = len(self._layers) - 1, 0
         tables = [turn.packed for turn in turns.values() if turn.packed is not None]
@@ -56,12 +55,10 @@ class FusedBody:
         assert residual is not None
         return self.norm.after_adding(hidden, residual)[0]
 
-    def _turn(
-        self, hidden: Tensor, positions: Tensor, kind: str | None, metadata: AttentionMetadata, native: bool
-    ) -> Turn:
+    def _turn(self, hidden: Tensor, positions: Tensor, kind: str | None, metadata: AttentionMetadata) -> Turn:
         arguments = (hidden[None], positions[None]) if kind is None else (hidden[None], positions[None], kind)
         cos, sin = (table[0] for table in self.rotary(*arguments))
-        if not native:
+        if not self._native:
             return Turn(cos, sin, None)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         return Turn(cos, sin, StepTables(cos, sin, *tables))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidConfig
+from .kv_dtype import KV_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class GroupConfig:
     tp: int = 1
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     block_size: int = 16
     kv_memory: float = 0.3
     max_num_seqs: int = 256
@@ -33,6 +35,8 @@ class GroupConfig:
             raise InvalidConfig(f"device is {self.device!r}; use auto, cpu or cuda")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise InvalidConfig(f"dtype is {self.dtype!r}; use auto, float32, bfloat16 or float16")
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
+            raise InvalidConfig(f"kv-dtype is {self.kv_dtype!r}; use auto, {', '.join(KV_DTYPES)}")
         if self.block_size not in (8, 16, 32, 64, 128):
             raise InvalidConfig(f"block-size is {self.block_size}; use 8, 16, 32, 64 or 128")
         if not self.kv_memory > 0:

@@ -3,11 +3,13 @@
 It knows the layout and the device; it does not know which block is whose.
 """
 
+import math
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ..kernels.kv_cache import KVCache
 from .block_layout import BlockLayout
 from .kv_dtype import KvDtype
 
@@ -15,6 +17,9 @@ _TORCH: Final = {
     KvDtype.FLOAT32: torch.float32,
     KvDtype.BFLOAT16: torch.bfloat16,
     KvDtype.FLOAT16: torch.float16,
+    KvDtype.FP8: torch.float8_e4m3fn,
+    KvDtype.INT8: torch.int8,
+    KvDtype.INT4: torch.uint8,
 }
 
 
@@ -23,14 +28,21 @@ def allocate_pool(layout: BlockLayout, num_blocks: int, device: torch.device) ->
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)
 
 
-def layer_caches(layout: BlockLayout, pool: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(K, V) of each layer: [num_blocks, kv_heads, block_size, head_dim], strided over the pool."""
-    typed = pool.view(_TORCH[layout.kv_dtype])
-    size, caches = layout.block_size, []
+def layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
+    """Each layer's part of the pool, strided over it."""
+    dtype, size = _TORCH[layout.kv_dtype], layout.block_size
+    caches = []
     for slab in layout.slabs:
-        heads, dim = slab.num_kv_heads, slab.head_dim
-        shape, strides = (typed.shape[0], heads, size, dim), (typed.stride(0), size * dim, dim, 1)
-        start = typed.storage_offset()
-        k, v = (typed.as_strided(shape, strides, start + at // typed.itemsize) for at in (slab.k_offset, slab.v_offset))
-        caches.append((k, v))
+        shape = (slab.num_kv_heads, size, slab.head_dim * layout.kv_dtype.bits // (8 * dtype.itemsize))
+        parts = [_view(pool, dtype, offset, shape) for offset in (slab.k_offset, slab.v_offset)]
+        if layout.kv_dtype.is_quantised:
+            offsets = (slab.k_scales_offset, slab.v_scales_offset)
+            parts += [_view(pool, torch.float16, offset, shape[:2]) for offset in offsets]
+        caches.append(KVCache(*parts))
     return caches
+
+
+def _view(pool: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
+    """[num_blocks, *shape] of one part of every block."""
+    typed, start, size = pool.view(dtype), offset // dtype.itemsize, math.prod(shape)
+    return typed[:, start : start + size].view(-1, *shape)

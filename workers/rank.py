@@ -27,7 +27,7 @@ from .engine_loop import EngineLoop
 from .free_memory import free_bytes, peak_bytes
 from .group_config import GroupConfig
 from .group_runner import GroupRunner, follow
-from .kv_dtype import KvDtype
+from .kv_dtype import choose_kv_dtype
 from .kv_pool import allocate_pool
 from .model import Model, load_model
 from .model_spec import ModelSpec
@@ -118,7 +118,7 @@ class Rank:
 
     def _build_runner(self, model: Model, communicator: Communicator, device: torch.device) -> tuple[ModelRunner, int]:
         config, spec = self.config, model.spec
-        layout = BlockLayout.of(spec.layers, config.block_size, KvDtype(spec.dtype))
+        layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
         fits = choose_num_blocks(
             config.kv_memory,
             free_bytes=free_bytes(device),
@@ -202,7 +202,7 @@ class Rank:
             vocab_size=spec.vocab_size,
             block_size=engine.block_size,
             dtype=spec.dtype,
-            kv_dtype=spec.dtype,
+            kv_dtype=choose_kv_dtype(self.config.kv_dtype, spec.dtype),
             fingerprint=spec.fingerprint,
             eos_token_ids=spec.eos_token_ids,
         )

@@ -1,18 +1,18 @@
 /* What one call of paged attention is, as the launcher packs it (see kernels/paged_attention.py for the formula). */
 #pragma once
-#include <stdint.h>
+#include "pool.h"
 
 typedef struct {
     const void *q;          /* [tokens][heads][dim], tokens q_stride elements apart */
     int64_t q_stride;
-    const void *k, *v;      /* [blocks][kv_heads][block_size][dim], blocks k_stride and v_stride elements apart */
-    int64_t k_stride, v_stride;
+    const Pool *pool;
     const int32_t *tables;  /* [seqs][table_stride] */
     int64_t table_stride;
     const int32_t *seq_lens, *cu_seqlens;
-    int64_t seqs, heads, kv_heads, dim, block_size;
+    int64_t seqs, heads;
     float scale, softcap;
     int64_t window;         /* 0: off */
+    int64_t type;           /* of q and out: BF16 or F32 */
     const float *sinks;     /* [heads] or null */
     void *out;              /* [tokens][heads][dim], dense */
 } Attention;

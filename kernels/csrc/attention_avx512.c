@@ -1,10 +1,13 @@
-/* Paged attention in bfloat16 with vdpbf16ps, read from the pool in place.
+/* Paged attention in bfloat16 with vdpbf16ps, read from a pool of any kind in place.
  *
  * The rows of one (sequence, KV head) are its queries' heads: row r is head r % group of query r / group. A work item
  * is up to ROWS of them. It walks the keys in chunks of CHUNK at absolute positions: each chunk of K and V is packed
  * once into pairs (of dimensions for K, of keys for V) and used by every row of the item, in tiles of up to 6 rows by
  * 64 keys or dimensions. A row's sums run in the same order whatever the item holds besides, so a result is the same
  * bits in decode, prefill, any chunking and any batch. Decodes are also spread over the splits of a sequence.
+ *
+ * Elements that are not bfloat16 are widened to it row by row before they are packed, which loses nothing where they are
+ * quantised. Scales never meet them: a key's multiplies its scores, a value's its weights.
  */
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
@@ -14,13 +17,13 @@
 #include <string.h>
 
 #include "attention.h"
+#include "widen_avx512.h"
 
 #define ROWS 96      /* rows of one work item */
 #define TILE 6       /* rows of one register tile: 6 x 4 accumulators */
 #define CHUNK 64     /* keys packed at once */
 #define MAX_DIM 256
 #define LOG2E 1.44269504088896f
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const Attention *a;
@@ -37,6 +40,8 @@ typedef struct {
     uint32_t p[TILE * CHUNK / 2];        /* [m][32] pairs of keys */
     float o[ROWS * MAX_DIM], all[ROWS * MAX_DIM];
     float sum[ROWS * 16], peak[ROWS], all_sum[ROWS], all_peak[ROWS];
+    float k_scales[CHUNK], v_scales[CHUNK];
+    uint16_t wide_k[CHUNK * MAX_DIM], wide_v[CHUNK * MAX_DIM];
 } Scratch;
 
 /* 2^x for x <= 0, to 4e-6: the fraction by vreduceps, a polynomial, and vscalefps, which takes floor(x) by itself.
@@ -102,16 +107,20 @@ INLINE int64_t end_key(const Item *it) {
 
 /* Asks for keys [from, to) early: the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
 static void prefetch(const Item *it, int64_t from, int64_t to) {
-    const Attention *a = it->a;
-    const int32_t *table = a->tables + it->seq * a->table_stride;
+    const Pool *pool = it->a->pool;
+    const int32_t *table = it->a->tables + it->seq * it->a->table_stride;
     while (from < to) {
-        int64_t block = from / a->block_size, offset = from % a->block_size, run = lower(a->block_size - offset, to - from);
-        int64_t inside = (it->kv_head * a->block_size + offset) * a->dim;
-        const char *k = (const char *)((const uint16_t *)a->k + table[block] * a->k_stride + inside);
-        const char *v = (const char *)((const uint16_t *)a->v + table[block] * a->v_stride + inside);
-        for (int64_t byte = 0; byte < run * a->dim * 2; byte += 64) {
+        int64_t block = from / pool->block_size, offset = from % pool->block_size;
+        int64_t run = lower(pool->block_size - offset, to - from), row = row_of(pool, it->kv_head, offset);
+        const uint8_t *k = pool->k + table[block] * pool->k_block + row * pool->row_bytes;
+        const uint8_t *v = pool->v + table[block] * pool->v_block + row * pool->row_bytes;
+        for (int64_t byte = 0; byte < run * pool->row_bytes; byte += 64) {
             _mm_prefetch(k + byte, _MM_HINT_T1);
             _mm_prefetch(v + byte, _MM_HINT_T1);
+        }
+        if (pool->k_scales) {
+            _mm_prefetch(pool->k_scales + table[block] * pool->k_scales_block + row, _MM_HINT_T1);
+            _mm_prefetch(pool->v_scales + table[block] * pool->v_scales_block + row, _MM_HINT_T1);
         }
         from += run;
     }
@@ -120,7 +129,8 @@ static void prefetch(const Item *it, int64_t from, int64_t to) {
 /* Packs keys [chunk, to) of one chunk; the rest of the chunk is zero, so that what lies in unused slots cannot leak. */
 static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const Item *next) {
     const Attention *a = it->a;
-    const int64_t dim = a->dim, words = dim / 2, size = a->block_size;
+    const Pool *pool = a->pool;
+    const int64_t dim = pool->dim, words = dim / 2, size = pool->block_size;
     const int32_t *table = a->tables + it->seq * a->table_stride;
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -129,12 +139,33 @@ static void pack(const Item *it, Scratch *s, int64_t chunk, int64_t to, const It
     const uint16_t *k[CHUNK], *v[CHUNK];
     const int64_t count = lower(CHUNK, to - chunk);
     for (int64_t j = 0, block = chunk / size, offset = chunk % size; j < count; block++, offset = 0) {
-        int64_t run = lower(size - offset, count - j), inside = (it->kv_head * size + offset) * dim;
-        const uint16_t *one_k = (const uint16_t *)a->k + table[block] * a->k_stride + inside;
-        const uint16_t *one_v = (const uint16_t *)a->v + table[block] * a->v_stride + inside;
-        for (int64_t last = j + run; j < last; j++, one_k += dim, one_v += dim) k[j] = one_k, v[j] = one_v;
+        int64_t run = lower(size - offset, count - j), row = row_of(pool, it->kv_head, offset);
+        const uint8_t *one_k = pool->k + table[block] * pool->k_block + row * pool->row_bytes;
+        const uint8_t *one_v = pool->v + table[block] * pool->v_block + row * pool->row_bytes;
+        if (pool->kind == BF16) {
+            for (int64_t i = j; i < j + run; i++, one_k += pool->row_bytes, one_v += pool->row_bytes)
+                k[i] = (const uint16_t *)one_k, v[i] = (const uint16_t *)one_v;
+        } else {
+            for (int64_t i = j; i < j + run; i++, one_k += pool->row_bytes, one_v += pool->row_bytes) {
+                widen_row(s->wide_k + i * dim, one_k, dim, pool->kind);
+                widen_row(s->wide_v + i * dim, one_v, dim, pool->kind);
+                k[i] = s->wide_k + i * dim, v[i] = s->wide_v + i * dim;
+            }
+        }
+        if (pool->k_scales) {
+            const uint16_t *one = pool->k_scales + table[block] * pool->k_scales_block + row;
+            const uint16_t *two = pool->v_scales + table[block] * pool->v_scales_block + row;
+            for (int64_t i = 0; i < run; i += 16) {
+                __mmask16 mask = run - i >= 16 ? 0xFFFF : (__mmask16)((1u << (run - i)) - 1);
+                _mm512_mask_storeu_ps(s->k_scales + j + i, mask,
+                                      _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, one + i)));
+                _mm512_mask_storeu_ps(s->v_scales + j + i, mask,
+                                      _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, two + i)));
+            }
+        }
+        j += run;
     }
-    for (int64_t j = count; j < CHUNK; j++) k[j] = v[j] = NULL;
+    for (int64_t j = count; j < CHUNK; j++) k[j] = v[j] = NULL, s->k_scales[j] = s->v_scales[j] = 0;
     for (int64_t part = 0; part < CHUNK / 16; part++) {
         uint32_t *to_k = s->k + part * words * 16;
         const uint16_t *const *keys = k + part * 16, *const *values = v + part * 16;
@@ -183,7 +214,7 @@ INLINE __m512 dot(__m512 acc, __m512i packed, const uint32_t *pair) {
 /* One chunk for m rows, the first of which is `row` of the item: scores, running softmax, weighted values. */
 INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t chunk) {
     const Attention *a = it->a;
-    const int64_t dim = a->dim, words = dim / 2;
+    const int64_t dim = a->pool->dim, words = dim / 2;
     const int64_t shift = it->seq_len - it->q_len;
     const int64_t first = shift + (it->row + row) / it->group, last = shift + (it->row + row + m - 1) / it->group;
     if (chunk > last || (a->window && chunk + CHUNK <= first - a->window + 1)) return;
@@ -206,10 +237,14 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
     const int inside = chunk + CHUNK - 1 <= first && (!a->window || chunk > last - a->window);
     /* Scores become powers of two: one multiplication, fused with the subtraction of the peak. */
     const float unit = a->softcap > 0 ? 1.0f : a->scale * LOG2E;
+    const int scaled = a->pool->k_scales != NULL;
     __m512 decay[TILE];
 #pragma GCC unroll 6
     for (int i = 0; i < m; i++) {
         __m512 *x = score + i * 4;
+        if (scaled)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) x[j] = _mm512_mul_ps(x[j], _mm512_loadu_ps(s->k_scales + j * 16));
         if (a->softcap > 0)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) x[j] = capped(_mm512_mul_ps(x[j], _mm512_set1_ps(a->scale)), a->softcap);
@@ -234,6 +269,9 @@ INLINE void attend(const int m, const Item *it, Scratch *s, int64_t row, int64_t
             x[j] = exp2_16(_mm512_fmsub_ps(x[j], _mm512_set1_ps(unit), base));
             sum = _mm512_add_ps(sum, x[j]);
         }
+        if (scaled)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) x[j] = _mm512_mul_ps(x[j], _mm512_loadu_ps(s->v_scales + j * 16));
         _mm512_store_si512(s->p + i * (CHUNK / 2), (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
         _mm512_store_si512(s->p + i * (CHUNK / 2) + 16, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
         _mm512_store_ps(s->sum + (row + i) * 16, sum);
@@ -312,15 +350,16 @@ static void finish(const Item *it, int64_t row, float peak, float sum, const flo
         sum = sum * scale + _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(sink - top)));
     }
     scale = sum > 0 ? scale / sum : 0.0f;
-    uint16_t *out = (uint16_t *)a->out + (token * a->heads + head) * a->dim;
-    for (int64_t d = 0; d < a->dim; d += 16)
+    const int64_t dim = a->pool->dim;
+    uint16_t *out = (uint16_t *)a->out + (token * a->heads + head) * dim;
+    for (int64_t d = 0; d < dim; d += 16)
         _mm256_storeu_si256((__m256i *)(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(
                                                       _mm512_loadu_ps(o + d), _mm512_set1_ps(scale))));
 }
 
 static void run(const Item *it, Scratch *s, const Item *next) {
     const Attention *a = it->a;
-    const int64_t dim = a->dim, words = dim / 2;
+    const int64_t dim = a->pool->dim, words = dim / 2;
     for (int64_t r = 0; r < it->rows; r += TILE) {
         int64_t m = lower(TILE, it->rows - r);
         for (int64_t i = 0; i < m; i++) {
@@ -359,7 +398,7 @@ static void run(const Item *it, Scratch *s, const Item *next) {
 
 /* The splits of an item that were summed apart, combined in order. */
 static void join(const Item *it, int64_t splits) {
-    const int64_t dim = it->a->dim;
+    const int64_t dim = it->a->pool->dim;
     for (int64_t r = 0; r < it->rows; r++) {
         float o[MAX_DIM] = {0}, peak = -INFINITY, sum = 0;
         for (int64_t split = 0; split < splits; split++) {
@@ -372,16 +411,16 @@ static void join(const Item *it, int64_t splits) {
 
 /* Returns 0, or -1 where memory for the list of work is not to be had. */
 int attention_bf16_avx512(const Attention *a) {
-    const int64_t group = a->heads / a->kv_heads;
+    const int64_t kv_heads = a->pool->kv_heads, dim = a->pool->dim, group = a->heads / kv_heads;
     int64_t count = 0, partials = 0;
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;
-        count += a->kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 ? splits : 1);
+        count += kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 ? splits : 1);
         if (q_len == 1 && splits > 1) partials += splits * a->heads;
     }
     if (count == 0) return 0;
     Item *items = malloc(count * sizeof(Item));
-    float *left = partials ? malloc(partials * (a->dim + 2) * sizeof(float)) : NULL;
+    float *left = partials ? malloc(partials * (dim + 2) * sizeof(float)) : NULL;
     if (!items || (partials && !left)) {
         free(items);
         free(left);
@@ -394,12 +433,12 @@ int attention_bf16_avx512(const Attention *a) {
         int64_t splits = (seq_len + SPLIT - 1) / SPLIT, apart = q_len == 1 && splits > 1 ? splits : 1;
         /* Long rows first within a sequence: the last tiles of a prefill see the most keys. */
         for (int64_t tile = (q_len * group + ROWS - 1) / ROWS - 1; tile >= 0; tile--)
-            for (int64_t kv_head = 0; kv_head < a->kv_heads; kv_head++)
+            for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
                 for (int64_t split = 0; split < apart; split++) {
                     int64_t row = tile * ROWS, rows = lower(ROWS, q_len * group - row);
                     *it++ = (Item){a,   seq,  kv_head, seq_len, q_len, group,
                                    row, rows, split,   apart > 1 ? 1 : splits, apart > 1 ? next : NULL};
-                    if (apart > 1) next += rows * (a->dim + 2);
+                    if (apart > 1) next += rows * (dim + 2);
                 }
     }
     /* Neighbours in runs, so that an item can ask for the keys of the one after it. */

@@ -1,36 +1,39 @@
-/* Paged attention in plain C: float32 everywhere, and bfloat16 where vdpbf16ps is not to be had. One row after the
- * other, keys in chunks of 64 at absolute positions: a row's result never depends on what shares the call. */
+/* Paged attention in plain C: float32 everywhere, and bfloat16 where vdpbf16ps is not to be had, over a pool of any
+ * kind. One row after the other, keys in chunks of 64 at absolute positions: a row's result never depends on what
+ * shares the call. */
 #include "attention.h"
 
 #include <stdlib.h>
 
-#include "scalar.h"
-
 #define CHUNK 64
 #define MAX_DIM 512
 
-INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row, int type) {
-    const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = a->block_size;
+INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row, int kind) {
+    const Pool *pool = a->pool;
+    const int64_t dim = pool->dim, group = a->heads / pool->kv_heads, size = pool->block_size;
+    const int type = (int)a->type, scaled = kind == FP8 || kind == INT8 || kind == INT4;
     const int32_t *table = a->tables + seq * a->table_stride;
     const int64_t start = a->cu_seqlens[seq], q_len = a->cu_seqlens[seq + 1] - start;
     const int64_t position = a->seq_lens[seq] - q_len + row / group, head = kv_head * group + row % group;
     const int64_t from = a->window ? upper(position - a->window + 1, 0) : 0;
     float q[MAX_DIM], o[MAX_DIM], peak = -INFINITY, sum = 0;
     const void *q_row = at(a->q, (start + row / group) * a->q_stride + head * dim, type);
+    if (type == BF16) {
 #pragma omp simd
-    for (int64_t d = 0; d < dim; d++) {
-        q[d] = get(q_row, d, type) * a->scale;
-        o[d] = 0;
+        for (int64_t d = 0; d < dim; d++) q[d] = get(q_row, d, BF16) * a->scale;
+    } else {
+#pragma omp simd
+        for (int64_t d = 0; d < dim; d++) q[d] = get(q_row, d, F32) * a->scale;
     }
+    memset(o, 0, dim * sizeof(float));
     for (int64_t chunk = from / CHUNK * CHUNK; chunk <= position; chunk += CHUNK) {
         const int64_t first = upper(chunk, from), count = lower(chunk + CHUNK, position + 1) - first;
         float score[CHUNK], top = peak;
         for (int64_t j = 0; j < count; j++) {
             int64_t key = first + j;
-            const void *k = at(a->k, table[key / size] * a->k_stride + (kv_head * size + key % size) * dim, type);
-            float total = 0;
-#pragma omp simd reduction(+ : total)
-            for (int64_t d = 0; d < dim; d++) total += q[d] * get(k, d, type);
+            int64_t block = table[key / size], inside = row_of(pool, kv_head, key % size);
+            float total = dot_row(q, pool->k + block * pool->k_block + inside * pool->row_bytes, dim, kind);
+            if (scaled) total *= from_f16(pool->k_scales[block * pool->k_scales_block + inside]);
             score[j] = a->softcap > 0 ? a->softcap * tanhf(total / a->softcap) : total;
             top = score[j] > top ? score[j] : top;
         }
@@ -43,11 +46,11 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
         for (int64_t j = 0; j < count; j++) score[j] = exp_(score[j] - top);
         for (int64_t j = 0; j < count; j++) {
             int64_t key = first + j;
-            const void *v = at(a->v, table[key / size] * a->v_stride + (kv_head * size + key % size) * dim, type);
+            int64_t block = table[key / size], inside = row_of(pool, kv_head, key % size);
             float weight = score[j];
             sum += weight;
-#pragma omp simd
-            for (int64_t d = 0; d < dim; d++) o[d] += weight * get(v, d, type);
+            if (scaled) weight *= from_f16(pool->v_scales[block * pool->v_scales_block + inside]);
+            add_row(o, pool->v + block * pool->v_block + inside * pool->row_bytes, weight, dim, kind);
         }
     }
     float scale = 1.0f;
@@ -58,26 +61,40 @@ INLINE void attend(const Attention *a, int64_t seq, int64_t kv_head, int64_t row
     }
     scale = sum > 0 ? scale / sum : 0.0f;
     void *out = at(a->out, ((start + row / group) * a->heads + head) * dim, type);
+    if (type == BF16) {
 #pragma omp simd
-    for (int64_t d = 0; d < dim; d++) put(out, d, o[d] * scale, type);
+        for (int64_t d = 0; d < dim; d++) put(out, d, o[d] * scale, BF16);
+    } else {
+#pragma omp simd
+        for (int64_t d = 0; d < dim; d++) put(out, d, o[d] * scale, F32);
+    }
 }
 
-CLONES static void attend_rows(const Attention *a, int64_t seq, int64_t kv_head, int64_t from, int64_t to, int type) {
-    if (type == BF16)
-        for (int64_t row = from; row < to; row++) attend(a, seq, kv_head, row, BF16);
-    else
-        for (int64_t row = from; row < to; row++) attend(a, seq, kv_head, row, F32);
+#define ROWS(kind) \
+    case kind: \
+        for (int64_t row = from; row < to; row++) attend(a, seq, kv_head, row, kind); \
+        break;
+
+CLONES static void attend_rows(const Attention *a, int64_t seq, int64_t kv_head, int64_t from, int64_t to) {
+    switch (a->pool->kind) {
+        ROWS(BF16)
+        ROWS(F32)
+        ROWS(F16)
+        ROWS(FP8)
+        ROWS(INT8)
+        ROWS(INT4)
+    }
 }
 
 /* Rows are handed out in runs of a few queries of one KV head, so that its keys stay in the cache. */
-static int run(const Attention *a, int type) {
-    const int64_t group = a->heads / a->kv_heads, step = 4 * group;
+int attention_plain(const Attention *a) {
+    const int64_t kv_heads = a->pool->kv_heads, group = a->heads / kv_heads, step = 4 * group;
     int64_t *first = malloc((a->seqs + 1) * sizeof(int64_t));
     if (!first) return -1;
     first[0] = 0;
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t rows = (a->cu_seqlens[seq + 1] - a->cu_seqlens[seq]) * group;
-        first[seq + 1] = first[seq] + (rows + step - 1) / step * a->kv_heads;
+        first[seq + 1] = first[seq] + (rows + step - 1) / step * kv_heads;
     }
 #pragma omp parallel for schedule(dynamic, 1) if (first[a->seqs] > 1)
     for (int64_t item = 0; item < first[a->seqs]; item++) {
@@ -88,12 +105,9 @@ static int run(const Attention *a, int type) {
             else high = middle;
         }
         int64_t rows = (a->cu_seqlens[low + 1] - a->cu_seqlens[low]) * group;
-        int64_t from = (item - first[low]) / a->kv_heads * step;
-        attend_rows(a, low, (item - first[low]) % a->kv_heads, from, lower(from + step, rows), type);
+        int64_t from = (item - first[low]) / kv_heads * step;
+        attend_rows(a, low, (item - first[low]) % kv_heads, from, lower(from + step, rows));
     }
     free(first);
     return 0;
 }
-
-int attention_bf16(const Attention *a) { return run(a, BF16); }
-int attention_f32(const Attention *a) { return run(a, F32); }

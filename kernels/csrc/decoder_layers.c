@@ -10,7 +10,7 @@ void linear_bf16(const void *x, int64_t ldx, int64_t rows, const void *packed, c
 void linear_f32(const void *x, int64_t ldx, int64_t rows, const void *packed, const void *bias, int64_t features,
                 int64_t depth, void *y, int64_t ldy, void *scratch);
 int attention_bf16_avx512(const Attention *a);
-int attention_f32(const Attention *a);
+int attention_plain(const Attention *a);
 
 typedef struct {
     const void *weight; /* null: no norm here */
@@ -43,11 +43,6 @@ typedef struct {
     float scale, softcap;
     int64_t type;
 } Attend;
-
-typedef struct {
-    void *k, *v;
-    int64_t k_block, v_block, block_size;
-} Cache;
 
 /* What is the same for every layer of a step that turns alike. */
 typedef struct {
@@ -98,7 +93,7 @@ void mlp_half(const Mlp *m, const Stream *s) {
 }
 
 /* Returns 0, or -1 where attention finds no memory for its list of work. */
-int attention_half(const Attend *a, const Cache *c, const Step *step, const Stream *s) {
+int attention_half(const Attend *a, const Pool *pool, const Step *step, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
     const int64_t q_width = a->heads * a->dim, k_width = a->kv_heads * a->dim;
@@ -114,13 +109,11 @@ int attention_half(const Attend *a, const Cache *c, const Step *step, const Stre
         norm_heads(&a->k_norm, k, tokens, a->kv_heads, a->dim, all, a->type, dense_k);
         q = dense_q, q_stride = q_width, k = dense_k, k_stride = k_width;
     }
-    rotary(&(Rotary){q, k, v, step->cos, step->sin, turned, 0, c->k, c->v, step->slots, tokens, a->heads, a->kv_heads,
-                     a->dim, step->rot_dim, q_stride, k_stride, all, q_width, 0, c->k_block, c->v_block, c->block_size,
-                     a->type, step->table_type});
-    Attention call = {turned, q_width, c->k, c->v, c->k_block, c->v_block, step->tables, step->table_stride,
-                      step->seq_lens, step->cu_seqlens, step->seqs, a->heads, a->kv_heads, a->dim, c->block_size,
-                      a->scale, a->softcap, a->window, 0, attended};
-    if ((a->type == 0 ? attention_bf16_avx512 : attention_f32)(&call)) return -1;
+    rotary(&(Rotary){q, k, v, step->cos, step->sin, turned, 0, pool, step->slots, tokens, a->heads, a->kv_heads,
+                     a->dim, step->rot_dim, q_stride, k_stride, all, q_width, 0, a->type, step->table_type});
+    Attention call = {turned, q_width, pool, step->tables, step->table_stride, step->seq_lens, step->cu_seqlens,
+                      step->seqs, a->heads, a->scale, a->softcap, a->window, a->type, 0, attended};
+    if ((a->type == 0 ? attention_bf16_avx512 : attention_plain)(&call)) return -1;
     product(&a->output, attended, tokens, a->type, s->out, scratch);
     return 0;
 }
@@ -143,12 +136,12 @@ static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, i
 
 /* `s` as it comes to the first of `count` layers; in the end s->out and s->sum add up to what follows. The residual is
  * added to in place. Returns 0, or -1 as attention_half does. */
-int layer_run(const Layer *layers, const Cache *caches, int64_t count, const Step *steps, const Stream *s) {
+int layer_run(const Layer *layers, const Pool *pools, int64_t count, const Step *steps, const Stream *s) {
     Stream now = *s;
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = layers + i;
         const int64_t width = l->mlp.gate_up.depth, type = l->mlp.type;
-        if (attention_half(&l->attention, caches + i, steps + l->turn, &now)) return -1;
+        if (attention_half(&l->attention, pools + i, steps + l->turn, &now)) return -1;
         scale_rows(&l->after_attention, now.out, now.tokens, width, type);
         now.x = now.out, now.residual = now.sum;
         mlp_half(&l->mlp, &now);

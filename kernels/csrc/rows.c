@@ -5,6 +5,7 @@
 #include "scalar.h"
 
 #define PARALLEL_FROM 16384 /* elements */
+#define MAX_DIM 512         /* of heads that are stored as another kind */
 
 INLINE void norm_row(const Norm *n, int64_t row, int type) {
     int64_t outer = row / n->inner, inner = row % n->inner, width = n->width;
@@ -99,6 +100,17 @@ INLINE void turn(const void *x, void *y, const Rotary *r, int64_t token, int typ
     if (x != y) memcpy(at(y, r->rot_dim, type), at(x, r->rot_dim, type), (r->dim - r->rot_dim) * (type == BF16 ? 2 : 4));
 }
 
+INLINE void store_row(const Pool *pool, void *row, uint16_t *scale, const float *x) {
+    switch (pool->kind) {
+    case BF16: put_row(row, scale, x, pool->dim, BF16); break;
+    case F32: put_row(row, scale, x, pool->dim, F32); break;
+    case F16: put_row(row, scale, x, pool->dim, F16); break;
+    case FP8: put_row(row, scale, x, pool->dim, FP8); break;
+    case INT8: put_row(row, scale, x, pool->dim, INT8); break;
+    default: put_row(row, scale, x, pool->dim, INT4);
+    }
+}
+
 INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
     int64_t dim = r->dim, slot = r->slots ? r->slots[token] : -1;
     const void *q = at(r->q, token * r->q_stride, type), *k = at(r->k, token * r->k_stride, type);
@@ -112,13 +124,28 @@ INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
     }
     if (slot < 0) return;
     const void *v = at(r->v, token * r->v_stride, type);
-    int64_t block = slot / r->block_size, offset = slot % r->block_size;
+    const Pool *pool = r->pool;
+    const int64_t block = slot / pool->block_size, offset = slot % pool->block_size;
     for (int64_t h = 0; h < r->kv_heads; h++) {
-        int64_t inside = (h * r->block_size + offset) * dim;
-        void *to_k = at(r->k_cache, block * r->k_block + inside, type);
-        if (r->cos) turn(at(k, h * dim, type), to_k, r, token, type, table);
-        else memcpy(to_k, at(k, h * dim, type), dim * (type == BF16 ? 2 : 4));
-        memcpy(at(r->v_cache, block * r->v_block + inside, type), at(v, h * dim, type), dim * (type == BF16 ? 2 : 4));
+        const int64_t row = row_of(pool, h, offset);
+        uint8_t *to_k = pool->k + block * pool->k_block + row * pool->row_bytes;
+        uint8_t *to_v = pool->v + block * pool->v_block + row * pool->row_bytes;
+        const void *head_k = at(k, h * dim, type), *head_v = at(v, h * dim, type);
+        if (pool->kind == type) {
+            if (r->cos) turn(head_k, to_k, r, token, type, table);
+            else memcpy(to_k, head_k, pool->row_bytes);
+            memcpy(to_v, head_v, pool->row_bytes);
+            continue;
+        }
+        /* Of another kind than the model: as floats first, rounded to the model's type as they would be on the way. */
+        float turned[MAX_DIM], wide[MAX_DIM];
+        if (r->cos) turn(head_k, turned, r, token, type, table), head_k = turned;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) wide[i] = get(head_k, i, type);
+        store_row(pool, to_k, pool->k_scales + block * pool->k_scales_block + row, wide);
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) wide[i] = get(head_v, i, type);
+        store_row(pool, to_v, pool->v_scales + block * pool->v_scales_block + row, wide);
     }
 }
 

@@ -1,6 +1,6 @@
 /* What one call of each row-wise operation is, as its launcher packs it (formulas and shapes: the Python files). */
 #pragma once
-#include <stdint.h>
+#include "pool.h"
 
 typedef struct {
     const void *x, *residual, *weight; /* residual may be null */
@@ -14,10 +14,10 @@ typedef struct {
 typedef struct {
     const void *q, *k, *v, *cos, *sin; /* k or v may be null */
     void *q_out, *k_out;               /* k_out: dense, or null where k goes to its slot */
-    void *k_cache, *v_cache;           /* null where nothing is stored */
+    const Pool *pool;                  /* null where nothing is stored */
     const int64_t *slots;
     int64_t tokens, heads, kv_heads, dim, rot_dim;
-    int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride, k_block, v_block, block_size;
+    int64_t q_stride, k_stride, v_stride, q_out_stride, k_out_stride;
     int64_t type, table_type;
 } Rotary;
 

@@ -14,7 +14,8 @@
 #define CLONES
 #endif
 
-enum { BF16 = 0, F32 = 1 };
+/* What a tensor's elements are (the first two), and a pool's (all): launchers count in the same order. */
+enum { BF16 = 0, F32 = 1, F16 = 2, FP8 = 3, INT8 = 4, INT4 = 5 };
 
 INLINE float from_bits(uint32_t bits) {
     float x;
@@ -28,8 +29,22 @@ INLINE uint32_t to_bits(float x) {
     return bits;
 }
 
+INLINE float from_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7FFF;
+    uint32_t normal = (rest << 13) + ((rest >= 0x7C00 ? 224u : 112u) << 23);
+    return from_bits(sign | (rest < 0x400 ? to_bits((float)(int32_t)rest * 0x1p-24f) : normal));
+}
+
+/* float8 e4m3 without infinities; its NaN never arises from a finite row. */
+INLINE float from_e4m3(uint8_t x) {
+    uint32_t sign = (uint32_t)(x & 0x80) << 24, rest = x & 0x7F;
+    return from_bits(sign | (rest < 8 ? to_bits((float)(int32_t)rest * 0x1p-9f) : (rest << 20) + (120u << 23)));
+}
+
 INLINE float get(const void *p, int64_t i, int type) {
-    return type == BF16 ? from_bits((uint32_t)((const uint16_t *)p)[i] << 16) : ((const float *)p)[i];
+    return type == BF16  ? from_bits((uint32_t)((const uint16_t *)p)[i] << 16)
+           : type == F16 ? from_f16(((const uint16_t *)p)[i])
+                         : ((const float *)p)[i];
 }
 
 /* To nearest, ties to even; a NaN stays one. */
@@ -38,8 +53,28 @@ INLINE uint16_t to_bf16(float x) {
     return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
+/* The same for float16; what is too large becomes infinite. */
+INLINE uint16_t to_f16(float x) {
+    uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
+    uint32_t normal = (rest + 0xFFF + (rest >> 13 & 1)) - (112u << 23);
+    uint32_t small = (uint32_t)(int32_t)rintf((rest < 113u << 23 ? from_bits(rest) : 0.0f) * 0x1p24f);
+    uint32_t found = rest < 113u << 23 ? small : rest >= 0x477FF000 ? (rest > 0x7F800000 ? 0x7E00 : 0x7C00) : normal >> 13;
+    return (uint16_t)(sign | found);
+}
+
+/* The same for e4m3, of a value that lies within +-448. */
+INLINE uint8_t to_e4m3(float x) {
+    uint32_t bits = to_bits(x), sign = bits >> 24 & 0x80, rest = bits & 0x7FFFFFFF;
+    uint32_t normal = (rest + 0x7FFFF + (rest >> 20 & 1) - (120u << 23)) >> 20;
+    uint32_t small = (uint32_t)(int32_t)rintf((rest < 121u << 23 ? from_bits(rest) : 0.0f) * 0x1p9f);
+    return (uint8_t)(sign | (rest < 121u << 23 ? small : normal));
+}
+
+INLINE float clamped(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+
 INLINE void put(void *p, int64_t i, float x, int type) {
     if (type == BF16) ((uint16_t *)p)[i] = to_bf16(x);
+    else if (type == F16) ((uint16_t *)p)[i] = to_f16(x);
     else ((float *)p)[i] = x;
 }
 

@@ -65,6 +65,10 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("model: m\ntp: 0\n", "tp is 0; it should be greater than or equal to 1"),
         ("model: m\nblock-size: 17\n", "block-size is 17"),
         ("model: m\ndtype: int3\n", "dtype is 'int3'"),
+        (
+            "model: m\nkv-dtype: int3\n",
+            "kv-dtype is 'int3'; it should be 'auto', 'bf16', 'fp16', 'fp8', 'int8' or 'int4'",
+        ),
         ("model: m\ngrpc-port: 70000\n", "grpc-port is 70000"),
         ("model: m\nkv-memory: 0\n", "kv-memory is 0"),
         ("model: m\nmax-model-len: 1\n", "max-model-len is 1"),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 
 import torch
-from test_native_attention import Batch, close
 from torch import Tensor
 
 from coatcheck.kernels.copy_blocks import launch_copy_blocks
 from coatcheck.kernels.paged_decode import launch_decode
 from coatcheck.kernels.paged_prefill import launch_prefill
 from coatcheck.kernels.rms_norm import launch_rms_norm, rms_norm_reference
-from coatcheck.kernels.rotary import apply_rotary_reference, launch_rotary
+from coatcheck.kernels.rotary import apply_rotary_reference, launch_rotary, rotary_and_store_reference
 from coatcheck.kernels.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
 from coatcheck.kernels.silu_mul import launch_silu_mul, silu_mul_reference
 from coatcheck.kernels.store_kv import launch_store_kv, store_kv_reference
+from tests.kernels.caches import QUANTISED, pool_of, strided_cache
+from tests.kernels.test_native_attention import Batch, close
 
 SENTINEL = 7.0
 
@@ -33,13 +34,52 @@ def attention() -> None:
             batch = Batch(lengths, heads, kv_heads, dim, dtype)
             sinks = torch.randn(heads) if with_sinks else None
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)
-            arguments = (batch.q, batch.k, batch.v, *batch.tables().values())
+            arguments = (batch.q, batch.cache, *batch.tables().values())
             launch_decode(*arguments, batch.scale, window, softcap, sinks, out)
             assert (out[2:18] == SENTINEL).all(), "the decode kernel wrote into a prefill's rows"
             decoded = out[:2].clone()
             launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out)
             assert torch.equal(out[:2], decoded), "the prefill kernel wrote into a decode's rows"
             close(out, batch.reference(window, softcap, sinks))
+
+
+def quantised() -> None:
+    """Pools of every other kind: decode, prefill, store, and rotary with store; e4m3 taken apart here or not."""
+    lengths = [(1, 1), (1, 17), (9, 33), (1, 530)]
+    for kv in (*QUANTISED, torch.float16):
+        for dtype, (heads, kv_heads, dim, window, softcap) in (
+            (torch.float32, (6, 2, 32, 0, 0.0)),
+            (torch.float16, (3, 1, 80, 20, 5.0)),
+        ):
+            batch = Batch(lengths, heads, kv_heads, dim, dtype, kv=kv)
+            out = torch.full(batch.q.shape, SENTINEL).to(dtype)
+            arguments = (batch.q, batch.cache, *batch.tables().values())
+            launch_decode(*arguments, batch.scale, window, softcap, None, out)
+            launch_prefill(*arguments, 9, batch.scale, window, softcap, None, out)
+            close(out, batch.reference(window, softcap))
+            quantised_store(dtype, kv)
+
+
+def quantised_store(dtype: torch.dtype, kv: torch.dtype) -> None:
+    """Scales are the reference's, elements at most one step off: a compiler may fuse what the reference rounds."""
+    x = torch.randn(6, 3 * 24).to(dtype) * torch.tensor([1, 1, 1, 1e3, 0, 1e-6])[:, None].to(dtype)
+    q, k, v = (part.unflatten(1, (1, 24)) for part in x.split(24, dim=1))
+    angle = torch.randn(6, 8).repeat(1, 2)
+    slots = torch.tensor([4, -1, 0, 11, 3, 7])
+    for turned in (False, True):
+        have, want = (strided_cache(4, 1, 3, 24, kv) for _ in range(2))
+        if turned:
+            launch_rotary(q, k, v, angle.cos(), angle.sin(), torch.empty_like(q), None, have, slots)
+            rotary_and_store_reference(q, k, v, angle.cos(), angle.sin(), want, slots)
+        else:
+            launch_store_kv(k, v, have, slots)
+            store_kv_reference(k, v, want, slots)
+        changed = (pool_of(have) != pool_of(want)).sum()
+        assert changed <= 3, f"{changed} bytes differ"
+        blocks = torch.arange(4)
+        for ours, theirs in zip(have.rows_reference(blocks), want.rows_reference(blocks), strict=True):
+            largest = theirs.nan_to_num().abs().amax(-1, keepdim=True)
+            assert ((ours - theirs).nan_to_num().abs() <= 0.16 * largest).all()
 
 
 def rows() -> None:
@@ -73,18 +113,18 @@ def rotary(dtype: torch.dtype) -> None:
     cos, sin = angle.cos(), angle.sin()
     want_q, want_k = apply_rotary_reference(q, k, cos, sin)
     q_out, k_out = torch.empty_like(want_q), torch.empty_like(want_k)
-    launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None, None)
+    launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None)
     agree(q_out, want_q)
     agree(k_out, want_k)
     slots = torch.tensor([4, -1, 0, 11])
     for turned in (False, True):
-        caches = torch.full((4, 4, 1, 3, 24), SENTINEL).to(dtype)
+        have, want = (strided_cache(4, 1, 3, 24, dtype) for _ in range(2))
         if turned:
-            launch_rotary(q, k, v, cos, sin, q_out, None, caches[0], caches[1], slots)
+            launch_rotary(q, k, v, cos, sin, q_out, None, have, slots)
         else:
-            launch_store_kv(k, v, caches[0], caches[1], slots)
-        store_kv_reference(k_out if turned else k, v, caches[2], caches[3], slots)
-        agree(caches[:2], caches[2:])
+            launch_store_kv(k, v, have, slots)
+        store_kv_reference(k_out if turned else k, v, want, slots)
+        assert torch.equal(pool_of(have), pool_of(want))
 
 
 def sampling() -> None:
@@ -102,5 +142,6 @@ def sampling() -> None:
     assert torch.equal(out, sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position))
 
 
-{"attention": attention, "rows": rows, "sampling": sampling}[sys.argv[1]]()
-print("agreed")
+if __name__ == "__main__":
+    {"attention": attention, "quantised": quantised, "rows": rows, "sampling": sampling}[sys.argv[1]]()
+    print("agreed")

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
+from coatcheck.kernels.kv_cache import KVCache
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.linear import PackedLinear
 from coatcheck.kernels.paged_attention import paged_attention
 from coatcheck.kernels.rms_norm import RmsNorm
 from coatcheck.kernels.rotary import rotary_and_store
 from coatcheck.kernels.silu_mul import silu_mul
+from coatcheck.kernels.store_kv import store_kv_reference
+from tests.kernels.caches import pool_of, strided_cache
 
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 96, 6, 2, 32, 16
 
@@ -35,12 +38,15 @@ def norm(width: int, dtype: torch.dtype, offset: float = 0.0) -> RmsNorm:
 class Batch:
     """Sequences of (context, new tokens) over a pool with unrelated blocks between theirs."""
 
-    def __init__(self, sequences: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, sequences: list[tuple[int, int]], dtype: torch.dtype, kv: torch.dtype | None = None) -> None:
         longest = max(context + new for context, new in sequences)
         width = -(-longest // BLOCK)
         order = torch.randperm(width * len(sequences)).to(torch.int32)
         self.tables = order.view(len(sequences), width)
-        self.caches = tuple(torch.randn(len(order), KV_HEADS, BLOCK, DIM).to(dtype) for _ in range(2))
+        rows, everywhere = torch.randn(2, len(order) * BLOCK, KV_HEADS, DIM).to(dtype), torch.arange(len(order) * BLOCK)
+        self.cache, self.copy = (strided_cache(len(order), KV_HEADS, BLOCK, DIM, kv or dtype) for _ in range(2))
+        for cache in (self.cache, self.copy):
+            store_kv_reference(rows[0], rows[1], cache, everywhere)
         self.seq_lens = torch.tensor([context + new for context, new in sequences], dtype=torch.int32)
         self.cu = torch.tensor(list(accumulate((new for _, new in sequences), initial=0)), dtype=torch.int32)
         self.longest = max(new for _, new in sequences)
@@ -56,10 +62,10 @@ class Batch:
     def step(self) -> StepTables:
         return StepTables(self.cos, self.sin, self.slots, self.tables, self.seq_lens, self.cu)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, ...], scale: float, cap: float) -> Tensor:
-        q = rotary_and_store(q, k, v, self.cos, self.sin, caches[0], caches[1], self.slots)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scale: float, cap: float) -> Tensor:
+        q = rotary_and_store(q, k, v, self.cos, self.sin, cache, self.slots)
         return paged_attention(
-            q, caches[0], caches[1], block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu,
+            q, cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu,
             max_seqlen_q=self.longest, scale=scale, sliding_window=24, softcap=cap,
         )  # fmt: skip
 
@@ -70,31 +76,36 @@ class Batch:
 @pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize("sequences", [[(40, 1)], [(0, 1), (63, 1), (7, 1)], [(16, 37), (5, 1), (0, 64)]])
 @pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kv", [None, torch.float8_e4m3fn, torch.uint8])
 def test_an_attention_half_is_its_operations_in_a_row(
-    dtype: torch.dtype, offset: float, head_norms: bool, sequences: list[tuple[int, int]], first: bool
+    dtype: torch.dtype,
+    offset: float,
+    head_norms: bool,
+    sequences: list[tuple[int, int]],
+    first: bool,
+    kv: torch.dtype | None,
 ) -> None:
     """Output, sum and both caches have the bits that the separate operations give."""
     torch.manual_seed(len(sequences))
-    batch = Batch(sequences, dtype)
+    batch = Batch(sequences, dtype, kv)
     tokens = len(batch.slots)
     qkv = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, dtype, bias=offset == 0.0)
     output, before = linear(80, HEADS * DIM, dtype), norm(HIDDEN, dtype, offset)
     q_norm, k_norm = (norm(DIM, dtype, offset), norm(DIM, dtype, offset)) if head_norms else (None, None)
     x, residual = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
-    caches = tuple(cache.clone() for cache in batch.caches)
 
     half = AttentionHalf(
         before, qkv, output, HEADS, KV_HEADS, DIM, scale=0.2, q_norm=q_norm, k_norm=k_norm, sliding_window=24, softcap=9
     )
-    out, total = half(x, None if first else residual, batch.step(), batch.caches[0], batch.caches[1])
+    out, total = half(x, None if first else residual, batch.step(), batch.cache)
 
     h, want_total = (before(x), x) if first else before.after_adding(x, residual)
     q, k, v = qkv(h).view(tokens, -1, DIM).split_with_sizes((HEADS, KV_HEADS, KV_HEADS), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = q_norm(q), k_norm(k)
-    want = output(batch.attend(q, k, v, caches, 0.2, 9.0).flatten(1))
+    want = output(batch.attend(q, k, v, batch.copy, 0.2, 9.0).flatten(1))
     assert torch.equal(out, want) and torch.equal(total, want_total)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch.caches, caches, strict=True))
+    assert torch.equal(pool_of(batch.cache), pool_of(batch.copy))
 
 
 @needs_native
@@ -118,15 +129,15 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, torch.float32), linear(96, HEADS * DIM, torch.float32)
     before, q_norm = norm(HIDDEN, torch.float32), norm(DIM, torch.float32)
     half = AttentionHalf(before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0)
-    x, step, caches = torch.randn(2, HIDDEN), batch.step(), batch.caches
+    x, step, cache = torch.randn(2, HIDDEN), batch.step(), batch.cache
     refused = [
-        ("x", lambda: half(x[:, :90], None, step, *caches)),
-        ("x", lambda: half(x.bfloat16(), None, step, *caches)),
-        ("x", lambda: half(torch.randn(HIDDEN, 2).T, None, step, *caches)),
-        ("x", lambda: half(torch.randn(3, HIDDEN), None, step, *caches)),
-        ("residual", lambda: half(x, x[:1], step, *caches)),
-        ("k_cache", lambda: half(x, None, step, caches[0].bfloat16(), caches[1].bfloat16())),
-        ("v_cache", lambda: half(x, None, step, caches[0], caches[1][:, :1])),
+        ("x", lambda: half(x[:, :90], None, step, cache)),
+        ("x", lambda: half(x.bfloat16(), None, step, cache)),
+        ("x", lambda: half(torch.randn(HIDDEN, 2).T, None, step, cache)),
+        ("x", lambda: half(torch.randn(3, HIDDEN), None, step, cache)),
+        ("residual", lambda: half(x, x[:1], step, cache)),
+        ("k_cache", lambda: half(x, None, step, strided_cache(4, KV_HEADS + 1, BLOCK, DIM, torch.int8))),
+        ("k_cache", lambda: half(x, None, step, strided_cache(4, KV_HEADS, BLOCK, DIM + 2, torch.float32))),
         ("cos", lambda: StepTables(batch.cos[:1], batch.sin, batch.slots, batch.tables, batch.seq_lens, batch.cu)),
         ("slot_mapping", lambda: StepTables(
             batch.cos, batch.sin, batch.slots.int(), batch.tables, batch.seq_lens, batch.cu)),
@@ -135,11 +146,11 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ("q_norm", lambda: AttentionHalf(
             before, qkv, output, HEADS, KV_HEADS, DIM, scale=1.0, q_norm=q_norm)),
     ]  # fmt: skip
-    kept = caches[0].clone()
+    kept = pool_of(cache).clone()
     for name, call in refused:
         with pytest.raises(LaunchRefused, match=f"^{name}: expected"):
             call()
-    assert torch.equal(caches[0], kept)
+    assert torch.equal(pool_of(cache), kept)
 
 
 @needs_native
@@ -168,18 +179,17 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
         )
         for turn in (0, 1, 0)
     ]  # fmt: skip
-    ours = [(batch.caches[0].clone(), batch.caches[1].clone()) for batch in batches]
-    theirs = [(batch.caches[0].clone(), batch.caches[1].clone()) for batch in batches]
+    ours, theirs = [batch.cache for batch in batches], [batch.copy for batch in batches]
     x = torch.randn(len(batches[0].slots), HIDDEN).to(dtype)
 
     want: Tensor = x.clone()
     residual: Tensor | None = None
-    for layer, caches in zip(layers[:count], theirs, strict=False):
-        want, residual = layer.attention(want, residual, steps[layer.turn], *caches)
+    for layer, cache in zip(layers[:count], theirs, strict=False):
+        want, residual = layer.attention(want, residual, steps[layer.turn], cache)
         want = want if layer.after_attention is None else layer.after_attention(want)
         want, residual = layer.mlp(want, residual)
         want = want if layer.after_mlp is None else layer.after_mlp(want)
     out, total = LayerRun(layers)(x, count, steps, ours)
     assert residual is not None and torch.equal(out, want) and torch.equal(total, residual)
-    for (our_k, our_v), (their_k, their_v) in zip(ours, theirs, strict=True):
-        assert torch.equal(our_k, their_k) and torch.equal(our_v, their_v)
+    for our, their in zip(ours, theirs, strict=True):
+        assert torch.equal(pool_of(our), pool_of(their))

@@ -10,22 +10,28 @@ from torch import Tensor
 
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.paged_attention import paged_attention, paged_attention_reference
+from coatcheck.kernels.store_kv import store_kv_reference
+from tests.kernels.caches import QUANTISED, strided_cache
 
 
 class Batch:
-    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool."""
+    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool, whose elements
+    are `kv` (unset: as the queries')."""
 
     def __init__(
-        self, lengths: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, size: int = 16
+        self,
+        lengths: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        size: int = 16,
+        kv: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(sum(q * 7 + s for q, s in lengths) + heads + dim)
         per_seq = [-(-s // size) for _, s in lengths]
         blocks = sum(per_seq) + 3
-        width = kv_heads * size * dim * dtype.itemsize
-        pool = torch.full((blocks, 4 * width), 255, dtype=torch.uint8)  # 0xFFFF is a NaN: unused slots must not leak
-        self.k, self.v = (
-            pool[:, i * width : (i + 1) * width].view(dtype).view(-1, kv_heads, size, dim) for i in (1, 3)
-        )
+        self.cache = strided_cache(blocks, kv_heads, size, dim, kv or dtype)
         order = torch.randperm(blocks)
         self.block_tables = torch.zeros(len(lengths), max(per_seq, default=0) + 2, dtype=torch.int32)
         used = 0
@@ -33,10 +39,9 @@ class Batch:
             ids = order[used : used + count]
             used += count
             self.block_tables[row, :count] = ids
-            for cache in (self.k, self.v):
-                flat = torch.randn(seq_len, kv_heads, dim).to(dtype)
-                at = torch.arange(seq_len)
-                cache[ids[at // size], :, at % size] = flat
+            at = torch.arange(seq_len)
+            k, v = (torch.randn(seq_len, kv_heads, dim).to(dtype) for _ in range(2))
+            store_kv_reference(k, v, self.cache, ids[at // size] * size + at % size)
         self.seq_lens = torch.tensor([s for _, s in lengths], dtype=torch.int32)
         self.cu_seqlens_q = torch.tensor([0, *torch.tensor([q for q, _ in lengths]).cumsum(0)], dtype=torch.int32)
         tokens = int(self.cu_seqlens_q[-1])
@@ -48,12 +53,12 @@ class Batch:
 
     def run(self, **options: Any) -> Tensor:
         options = {"scale": self.scale, "max_seqlen_q": 1, **options}
-        return paged_attention(self.q, self.k, self.v, **self.tables(), **options)
+        return paged_attention(self.q, self.cache, **self.tables(), **options)
 
     def reference(self, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         out = torch.zeros(self.q.shape)
         paged_attention_reference(
-            self.q, self.k, self.v, *self.tables().values(), self.scale, sliding_window, softcap, sinks, out
+            self.q, self.cache, *self.tables().values(), self.scale, sliding_window, softcap, sinks, out
         )
         return out
 
@@ -75,6 +80,31 @@ MIXED = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 257), (33, 40), (130,
 def test_mixed_batches_agree_with_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     """Decodes, chunks and whole prompts in one batch give each sequence what the float32 formula gives."""
     batch = Batch(MIXED, heads, kv_heads, dim, dtype)
+    close(batch.run(), batch.reference())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float16, *QUANTISED])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (12, 4, 64), (8, 1, 80), (4, 2, 96), (7, 1, 128)])
+def test_pools_of_any_kind_agree_with_the_reference(
+    dtype: torch.dtype, kv: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    """Quantised elements times their scales, or other floats, are what the formula reads, whatever the queries are."""
+    batch = Batch([(1, 1), (16, 16), (1, 257), (33, 40), (30, 100)], heads, kv_heads, dim, dtype, kv=kv)
+    sinks = torch.randn(heads)
+    close(batch.run(sliding_window=70, softcap=4.0, sinks=sinks), batch.reference(70, 4.0, sinks))
+    close(batch.run(), batch.reference())
+
+
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_neighbours_leave_every_bit_alone_in_a_quantised_pool(kv: torch.dtype) -> None:
+    """A sequence alone and in a batch, over a block size that divides nothing: the same bits."""
+    batch = Batch([(30, 130), (1, 40), (50, 1100)], 6, 2, 64, torch.bfloat16, 7, kv)
+    alone = paged_attention(
+        batch.q[:30], batch.cache, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
+        cu_seqlens_q=batch.cu_seqlens_q[:2], max_seqlen_q=30, scale=batch.scale,
+    )  # fmt: skip
+    assert torch.equal(batch.run()[:30], alone)
     close(batch.run(), batch.reference())
 
 
@@ -117,13 +147,13 @@ def test_neighbours_and_chunks_leave_every_bit_alone(dtype: torch.dtype) -> None
     batch = Batch([(300, 1300), (1, 40), (50, 1100)], 6, 2, 64, dtype)
     whole = batch.run()
     alone = paged_attention(
-        batch.q[:300], batch.k, batch.v, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
+        batch.q[:300], batch.cache, block_tables=batch.block_tables[:1], seq_lens=batch.seq_lens[:1],
         cu_seqlens_q=batch.cu_seqlens_q[:2], max_seqlen_q=300, scale=batch.scale,
     )  # fmt: skip
     assert torch.equal(whole[:300], alone)
     for first, last in ((0, 100), (100, 101), (101, 260), (299, 300)):
         part = paged_attention(
-            batch.q[first:last], batch.k, batch.v, block_tables=batch.block_tables[:1],
+            batch.q[first:last], batch.cache, block_tables=batch.block_tables[:1],
             seq_lens=torch.tensor([1000 + last], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32), max_seqlen_q=last - first,
             scale=batch.scale,
@@ -145,7 +175,7 @@ def test_rows_past_the_last_sequence_are_left_alone() -> None:
     batch = Batch([(1, 20), (0, 0), (3, 30)], 4, 2, 32, torch.bfloat16)
     padded = torch.cat((batch.q, batch.q))
     out = torch.full(padded.shape, 7.0).bfloat16()
-    got = paged_attention(padded, batch.k, batch.v, **batch.tables(), max_seqlen_q=3, scale=batch.scale, out=out)
+    got = paged_attention(padded, batch.cache, **batch.tables(), max_seqlen_q=3, scale=batch.scale, out=out)
     assert got is out and (out[4:] == 7).all()
     assert torch.equal(out[:4], batch.run())
     empty = Batch([], 4, 2, 32, torch.bfloat16)
@@ -160,9 +190,6 @@ def test_the_launcher_names_the_tensor_it_refuses() -> None:
         ("q", {"q": batch.q[:, :3]}),
         ("q", {"q": batch.q.transpose(1, 2)}),
         ("q", {"q": batch.q.double()}),
-        ("v_cache", {"k_cache": batch.k.bfloat16()}),
-        ("k_cache", {"k_cache": batch.k.transpose(1, 2)}),
-        ("v_cache", {"v_cache": batch.v[:, :1]}),
         ("block_tables", {"block_tables": batch.block_tables.long()}),
         ("seq_lens", {"seq_lens": batch.seq_lens[:1]}),
         ("cu_seqlens_q", {"cu_seqlens_q": batch.cu_seqlens_q[:2]}),
@@ -172,9 +199,9 @@ def test_the_launcher_names_the_tensor_it_refuses() -> None:
         ("softcap", {"softcap": float("nan")}),
         ("out", {"out": out.bfloat16()}),
     ]
-    good = dict(q=batch.q, k_cache=batch.k, v_cache=batch.v, out=out, max_seqlen_q=2, scale=1.0, **batch.tables())
+    good = dict(q=batch.q, cache=batch.cache, out=out, max_seqlen_q=2, scale=1.0, **batch.tables())
     for name, change in cases:
         arguments = {**good, **change}
         with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
-            paged_attention(arguments.pop("q"), arguments.pop("k_cache"), arguments.pop("v_cache"), **arguments)
+            paged_attention(arguments.pop("q"), arguments.pop("cache"), **arguments)
     assert (out == 7).all()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from coatcheck.kernels.copy_blocks import copy_blocks
+from coatcheck.kernels.kv_cache import KVCache
 from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.quantise import quantise_reference, widen_reference
 from coatcheck.kernels.rms_norm import rms_norm, rms_norm_reference
 from coatcheck.kernels.rotary import apply_rotary, apply_rotary_reference, rotary_and_store
 from coatcheck.kernels.silu_mul import silu_mul, silu_mul_reference
 from coatcheck.kernels.store_kv import store_kv, store_kv_reference
+from tests.kernels.caches import QUANTISED, pool_of, strided_cache
 
 SENTINEL = 7.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -91,31 +95,45 @@ def test_silu_mul_agrees_with_its_reference(dtype: torch.dtype, activation: str,
     assert torch.isfinite(have).all()
 
 
-def caches(dtype: torch.dtype, blocks: int, heads: int, size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the middle layer of three in a uint8 pool, every byte a sentinel."""
-    width = heads * size * dim * dtype.itemsize
-    pool = torch.full((blocks, 6 * width), 65, dtype=torch.uint8)
-    k, v = (pool[:, i * width : (i + 1) * width].view(dtype).view(blocks, heads, size, dim) for i in (2, 3))
-    return k, v
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv", ["same", *QUANTISED, torch.float16])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
-def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype, tokens: int) -> None:
+def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype, kv: Any, tokens: int) -> None:
     """Keys and values land in their slots from strided inputs; slot -1 and all other bytes stay untouched."""
     torch.manual_seed(3)
     fused = torch.randn(tokens, 8 * 16).to(dtype)
     k, v = fused[:, 64:96].unflatten(1, (2, 16)), fused[:, 96:128].unflatten(1, (2, 16))
     slots = torch.randperm(9 * 5)[:tokens]
     slots[1::4] = -1
-    k_cache, v_cache = caches(dtype, 9, 2, 5, 16)
-    pool = torch.empty(0, dtype=torch.uint8).set_(k_cache.untyped_storage()).clone()
-    other_k, other_v = caches(dtype, 9, 2, 5, 16)
-    store_kv(k, v, k_cache, v_cache, slots)
-    store_kv_reference(k, v, other_k, other_v, slots)
-    now, other = (torch.empty(0, dtype=torch.uint8).set_(c.untyped_storage()) for c in (k_cache, other_k))
-    assert torch.equal(now, other)
-    assert (now != pool).any() or not tokens
+    have, want = (strided_cache(9, 2, 5, 16, dtype if kv == "same" else kv, fill=65) for _ in range(2))
+    before = pool_of(have).clone()
+    store_kv(k, v, have, slots)
+    store_kv_reference(k, v, want, slots)
+    assert torch.equal(pool_of(have), pool_of(want))
+    assert (pool_of(have) != before).any() or not tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_rows_of_any_size_are_stored_as_the_reference_does(dtype: torch.dtype, kv: torch.dtype) -> None:
+    """Zeros, ties, one large element, numbers near both ends of float16's range and beyond: the same bytes."""
+    x = torch.randn(40, 1, 32) * torch.logspace(-12, 9, 40)[:, None, None]
+    x[3], x[5, 0, 7], x[20] = 0, 1e3, torch.arange(32) / 2
+    x = x.to(dtype)
+    have, want = (strided_cache(5, 1, 8, 32, kv, fill=65) for _ in range(2))
+    store_kv(x, -x, have, torch.arange(40))
+    store_kv_reference(x, -x, want, torch.arange(40))
+    assert torch.equal(pool_of(have), pool_of(want))
+    back = have.rows_reference(torch.arange(5))[0][0]
+    assert torch.isfinite(back).all() and not back[3].any()
+
+
+@pytest.mark.parametrize(("kv", "most"), [(torch.float8_e4m3fn, 0.04), (torch.int8, 0.005), (torch.uint8, 0.08)])
+def test_quantising_loses_little(kv: torch.dtype, most: float) -> None:
+    """A row comes back within half a step of its largest element: of 448 in fp8 (relative there), 127 or 7."""
+    x = torch.randn(200, 64)
+    back = widen_reference(*quantise_reference(x, kv))
+    assert ((back - x).abs().amax(-1) / x.abs().amax(-1)).max() < most
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,14 +151,20 @@ def test_rotary_agrees_with_its_reference(dtype: torch.dtype, table: str, tokens
     torch.testing.assert_close(have_q, want_q, **ulps(dtype))
     torch.testing.assert_close(have_k, want_k, **ulps(dtype))
 
-    k_cache, v_cache = caches(dtype, 20, 1, 3, dim)
+    cache = strided_cache(20, 1, 3, dim, dtype)
     slots = torch.randperm(60)[:tokens]
     slots[2::3] = -1
-    stored_q = rotary_and_store(q, k, v, cos, sin, k_cache, v_cache, slots)
+    stored_q = rotary_and_store(q, k, v, cos, sin, cache, slots)
     assert torch.equal(stored_q, have_q)
     kept = slots >= 0
-    assert torch.equal(k_cache[slots[kept] // 3, :, slots[kept] % 3], have_k[kept])
-    assert torch.equal(v_cache[slots[kept] // 3, :, slots[kept] % 3], v[kept])
+    assert torch.equal(cache.k[slots[kept] // 3, :, slots[kept] % 3], have_k[kept])
+    assert torch.equal(cache.v[slots[kept] // 3, :, slots[kept] % 3], v[kept])
+
+    for kv in (*QUANTISED, torch.float16):
+        ours, theirs = (strided_cache(20, 1, 3, dim, kv) for _ in range(2))
+        rotary_and_store(q, k, v, cos, sin, ours, slots)
+        store_kv_reference(have_k, v, theirs, slots)
+        assert torch.equal(pool_of(ours), pool_of(theirs))
 
     in_place_q, in_place_k = apply_rotary(q, k, cos, sin, inplace=True)
     assert in_place_q.data_ptr() == q.data_ptr() and in_place_k.data_ptr() == k.data_ptr()
@@ -171,7 +195,8 @@ def test_copy_blocks_copies_whole_blocks() -> None:
 
 def test_launchers_name_the_tensor_they_refuse() -> None:
     """A wrong shape, dtype or stride is refused before anything is written, by the tensor's name."""
-    x, cache = torch.zeros(2, 4, 16), torch.full((3, 4, 2, 16), SENTINEL)
+    x, part = torch.zeros(2, 4, 16), torch.full((3, 4, 2, 16), SENTINEL)
+    cache, units = KVCache(part, part.clone()), torch.ones(3, 4, 2).half()
     slots, table = torch.tensor([0, 1]), torch.ones(2, 16)
     cases = [
         ("weight", lambda: rms_norm(x, torch.ones(8), 1e-6)),
@@ -179,19 +204,31 @@ def test_launchers_name_the_tensor_they_refuse() -> None:
         ("x", lambda: rms_norm(x.transpose(1, 2), torch.ones(4), 1e-6)),
         ("gate_up", lambda: silu_mul(torch.zeros(2, 5))),
         ("activation", lambda: silu_mul(torch.zeros(2, 4), "relu")),
-        ("slot_mapping", lambda: store_kv(x, x, cache, cache, slots.int())),
-        ("slot_mapping", lambda: store_kv(x, x, cache, cache, torch.tensor([0]))),
-        ("v", lambda: store_kv(x, x[:1], cache, cache, slots)),
-        ("k", lambda: store_kv(x.transpose(1, 2), x, cache, cache, slots)),
-        ("k_cache", lambda: store_kv(x, x, cache.transpose(1, 2), cache, slots)),
-        ("v_cache", lambda: store_kv(x, x, cache, cache.bfloat16(), slots)),
+        ("slot_mapping", lambda: store_kv(x, x, cache, slots.int())),
+        ("slot_mapping", lambda: store_kv(x, x, cache, torch.tensor([0]))),
+        ("v", lambda: store_kv(x, x[:1], cache, slots)),
+        ("k", lambda: store_kv(x.transpose(1, 2), x, cache, slots)),
+        ("v", lambda: store_kv(x, x.bfloat16(), cache, slots)),
+        ("k", lambda: store_kv(x[:, :2], x[:, :2], cache, slots)),
+        ("k_cache", lambda: KVCache(part.transpose(1, 2), part)),
+        ("k_cache", lambda: KVCache(part.double(), part)),
+        ("v_cache", lambda: KVCache(part, part.bfloat16())),
+        ("v_cache", lambda: KVCache(part, part[:, :1])),
+        ("k_scales", lambda: KVCache(part, part, units, units)),
+        ("k_scales", lambda: KVCache(part.char(), part.char())),
+        ("v_scales", lambda: KVCache(part.char(), part.char(), units, units.float())),
+        ("v_scales", lambda: KVCache(part.byte(), part.byte(), units, units[:2])),
+        (
+            "k_scales",
+            lambda: KVCache(part.char(), part.char(), torch.ones(3, 2, 4).half().transpose(1, 2), units),
+        ),
         ("cos", lambda: apply_rotary(x, x, torch.ones(2, 18), torch.ones(2, 18))),
         ("sin", lambda: apply_rotary(x, x, table, table.double())),
-        ("pool", lambda: copy_blocks(cache, slots, slots)),
+        ("pool", lambda: copy_blocks(part, slots, slots)),
         ("dst", lambda: copy_blocks(torch.zeros(2, 2, dtype=torch.uint8), slots, slots[:1])),
-        ("slot_mapping", lambda: store_kv(x, x, cache, cache, slots.to("meta"))),
+        ("slot_mapping", lambda: store_kv(x, x, cache, slots.to("meta"))),
     ]
     for name, call in cases:
         with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
             call()
-    assert (cache == SENTINEL).all() and math.isfinite(SENTINEL)
+    assert (part == SENTINEL).all() and math.isfinite(SENTINEL)

@@ -27,12 +27,14 @@ class Key(NamedTuple):
     num_stages: int = 3
 
 
-DECODE, PREFILL = paged_decode.pick_launch(4, 128, 2), paged_prefill.pick_launch(4096, 128, 2)
-TILE = dict(DIM=128, SIZE=16, GROUP=4, HEADS=32, PRECISION="tf32")
+DECODE, PREFILL = paged_decode.pick_launch(4, 128, 2), paged_prefill.pick_launch(4096, 128, 128, 2)
+TILE = dict(DIM=128, SIZE=16, GROUP=4, HEADS=32, PRECISION="tf32", NATIVE=False)
+FLOATS = dict(KIND=0, k_scales=None, v_scales=None)
 KEYS = {
     "decode": Key(
-        paged_decode._decode, "*bf16 *bf16 *bf16 *i32 *i32 *i32 *fp32 *fp32 *fp32 i64 i64 i64 i64 fp32 fp32 i32 i32",
-        dict(TILE, KV_HEADS=8, SPLIT_SIZE=paged_decode.SPLIT, BLOCK_M=DECODE.block_m, BLOCK_N=DECODE.block_n,
+        paged_decode._decode,
+        "*bf16 *bf16 *bf16 *i32 *i32 *i32 *fp32 *fp32 *fp32 i64 i64 i64 i64 i64 i64 fp32 fp32 i32 i32",
+        dict(TILE, **FLOATS, KV_HEADS=8, SPLIT_SIZE=paged_decode.SPLIT, BLOCK_M=DECODE.block_m, BLOCK_N=DECODE.block_n,
              BLOCK_D=DECODE.block_d), DECODE.num_warps, DECODE.num_stages,
     ),
     "reduce": Key(
@@ -40,8 +42,8 @@ KEYS = {
         dict(HEADS=32, DIM=128, SPLIT_SIZE=paged_decode.SPLIT, BLOCK_D=128, SINKS=True), 1,
     ),
     "prefill": Key(
-        paged_prefill._prefill, "*bf16 *bf16 *bf16 *i32 *i32 *i32 *fp32 *bf16 i64 i64 i64 i64 fp32 fp32 i32",
-        dict(TILE, BLOCK_M=PREFILL.block_m, BLOCK_N=PREFILL.block_n, BLOCK_D=PREFILL.block_d, SINKS=True),
+        paged_prefill._prefill, "*bf16 *bf16 *bf16 *i32 *i32 *i32 *fp32 *bf16 i64 i64 i64 i64 i64 i64 fp32 fp32 i32",
+        dict(TILE, **FLOATS, BLOCK_M=PREFILL.block_m, BLOCK_N=PREFILL.block_n, BLOCK_D=PREFILL.block_d, SINKS=True),
         PREFILL.num_warps, PREFILL.num_stages,
     ),
     "rms_norm": Key(
@@ -55,8 +57,8 @@ KEYS = {
     "copy_blocks": Key(copy_blocks._copy_blocks, "*i64 *i64 *i64 i64 i64", dict(BLOCK=2048)),
     "rotary": Key(
         rotary._rotary,
-        "*bf16 *bf16 *bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *bf16 *i64 i64 i64 i64 i64 i64 i64 i64",
-        dict(HEADS=32, DIM=128, ROT=128, SIZE=16, STORE=True, BLOCK=128), 1,
+        "*bf16 *bf16 *bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *bf16 *i64 i64 i64 i64 i64 i64 i64 i64 i64 i64",
+        dict(FLOATS, HEADS=32, DIM=128, ROT=128, SIZE=16, STORE=True, BLOCK=128), 1,
     ),
     "draw": Key(
         sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i64 i32", dict(BITS=False, BLOCK=2048), 8

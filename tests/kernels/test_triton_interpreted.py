@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("group", ["attention", "rows", "sampling"])
+@pytest.mark.parametrize("group", ["attention", "quantised", "rows", "sampling"])
 def test_the_interpreted_kernels_agree_with_their_references(group: str) -> None:
     """Decode, prefill, store, copy, norm, rotary, activation and draw give what their references give."""
-    script = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(
-        [sys.executable, str(script), group],
+        [sys.executable, "-m", "tests.kernels.interpreted", group],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -16,6 +16,7 @@ import pytest
 
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.coatcheck_pb2 import SamplingParams
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.group_config import GroupConfig
 from coatcheck.workers.rank import Rank
@@ -170,6 +171,26 @@ def test_a_killed_rank_ends_its_group(start: Callable[..., Group], victim: int) 
     codes = group.exit_codes(5)
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+def test_a_quantised_pool_serves_and_says_so(start: Callable[..., Group], kv_dtype: str) -> None:
+    """From the same memory come more blocks; the registration names the dtype, so that no other kind takes over."""
+    plain, quantised = start(), start(kv_dtype=kv_dtype, tp=2)
+    registrations = []
+    for group in (plain, quantised):
+        address = group.wait_ready()
+        assert len(generate(address, list(range(3, 43)), 12)) == 12
+        with grpc.insecure_channel(address) as channel:
+            registrations.append(WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10).registration)
+    assert [registration.model.kv_dtype for registration in registrations] == ["float32", kv_dtype]
+    assert registrations[1].num_blocks > 3 * registrations[0].num_blocks  # float32 beside eight bits, over two ranks
+
+
+def test_a_kv_dtype_that_cannot_be_is_refused_at_start(checkpoint_directory: Path) -> None:
+    """An unknown one where the settings are made; int4 with an odd head_dim once the model is known."""
+    with pytest.raises(InvalidConfig, match="kv-dtype is 'int3'; use auto, bf16, fp16, fp8, int8, int4"):
+        GroupConfig("g", "m", "m", kv_dtype="int3")
 
 
 def test_a_setting_that_cannot_be_is_said_by_every_rank(start: Callable[..., Group]) -> None:

@@ -1,0 +1,90 @@
+/* One layer's part of the KV pool, as KVCache packs it (formats: kernels/quantise.py). Rows are [kv_heads][block_size]
+ * inside a block, and a block's rows are dense; blocks lie anywhere. */
+#pragma once
+#include "scalar.h"
+
+typedef struct {
+    uint8_t *k, *v;
+    int64_t k_block, v_block; /* bytes from one block to the next */
+    uint16_t *k_scales, *v_scales; /* float16, one a row; null where elements are floats */
+    int64_t k_scales_block, v_scales_block; /* scales from one block to the next */
+    int64_t kv_heads, block_size, dim, row_bytes, kind;
+} Pool;
+
+INLINE int64_t row_of(const Pool *p, int64_t kv_head, int64_t offset) { return kv_head * p->block_size + offset; }
+
+/* One element of a row; int4 has the first half of the row in the low nibbles, the second in the high ones. */
+INLINE float element(const void *row, int64_t i, int kind) {
+    switch (kind) {
+    case INT8: return (float)((const int8_t *)row)[i];
+    case FP8: return from_e4m3(((const uint8_t *)row)[i]);
+    default: return get(row, i, kind);
+    }
+}
+
+/* sum(q * row) without the row's scale. */
+INLINE float dot_row(const float *q, const void *row, int64_t dim, int kind) {
+    float total = 0;
+    if (kind == INT4) {
+        const uint8_t *x = row;
+        float other = 0;
+        dim /= 2;
+#pragma omp simd reduction(+ : total, other)
+        for (int64_t i = 0; i < dim; i++) {
+            total += q[i] * (float)((x[i] & 15) - 8);
+            other += q[i + dim] * (float)((x[i] >> 4) - 8);
+        }
+        return total + other;
+    }
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < dim; i++) total += q[i] * element(row, i, kind);
+    return total;
+}
+
+/* o += weight * row, the row's scale being in the weight. */
+INLINE void add_row(float *o, const void *row, float weight, int64_t dim, int kind) {
+    if (kind == INT4) {
+        const uint8_t *x = row;
+        dim /= 2;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) {
+            o[i] += weight * (float)((x[i] & 15) - 8);
+            o[i + dim] += weight * (float)((x[i] >> 4) - 8);
+        }
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < dim; i++) o[i] += weight * element(row, i, kind);
+}
+
+/* Stores one row of floats; quantised kinds get their scale too. */
+INLINE void put_row(void *row, uint16_t *scale, const float *x, int64_t dim, int kind) {
+    if (kind == BF16 || kind == F16 || kind == F32) {
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) put(row, i, x[i], kind);
+        return;
+    }
+    const float most = kind == INT8 ? 127.0f : kind == FP8 ? 448.0f : 7.0f;
+    float top = 0;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < dim; i++) top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
+    float unit = top / most;
+    *scale = to_f16(unit > 65504.0f ? 65504.0f : unit);
+    unit = from_f16(*scale);
+    unit = unit > 0 ? 1.0f / unit : 0.0f;
+    uint8_t *y = row;
+    if (kind == INT4) {
+        dim /= 2;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) {
+            int low = (int)rintf(clamped(x[i] * unit, most)), high = (int)rintf(clamped(x[i + dim] * unit, most));
+            y[i] = (uint8_t)((low + 8) | (high + 8) << 4);
+        }
+    } else if (kind == INT8) {
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int8_t)(int)rintf(clamped(x[i] * unit, most));
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) y[i] = to_e4m3(clamped(x[i] * unit, most));
+    }
+}
