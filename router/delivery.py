@@ -35,6 +35,11 @@ class Delivery:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    @property
+    def suspicion(self) -> int:
+        """Of the most suspicious ticket."""
+        return max((ticket.suspicion for ticket in self._tickets.values()), default=0)
+
     def open(self, ticket: Ticket) -> None:
         """Its outputs are awaited from now on."""
         ticket.on_return = self._returned

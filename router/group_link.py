@@ -101,6 +101,13 @@ class GroupLink:
         """Nobody takes from it any more; unless the group has finished it, the group is told."""
         ticket.close(finished)
         self.tickets.forget(ticket.id)
+        self.clear(ticket)
+
+    def clear(self, ticket: Ticket) -> None:
+        """It is not what ends groups; whoever may not run beside a suspect may come."""
+        if ticket.suspicion:
+            ticket.suspicion = 0
+            self._changed()
 
     async def close(self, reason: str) -> None:
         """The group is no longer ours; its requests fail over."""

@@ -22,6 +22,8 @@ from .ticket import Ticket
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
+# Two requests that were each on one lost group may share the next; one that was on two shares it with no suspect.
+_SUSPICION_TOGETHER = 2
 
 
 class Placement:
@@ -38,6 +40,10 @@ class Placement:
     def close(self, finished: bool) -> None:
         """Nobody takes from the ticket any more; unless the group has finished, it is told."""
         self._link.close_ticket(self.ticket, finished)
+
+    def clear(self) -> None:
+        """The group has answered: the request is no suspect."""
+        self._link.clear(self.ticket)
 
 
 class Groups:
@@ -116,12 +122,16 @@ class Groups:
         wait_seconds: float = 0.0,
         like: GetModelResponse | None = None,
         avoid: AbstractSet[str] = frozenset(),
+        suspicion: int = 0,
     ) -> Placement:
         """Sends a request to the cheapest group, and to one not in `avoid` if another is there. Waits that long for
         one; raises Unavailable when none has come, NeverFits when those that serve can never hold it.
 
         With `like` the request has begun: only a group that is equal to it and large enough counts as serving, since
         one that held the request may come back.
+
+        `suspicion`: how many groups in a row were lost before they answered any of it. Once two were, it runs where no
+        other suspect does, so that a third loss tells which of them it was.
         """
         delivered = delivered or {}
         loop = asyncio.get_running_loop()
@@ -131,8 +141,14 @@ class Groups:
             serving = self.serving()
             if like is not None:
                 serving = [(link, reg) for link, reg in serving if _equal(like, reg.model) and _holds(reg, request)]
+            if suspicion:
+                serving = [
+                    (link, reg) for link, reg in serving if suspicion + link.tickets.suspicion <= _SUSPICION_TOGETHER
+                ]
             if serving:
-                return self._place(request, attempt, delivered, serving, avoid)
+                placement = self._place(request, attempt, delivered, serving, avoid)
+                placement.ticket.suspicion = suspicion
+                return placement
             try:
                 async with asyncio.timeout_at(until):
                     await change.wait()

@@ -16,7 +16,8 @@ from .groups import Groups, Placement
 from .request import Request
 from .ticket import GroupLost
 
-_MOST_DEATHS_IN_A_ROW = 2
+# The first is shared with all that ran there, the second with those that moved along; before the third it runs apart.
+_MOST_DEATHS_IN_A_ROW = 3
 
 
 class Relay:
@@ -66,8 +67,9 @@ class Relay:
                 placement = await self._move(placement, lost)
                 continue
             events = self._advance(outputs, placement)
-            if events:
+            if events and self._deaths:
                 self._deaths = 0
+                placement.clear()
             for event in events:
                 yield event
         yield GenerateEvent(final=self._final(placement))
@@ -91,6 +93,7 @@ class Relay:
             wait_seconds=wait_seconds,
             like=lost.model if lost else None,
             avoid=self._left,
+            suspicion=self._deaths,
         )
         for choice in self._choices:
             if choice.finish_reason:  # a group cannot know where a stop string ended a choice
@@ -111,10 +114,11 @@ class Relay:
         return ended
 
     async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
-        """To another group, unless the request is suspect: the last two were lost before they delivered any of it.
+        """To another group, unless the last three were lost before they delivered any of it.
 
-        Of the requests that were being computed on both, one may have ended them, or none: nothing that a group says
-        before it ends tells which, so all are refused.
+        After one or two losses it may have ended them, or another request that ran there, or none: nothing that a
+        group says before it ends tells which. So it goes on, the third time with no other suspect beside it (see
+        Groups.place), and only that loss is held against it.
         """
         placement.close(finished=True)
         self._placement = None

@@ -21,9 +21,21 @@ class Ejected(Exception):
 
 class Ticket:
     """Made by a link's `submit`; the relay that holds it closes it. `round` is when its reader was last woken, 0 once
-    it is back; `on_return` is told."""
+    it is back; `on_return` is told. `suspicion`: groups lost in a row before they answered its request."""
 
-    __slots__ = ("_abort", "_error", "_outputs", "_waiter", "attempt", "choices", "group", "id", "on_return", "round")
+    __slots__ = (
+        "_abort",
+        "_error",
+        "_outputs",
+        "_waiter",
+        "attempt",
+        "choices",
+        "group",
+        "id",
+        "on_return",
+        "round",
+        "suspicion",
+    )
 
     def __init__(
         self, group: str, id: int, attempt: int, choices: int, abort: Callable[[int, int | None], None]
@@ -33,6 +45,7 @@ class Ticket:
         self.attempt = attempt
         self.choices = choices
         self.round = 0
+        self.suspicion = 0
         self.on_return: Callable[[int], None] | None = None
         self._abort = abort
         self._outputs: list[SequenceOutput] = []

@@ -60,6 +60,7 @@ class FakeGroup(WorkerServicer):
         num_blocks: int = 64,
         refuse: tuple[int, str] | None = None,
         die_on_submit: bool = False,
+        poison: int | None = None,
         chunk: int = 0,
         score_at_most: int | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class FakeGroup(WorkerServicer):
         self.hold_after = hold_after
         self.refuse = refuse
         self.die_on_submit = die_on_submit
+        self.poison = poison
         self.chunk = chunk
         self.score_at_most = score_at_most
         self.silent = False  # a stopped process: connected, and saying nothing
@@ -161,7 +163,7 @@ class FakeGroup(WorkerServicer):
                     self._greet(outbox)
                 case "submit":
                     self.submits.append(message.submit)
-                    if self.die_on_submit:
+                    if self.die_on_submit or list(message.submit.prompt_token_ids) == [self.poison]:
                         outbox.put_nowait(None)
                     elif self.refuse:
                         code, text = self.refuse

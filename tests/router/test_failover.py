@@ -7,8 +7,10 @@ import grpc
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import (
+    GenerateRequest,
     GetModelResponse,
     StatusRequest,
+    TokenIds,
 )
 from coatcheck.proto.worker_pb2 import FromGroup
 from coatcheck.router.tokenizer import TokenizerJson
@@ -93,15 +95,62 @@ async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_poisonous_request_is_not_sent_to_a_third(open_door: OpenDoor) -> None:
-    """A request that ends two groups in a row is refused with its own status."""
-    groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
+async def test_a_poisonous_request_is_not_sent_to_a_fourth(open_door: OpenDoor) -> None:
+    """A request that ends three groups in a row, the last one by itself, is refused with its own status."""
+    groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c", "d")]
     door = await open_door(*groups)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await door.generation.Generate(ask())
     assert refused.value.code() is grpc.StatusCode.ABORTED
-    assert "2 groups were lost" in (refused.value.details() or "")
-    assert sum(len(group.submits) for group in groups) == 2
+    assert "3 groups were lost" in (refused.value.details() or "")
+    assert sum(len(group.submits) for group in groups) == 3
+
+
+async def test_who_was_beside_a_poisonous_request_is_answered(open_door: OpenDoor) -> None:
+    """Of the requests that were on both lost groups only the one that ends a third alone is refused."""
+    poison = 7
+    groups = [FakeGroup(name, hold_after=0, poison=poison) for name in ("a", "b")]
+    door = await open_door(*groups)
+    _, ids = await undisturbed(open_door, ask())
+    innocent = [Stream(door, ask()) for _ in range(12)]  # some on either
+    for stream in innocent:
+        await stream.read()
+    poisonous = GenerateRequest(token_ids=TokenIds(ids=[poison]), sampling=ask().sampling)
+    asking = asyncio.ensure_future(door.generation.Generate(poisonous))
+    for group in groups:
+        await _receives(group, poison)
+    for group in groups:
+        group.go()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asking
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    for stream in innocent:
+        await stream.finish()
+        assert stream.ids == ids
+
+
+async def _receives(group: FakeGroup, token: int) -> None:
+    await group.until(lambda: any(list(submit.prompt_token_ids) == [token] for submit in group.submits))
+
+
+async def test_two_groups_killed_at_once_cost_no_request(open_door: OpenDoor) -> None:
+    """Requests that lose two groups before they are answered at all go on when one comes back."""
+    groups = [FakeGroup(name, hold_after=0) for name in ("a", "b")]
+    door = await open_door(*groups)
+    _, ids = await undisturbed(open_door, ask())
+    streams = [Stream(door, ask()) for _ in range(6)]
+    for stream in streams:
+        await stream.read()
+    first, second = groups
+    submitted = len(streams)
+    await first.kill()
+    await second.until(lambda: len(second.submits) == submitted)
+    await second.kill()
+    first.go()
+    await first.start()
+    for stream in streams:
+        await stream.finish()
+        assert stream.ids == ids
 
 
 async def test_bad_luck_is_not_poison(open_door: OpenDoor) -> None:
