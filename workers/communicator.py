@@ -27,6 +27,7 @@ class Communicator:
         self.rank = rank
         self.size = size
         self._ints: dist.ProcessGroup | None = None
+        self._meeting = timedelta()
 
     @classmethod
     def join(
@@ -37,15 +38,18 @@ class Communicator:
         *,
         device: torch.device,
         timeout_seconds: float = 60.0,
+        meeting_seconds: float = 300.0,
         listener: socket.socket | None = None,
     ) -> Self:
-        """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises.
+        """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises: ranks
+        compute alike, so that one is never late by more than a layer. Only here and in `meet` do they wait for long.
 
         `listener`: a socket that rank 0 has already bound to that address, so that nobody else can take the port.
         """
         self = cls(rank, size)
         if size == 1:
             return self
+        self._meeting = timedelta(seconds=meeting_seconds)
         timeout = timedelta(seconds=timeout_seconds)
         host, _, port = address.rpartition(":")
         dist.init_process_group(
@@ -55,7 +59,7 @@ class Communicator:
                 int(port),
                 size,
                 is_master=rank == 0,
-                timeout=timeout,
+                timeout=self._meeting,
                 master_listen_fd=listener.detach() if listener else None,
             ),
             rank=rank,
@@ -65,6 +69,11 @@ class Communicator:
         )
         self._ints = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
         return self
+
+    def meet(self) -> None:
+        """Waits for all ranks after something that may take one much longer than another, such as loading."""
+        if self._ints is not None:
+            dist.monitored_barrier(self._ints, timeout=self._meeting)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, written into `x` and returned."""

@@ -27,7 +27,9 @@ class GroupConfig:
     max_model_len: int | None = None
     threads: int = 0
     listen_host: str = "127.0.0.1"
-    collective_timeout_seconds: float = 300.0
+    # How far apart ranks may begin and load, and how long one waits for another within a step.
+    meeting_seconds: float = 300.0
+    collective_timeout_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig for a setting that cannot be."""

@@ -81,6 +81,7 @@ class Rank:
             rendezvous,
             device=device,
             timeout_seconds=config.collective_timeout_seconds,
+            meeting_seconds=config.meeting_seconds,
             listener=self._listener,
         )
         model = load_model(
@@ -91,6 +92,7 @@ class Rank:
             max_model_len=config.max_model_len,
             progress=self._loading,
         )
+        communicator.meet()
         self._note(phase=Phase.WARMING)
         # Routers name the model as its operator does, and block hashes hold that name.
         spec = dataclasses.replace(model.spec, name=config.served_model_name)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coatcheck.cluster.config import ServeConfig, parse_memory
+from coatcheck.cluster.launch import require_same
 from coatcheck.proto.errors import InvalidConfig
 
 
@@ -107,3 +108,11 @@ def test_the_model_is_named_after_its_directory(tmp_path: Path) -> None:
     assert ServeConfig(model=str(tmp_path)).model_name == tmp_path.name
     assert ServeConfig(model="some/model").model_name == "some/model"
     assert ServeConfig(model="some/model", served_model_name="x").model_name == "x"
+
+
+def test_a_cluster_is_the_same_however_it_is_addressed() -> None:
+    """Who joins a running cluster may spell its address in another way, and nothing else."""
+    running = ServeConfig.build({"model": "m", "ray_address": "auto"})
+    require_same(running, ServeConfig.build({"model": "m", "ray_address": "127.0.0.1:6379"}))
+    with pytest.raises(InvalidConfig, match="other settings"):
+        require_same(running, ServeConfig.build({"model": "m", "ray_address": "auto", "tp": 2}))

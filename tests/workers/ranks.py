@@ -19,7 +19,9 @@ _context.set_forkserver_preload(["coatcheck.workers.model"])
 Work = Callable[[Communicator, Any], Any]
 
 
-def run_ranks(size: int, work: Work, argument: Any, *, seconds: float = 100.0) -> list[Any]:
+def run_ranks(
+    size: int, work: Work, argument: Any, *, seconds: float = 100.0, timeout_seconds: float = 60.0
+) -> list[Any]:
     """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback.
 
     Answers are plain Python values: a tensor's memory would go with the rank that sent it.
@@ -29,7 +31,9 @@ def run_ranks(size: int, work: Work, argument: Any, *, seconds: float = 100.0) -
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        _context.Process(target=_rank, args=(rank, size, address, work, argument, pipes[rank][1]), daemon=True)
+        _context.Process(
+            target=_rank, args=(rank, size, address, timeout_seconds, work, argument, pipes[rank][1]), daemon=True
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -51,10 +55,11 @@ def run_ranks(size: int, work: Work, argument: Any, *, seconds: float = 100.0) -
     return [value for _, value in answers]
 
 
-def _rank(rank: int, size: int, address: str, work: Work, argument: Any, answer: Any) -> None:
+def _rank(rank: int, size: int, address: str, timeout_seconds: float, work: Work, argument: Any, answer: Any) -> None:
     torch.set_num_threads(1)
     try:
-        communicator = Communicator.join(rank, size, address, device=torch.device("cpu"), timeout_seconds=60)
+        cpu = torch.device("cpu")
+        communicator = Communicator.join(rank, size, address, device=cpu, timeout_seconds=timeout_seconds)
         value = work(communicator, argument)
         communicator.close()
         answer.send((None, value))

@@ -1,5 +1,6 @@
 """What ranks say to each other, between real processes."""
 
+import time
 from array import array
 from typing import Any
 
@@ -34,6 +35,25 @@ def test_ranks_hear_the_same() -> None:
         assert said["first"] == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
         assert said["sum"] == [[3.0] * 3] * 2
         assert said["bfloat16"] == [1.0] * 5
+
+
+def be_late(communicator: Communicator, seconds: float) -> str:
+    """Rank 1 loads for longer than a collective may take."""
+    if communicator.rank == 1:
+        time.sleep(seconds)
+    communicator.meet()
+    said = communicator.all_reduce(torch.ones(1)).tolist()
+    if communicator.rank == 1:
+        time.sleep(seconds)
+        return "asleep"
+    with pytest.raises(RuntimeError):
+        communicator.all_reduce(torch.ones(1))
+    return str(said)
+
+
+def test_ranks_wait_longer_for_each_other_to_load_than_in_a_step() -> None:
+    """A rank that is late to the meeting is waited for, and one that hangs in a step is not."""
+    assert run_ranks(2, be_late, 2.0, timeout_seconds=0.7) == ["[2.0]", "asleep"]
 
 
 def go_silent(communicator: Communicator, _: Any) -> str:
