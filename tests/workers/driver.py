@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coatcheck.workers.attention_metadata import AttentionMetadata
 from coatcheck.workers.block_layout import BlockLayout
-from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv_pool import allocate_pool, layer_caches
 from coatcheck.workers.model import Model
 from coatcheck.workers.wanted import Wanted
@@ -30,12 +30,12 @@ class Running:
 class Driver:
     """A pool of `num_blocks` and the sequences that run over it; block 0 stays unused, others go out shuffled."""
 
-    def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 128) -> None:
+    def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 128, kv_dtype: str = "auto") -> None:
         self.model = model
-        self.layout = BlockLayout.of(model.spec.layers, block_size, KvDtype(model.spec.dtype))
-        # NaN in what was never written: a read outside of a sequence's own tokens cannot go unnoticed.
+        self.layout = BlockLayout.of(model.spec.layers, block_size, choose_kv_dtype(kv_dtype, model.spec.dtype))
+        # All bits set, a NaN of every float: a read outside of a sequence's own tokens cannot go unnoticed.
         pool = allocate_pool(self.layout, num_blocks, torch.device("cpu"))
-        pool.view(getattr(torch, model.spec.dtype)).fill_(torch.nan)
+        pool.fill_(255)
         self.kv = layer_caches(self.layout, pool)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
         self._free: list[int] = order.tolist()
@@ -79,6 +79,21 @@ class Driver:
         return self.model.logits(
             self.model.forward(torch.tensor(ids), torch.tensor(positions), metadata, self.kv, wanted)
         )
+
+    def hidden(self, sequence: Running, n: int) -> Tensor:
+        """Hidden states [n, hidden_size] of the next `n` tokens of one sequence, which reads all before them."""
+        size, span = self.layout.block_size, range(sequence.computed, sequence.computed + n)
+        sequence.computed = span.stop
+        metadata = AttentionMetadata(
+            slot_mapping=torch.tensor([sequence.blocks[i // size] * size + i % size for i in span]),
+            block_tables=torch.tensor([sequence.blocks], dtype=torch.int32),
+            seq_lens=torch.tensor([span.stop], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
+            max_seqlen_q=n,
+            max_seq_len=span.stop,
+        )
+        ids = torch.tensor(sequence.tokens[span.start : span.stop])
+        return self.model.forward(ids, torch.tensor(list(span)), metadata, self.kv)
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, *, chunk: int, stagger: int = 2) -> list[list[int]]:
         """Greedy tokens; sequence i joins at step i * stagger, so that its prefill meets the others' decodes."""
