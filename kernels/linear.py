@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import native
+from . import huge_pages, native
 from .launch_check import refuse, want_device, want_dtype, want_shape
 
 
@@ -101,7 +101,7 @@ def _pack(weight: Tensor, form: str) -> Tensor:
     features, depth = weight.shape
     bf16 = weight.dtype == torch.bfloat16
     words = (depth + 1) // 2 if bf16 else depth
-    packed = torch.empty((-(-features // 16), words, 16), dtype=torch.int32)
+    packed = huge_pages.empty((-(-features // 16), words, 16), torch.int32)
     (library.pack_bf16 if bf16 else library.pack_f32)(weight.data_ptr(), features, depth, packed.data_ptr())
     return packed
 

@@ -59,7 +59,7 @@ INLINE void tile(const int m, const int n, const int is_bf16, const Product *p, 
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++) {
             weights[j] = _mm512_loadu_si512(w + j * stride);
-            _mm_prefetch((const char *)(w + j * stride + 16 * 24), _MM_HINT_T0);
+            _mm_prefetch((const char *)(w + j * stride + 16 * 48), _MM_HINT_T0);
         }
 #pragma GCC unroll 32
         for (int i = 0; i < m; i++)

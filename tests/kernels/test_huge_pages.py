@@ -1,0 +1,40 @@
+"""Tensors on huge pages are tensors like any others."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.kernels import huge_pages
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 5000)), min_size=1, max_size=12))
+def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
+    """Whatever sizes come one after the other, each is aligned, reads as zeros and keeps what is written to it."""
+    tensors = []
+    for number, shape in enumerate(shapes):
+        tensor = huge_pages.empty(shape, torch.bfloat16)
+        assert tensor.shape == shape and tensor.is_contiguous() and not tensor.any()
+        assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
+        tensors.append(tensor.fill_(number + 1))
+    for number, tensor in enumerate(tensors):
+        assert bool((tensor == number + 1).all())
+
+
+def test_memory_goes_back_with_the_last_tensor() -> None:
+    """A dropped tensor's pages are the system's again."""
+    tensor = huge_pages.empty((64 << 20,), torch.uint8).fill_(1)
+    held = resident_bytes()
+    assert tensor.data_ptr() % (2 << 20) == 0
+    del tensor
+    gc.collect()
+    assert held - resident_bytes() > 60 << 20
