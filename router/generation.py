@@ -36,8 +36,8 @@ from .traffic import Traffic
 _T = TypeVar("_T")
 # Hashing more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
-# Longer than any model's context. A token takes the tokeniser some 200 bytes while it works.
-_MOST_TOKENIZED: Final = 1 << 20
+# Or as many as the model's context has. A token takes the tokeniser some 200 bytes while it works.
+_MOST_TOKENIZED: Final = 1 << 18
 
 
 class Generation:
@@ -98,7 +98,8 @@ class Generation:
         check_model_name(message.model, self._config.model_name)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
-        ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer, _MOST_TOKENIZED))
+        most = max(_MOST_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
+        ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer, most))
         return TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:

@@ -22,7 +22,7 @@ _FILES = [
 ]
 
 # A text of fewer characters than this for each token that fits is encoded whole.
-_CHARACTERS_PER_TOKEN: Final = 16
+_CHARACTERS_PER_TOKEN: Final = 8
 
 
 class TokenizerJson:
