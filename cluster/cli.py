@@ -13,6 +13,7 @@ COMMANDS = {
     "status": "status",
     "drain": "status",
     "bench": "bench",
+    "plan": "plan",
 }
 
 

@@ -14,6 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..proto.errors import InvalidConfig
 
 DEFAULT_PORT = 50051
+# Of the memory that a rank finds free, what its KV pool takes; the rest is for activations, and on a CPU for everybody
+# else.
+FREE_SHARE = {"cpu": 0.1, "cuda": 0.85}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -51,7 +54,7 @@ class ServeConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"] = "auto"
     block_size: Literal[8, 16, 32, 64, 128] = 16
-    # Unset: a share that suits the device, see launch.py.
+    # Unset: FREE_SHARE of the device.
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None
     max_num_seqs: int = Field(256, ge=1, le=2**16)
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
@@ -68,7 +71,7 @@ class ServeConfig(BaseModel):
         try:
             return cls(**settings)
         except ValidationError as error:
-            raise InvalidConfig("; ".join(_explain(item) for item in error.errors())) from None
+            raise InvalidConfig("; ".join(explain(item) for item in error.errors())) from None
 
     @property
     def model_name(self) -> str:
@@ -125,7 +128,8 @@ def _suggest(name: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
-def _explain(item: Any) -> str:
+def explain(item: Any) -> str:
+    """One of pydantic's errors, in the words of the flags."""
     name = "-".join(str(part) for part in item["loc"][:1]).replace("_", "-")
     message = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     if item["type"] == "missing":

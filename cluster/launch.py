@@ -24,7 +24,7 @@ from ..router.actor import RouterActor
 from ..router.config import RouterConfig
 from ..workers.actor import CONCURRENCY, RankActor
 from ..workers.group_config import GroupConfig
-from .config import ServeConfig
+from .config import FREE_SHARE, ServeConfig
 from .placement import Placement, Resources
 
 NAMESPACE = "coatcheck"
@@ -35,7 +35,6 @@ ROUTER = "router-0"
 _OBJECT_STORE_BYTES = 80 << 20
 # A larger step computes prompts no faster, and holds every running decode up for as long as it takes.
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
-_FREE_SHARE = {"cpu": 0.1, "cuda": 0.85}  # the rest is for activations, and on a CPU for everybody else
 
 Actor = Any  # Ray's handles answer to whatever methods the class has
 
@@ -145,7 +144,7 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         block_size=config.block_size,
-        kv_memory=config.kv_memory if config.kv_memory is not None else _FREE_SHARE[placement.device],
+        kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
         max_model_len=config.max_model_len,

@@ -1,5 +1,6 @@
 """The whole path as an operator and a client see it: real Ray, real ranks over gloo, real gRPC, kill -9."""
 
+import json
 import os
 import signal
 import socket
@@ -74,6 +75,15 @@ def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
     after = serving.generate(PROMPT + first["text"], "--max-tokens", "8", "--temperature", "0")
     assert after["group"] == first["group"]
     assert after["usage"]["cached_device"] >= 16
+
+
+def test_a_plan_says_what_the_groups_report(serving: Serving, tiny_model: Path) -> None:
+    """From config.json alone come the number of blocks and the kv dtype that the running groups have."""
+    done = coatcheck("plan", str(tiny_model), "--tp", "2", "--kv-memory", "8MiB", "--json")
+    planned, reported = json.loads(done.stdout), serving.status()
+    assert [group["blocks_total"] for group in reported["groups"]] == [planned["num_blocks"]] * 2
+    assert reported["model"]["kv_dtype"] == planned["kv_dtype"]
+    assert reported["model"]["block_size"] == planned["block_size"]
 
 
 def test_status_shows_every_rank(serving: Serving) -> None:

@@ -49,13 +49,16 @@ REFUSED = {
 }
 
 
-def write(model_type: str, directory: Path, **differences: Any) -> Path:
+def shape_of(model_type: str, **differences: Any) -> Any:
+    """The config of a tiny model of that type."""
     shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     limits = dict(num_key_value_heads=2, max_position_embeddings=256, vocab_size=VOCAB)
-    config = CONFIG_MAPPING[model_type](
-        **(shape | limits | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0) | differences)
-    )
-    return tiny_checkpoint(model_type, directory, config=config)
+    tokens = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return CONFIG_MAPPING[model_type](**(shape | limits | tokens | differences))
+
+
+def write(model_type: str, directory: Path, **differences: Any) -> Path:
+    return tiny_checkpoint(model_type, directory, config=shape_of(model_type, **differences))
 
 
 PROMPT = torch.randint(3, VOCAB, (50,), generator=torch.Generator().manual_seed(1)).tolist()
