@@ -20,31 +20,46 @@ from .launch_check import want_contiguous, want_device, want_dtype, want_rows, w
 
 
 @triton.jit
-def _copy_blocks(pool, src, dst, stride, width, BLOCK: tl.constexpr):
-    pair = tl.program_id(0)
+def _copy_blocks(
+    source, target, src, dst, source_stride, target_stride, width,
+    LISTED: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Between two pools, or within one; not LISTED: block i is the source, not PLACED: the target."""
+    pair = tl.program_id(0).to(tl.int64)
+    block, place = pair, pair
+    if LISTED:
+        block = tl.load(src + pair)
+    if PLACED:
+        place = tl.load(dst + pair)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
-    tl.store(pool + tl.load(dst + pair) * stride + at, tl.load(pool + tl.load(src + pair) * stride + at, mask), mask)
+    tl.store(target + place * target_stride + at, tl.load(source + block * source_stride + at, mask), mask)
 
 
-def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    if len(src) == 0:
+def launch_copy_blocks(source: Tensor, target: Tensor, src: Tensor | None, dst: Tensor | None, count: int) -> None:
+    if count == 0:
         return
-    # Eight bytes at a time where the block allows it, which every layout of 16-bit heads of 64 does.
-    words = pool.view(torch.int64) if pool.shape[1] % 8 == 0 and pool.stride(0) % 8 == 0 else pool
-    width = words.shape[1]
-    _copy_blocks[(len(src), -(-width // 2048))](words, src, dst, words.stride(0), width, BLOCK=2048, num_warps=4)
+    # Eight bytes at a time where blocks allow it, which every layout's do.
+    if all(size % 8 == 0 for pool in (source, target) for size in (pool.shape[1], pool.stride(0))):
+        source, target = source.view(torch.int64), target.view(torch.int64)
+    width = source.shape[1]
+    _copy_blocks[(count, -(-width // 2048))](
+        source, target, source if src is None else src, target if dst is None else dst,
+        source.stride(0), target.stride(0), width,
+        LISTED=src is not None, PLACED=dst is not None, BLOCK=2048, num_warps=4,
+    )  # fmt: skip
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _check(pool, src, dst)
     if pool.device.type == "cuda":
-        return launch_copy_blocks(pool, src, dst)
+        return launch_copy_blocks(pool, pool, src, dst, len(src))
     library = native.library()
     if library is None or pool.device.type != "cpu":
         return copy_blocks_reference(pool, src, dst)
     library.copy_blocks(
-        pool.data_ptr(), pool.stride(0), pool.shape[1], src.data_ptr(), dst.data_ptr(), src.shape[0]
+        pool.data_ptr(), pool.stride(0), src.data_ptr(), pool.data_ptr(), pool.stride(0), dst.data_ptr(),
+        pool.shape[1], len(src),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-VERSION = 3
+VERSION = 4
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter per argument: p a pointer, q an int64, and the result r (an int) or v (void) after the colon.
@@ -30,7 +30,7 @@ _SIGNATURES = {
     "rms_norm": "p:v",
     "rotary": "p:v",
     "silu_mul": "pqpqqqq:v",
-    "copy_blocks": "pqqppq:v",
+    "copy_blocks": "pqppqpqq:v",
     "sample": "pqqqpppppppp:r",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",

@@ -19,8 +19,9 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _widened, as_bytes, converts_fp8
+from .quantise import KINDS, _widened, as_bytes
 
 SPLIT = 512
 
@@ -33,12 +34,14 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(group: int, width: int, element_size: int) -> DecodeLaunch:
+def pick_launch(group: int, width: int, element_size: int, arch: Arch) -> DecodeLaunch:
     """Tiles of keys of about 16 KiB, so that two or three stages of K and V fit into shared memory. `width`: of a row
     of the cache, head_dim or (int4) half of it; `element_size`: the queries'."""
     block_d = max(16, triton.next_power_of_2(width))
+    block_m = max(16, triton.next_power_of_2(group))
     block_n = max(16, min(64, 16384 // (block_d * element_size)))
-    return DecodeLaunch(max(16, triton.next_power_of_2(group)), block_n, block_d, 4, 2)
+    stages = 2 if (block_m + 4 * block_n) * block_d * element_size <= arch.shared else 1
+    return DecodeLaunch(block_m, block_n, block_d, 4, stages)
 
 
 @triton.jit
@@ -157,7 +160,8 @@ def launch_decode(
     if num_seqs == 0:
         return
     splits = max(1, -(-block_tables.shape[1] * size // SPLIT))
-    launch = pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size())
+    arch = arch_of(q.device)
+    launch = pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), arch)
     mid = torch.empty((num_seqs, heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks, sums = torch.empty((2, num_seqs, heads, splits), dtype=torch.float32, device=q.device)
     _decode[(num_seqs, kv_heads, splits)](
@@ -168,7 +172,7 @@ def launch_decode(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLITS=splits, SPLIT_SIZE=SPLIT,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), NATIVE=converts_fp8(q.device),
+        KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _reduce[(num_seqs, heads)](

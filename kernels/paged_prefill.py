@@ -17,8 +17,9 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _widened, as_bytes, converts_fp8
+from .quantise import KINDS, _widened, as_bytes
 
 
 class PrefillLaunch(NamedTuple):
@@ -29,13 +30,27 @@ class PrefillLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(max_seqlen_q: int, head_dim: int, width: int, element_size: int) -> PrefillLaunch:
-    """Short chunks take short tiles; wide heads and float32 take fewer keys at once, for shared memory. `width`: of a
-    row of the cache, head_dim or (int4) half of it; `element_size`: the queries'."""
+def pick_launch(
+    max_seqlen_q: int, head_dim: int, width: int, element_size: int, quantised: bool, arch: Arch
+) -> PrefillLaunch:
+    """Short chunks take short tiles; wide heads, float32 and what has to be widened take fewer keys at once, for shared
+    memory and registers. `width`: of a row of the cache, head_dim or (int4) half of it; `element_size`: the queries'.
+    """
     block_d = max(16, triton.next_power_of_2(width))
-    narrow = triton.next_power_of_2(head_dim) * element_size <= 256
-    block_m = max(16, min(128 if narrow else 64, triton.next_power_of_2(max_seqlen_q)))
-    return PrefillLaunch(block_m, 64 if narrow else 32, block_d, 8 if block_m == 128 else 4, 3 if narrow else 2)
+    wide_head = triton.next_power_of_2(head_dim) > 128
+    if element_size == 4:
+        block_m, block_n, num_warps, stages = 64, 16 if wide_head else 32, 8, 2
+    elif wide_head:
+        block_m, block_n, num_warps, stages = 64, 32, 8 if quantised else 4, 2
+    elif quantised and not arch.wide_tiles:
+        block_m, block_n, num_warps, stages = 64, 32, 4, 3
+    else:
+        block_m, block_n, num_warps, stages = 128, 64, 8, 3
+    while stages > 1 and (block_m + 2 * stages * block_n) * block_d * element_size > arch.shared:
+        stages -= 1
+    if block_m > max_seqlen_q:
+        block_m, num_warps = max(16, triton.next_power_of_2(max_seqlen_q)), min(num_warps, 4)
+    return PrefillLaunch(block_m, block_n, block_d, num_warps, stages)
 
 
 @triton.jit
@@ -128,7 +143,8 @@ def launch_prefill(
     heads, dim = q.shape[1], q.shape[2]
     if len(seq_lens) == 0 or q.shape[0] == 0:
         return
-    launch = pick_launch(max_seqlen_q, dim, cache.k.shape[3], q.element_size())
+    arch = arch_of(q.device)
+    launch = pick_launch(max_seqlen_q, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
     _prefill[(-(-max_seqlen_q // launch.block_m), heads, len(seq_lens))](
         q, as_bytes(cache.k), as_bytes(cache.v), cache.k_scales, cache.v_scales,
         block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
@@ -137,6 +153,6 @@ def launch_prefill(
         HEADS=heads, GROUP=heads // cache.kv_heads, DIM=dim, SIZE=cache.block_size,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), NATIVE=converts_fp8(q.device),
+        KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

@@ -5,17 +5,76 @@
 
 Shapes: logits float32 [R, V]; token_ids int32 [R, L], each row's prompt then output then padding; prompt_lens,
 total_lens int32 [R], with 0 <= prompt_lens <= total_lens <= L; repetition, presence, frequency float32 [R] (1, 0 and 0
-are off). Repetition counts prompt and output, as transformers and vLLM do; the other two count the output only. One
-program treats one row. The file does not know requests.
+are off). Repetition counts prompt and output, as transformers and vLLM do; the other two count the output only. The
+file does not know requests.
+
+On a GPU one program takes a stretch of one row's tokens, twice: first each is counted, in a table of the vocabulary;
+then each takes its count out of the table, and the one that finds it there changes the logit. The vocabulary is never
+walked.
 """
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
 import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+
+@triton.jit
+def _count_tokens(counts, token_ids, prompt_lens, total_lens, ids_stride, vocab, BLOCK: tl.constexpr):
+    """Adds 1 for a token of the prompt, 2^16 for one of the output."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(total_lens + row)
+    ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
+    one = tl.where(at >= tl.load(prompt_lens + row), 65536, 1)
+    tl.atomic_add(counts + row * vocab + ids, one, inside & (ids >= 0) & (ids < vocab), sem="relaxed")
+
+
+@triton.jit
+def _penalise(
+    logits, counts, token_ids, total_lens, repetition, presence, frequency, stride, ids_stride, vocab,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(total_lens + row)
+    ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
+    inside = inside & (ids >= 0) & (ids < vocab)
+    # Of equal tokens only one finds the count; to the others it is 0.
+    count = tl.atomic_xchg(counts + row * vocab + ids, tl.zeros([BLOCK], tl.int32), inside, sem="relaxed")
+    inside = inside & (count > 0)
+    times = (count >> 16).to(tl.float32)
+    factor = tl.load(repetition + row)
+    x = tl.load(logits + row * stride + ids, inside, other=0.0)
+    x = tl.where(x > 0, x / factor, x * factor) - tl.load(frequency + row) * times
+    tl.store(logits + row * stride + ids, tl.where(times > 0, x - tl.load(presence + row), x), inside)
+
+
+def launch_penalties(
+    logits: Tensor, token_ids: Tensor, prompt_lens: Tensor, total_lens: Tensor,
+    repetition: Tensor, presence: Tensor, frequency: Tensor,
+) -> None:  # fmt: skip
+    rows, vocab = logits.shape
+    length = token_ids.shape[1]
+    if rows == 0 or length == 0:
+        return
+    counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
+    grid = (rows, -(-length // 1024))
+    _count_tokens[grid](
+        counts, token_ids, prompt_lens, total_lens, token_ids.stride(0), vocab, BLOCK=1024, num_warps=4
+    )  # fmt: skip
+    _penalise[grid](
+        logits, counts, token_ids, total_lens, repetition, presence, frequency, logits.stride(0), token_ids.stride(0),
+        vocab, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
 
 
 def apply_penalties(
@@ -47,6 +106,9 @@ def apply_penalties(
         want_dtype(name, tensor, dtype)
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
+    if logits.device.type == "cuda":
+        launch_penalties(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
+        return logits
     library = native.library()
     if library is None or logits.device.type != "cpu":
         return apply_penalties_reference(

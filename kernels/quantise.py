@@ -15,7 +15,6 @@ Scales never have to meet the elements: a key's scale multiplies its scores, a v
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Final
 
 import torch
@@ -27,12 +26,6 @@ MOST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, torch.uint8: 7.0}
 FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # The KIND of kernels; 0: floats, which are stored as they are.
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
-
-
-@cache
-def converts_fp8(device: torch.device) -> bool:
-    """Whether kernels for this device may leave e4m3 to the processor; others take its bits apart."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .filter_floor import filter_floor
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 # splitmix64's increment and multipliers, as the signed integers that torch takes.
@@ -134,10 +135,7 @@ def sample(
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
     if logits.device.type == "cuda":
-        # Only rows with a filter need thresholds, but asking whether there are any would stop the stream.
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        kept = filter_reference(scaled, top_k, top_p, min_p)
-        floors = torch.where(kept > -math.inf, kept, math.inf).amin(dim=-1)
+        floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         launch_draw(logits, temperature, floors, seed, choice, position, out)
         return out

@@ -164,7 +164,10 @@ void rotary(const Rotary *r) {
         turn_tokens(r, r->tokens * part / 16, r->tokens * (part + 1) / 16);
 }
 
-void copy_blocks(void *pool, int64_t stride, int64_t bytes, const int64_t *from, const int64_t *to, int64_t count) {
+/* Block from[i] of one pool to block to[i] of another, or of the same; without a list, block i. */
+void copy_blocks(const char *source, int64_t source_stride, const int64_t *from, char *target, int64_t target_stride,
+                 const int64_t *to, int64_t bytes, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes >= PARALLEL_FROM * 4)
-    for (int64_t i = 0; i < count; i++) memcpy((char *)pool + to[i] * stride, (char *)pool + from[i] * stride, bytes);
+    for (int64_t i = 0; i < count; i++)
+        memcpy(target + (to ? to[i] : i) * target_stride, source + (from ? from[i] : i) * source_stride, bytes);
 }

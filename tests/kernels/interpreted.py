@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from coatcheck.kernels.copy_blocks import launch_copy_blocks
+from coatcheck.kernels.filter_floor import launch_filter_floor
 from coatcheck.kernels.paged_decode import launch_decode
 from coatcheck.kernels.paged_prefill import launch_prefill
+from coatcheck.kernels.penalties import apply_penalties_reference, launch_penalties
 from coatcheck.kernels.rms_norm import launch_rms_norm, rms_norm_reference
 from coatcheck.kernels.rotary import apply_rotary_reference, launch_rotary, rotary_and_store_reference
 from coatcheck.kernels.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
@@ -41,6 +45,55 @@ def attention() -> None:
             launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out)
             assert torch.equal(out[:2], decoded), "the prefill kernel wrote into a decode's rows"
             close(out, batch.reference(window, softcap, sinks))
+
+
+DIMS = (64, 80, 96, 128, 256)
+POOLS = (torch.float32, torch.float16, *QUANTISED)
+HEADS = ((4, 4), (6, 2), (5, 1))  # MHA, GQA, MQA
+OPTIONS = ((0, 0.0, False), (13, 0.0, False), (0, 5.0, False), (0, 0.0, True), (20, 5.0, True))  # window, cap, sinks
+
+
+def matrix(whole: bool = False) -> None:
+    """Every head size over every pool, the other features in turn so that each meets each; `whole`: all of them."""
+    for d, dim in enumerate(DIMS):
+        for p, pool in enumerate(POOLS):
+            for h, heads in enumerate(HEADS):
+                for o, options in enumerate(OPTIONS):
+                    if whole or (h == (d + p) % len(HEADS) and o == (d + 2 * p) % len(OPTIONS)):
+                        cell(dim, pool, *heads, *options, size=(8, 16, 32)[(d + p + o) % 3])
+
+
+def cell(
+    dim: int, pool: torch.dtype, heads: int, kv_heads: int, window: int, softcap: float, with_sinks: bool, size: int
+) -> None:
+    """Both kernels in one batch: a last block that is full, one of a single token, prefixes shared, rows to spare."""
+    dtype = torch.float16 if pool == torch.float16 else torch.float32
+    batch = Batch([(1, 2 * size + 1), (18, 33), (1, size), (3, 3), (0, 0)], heads, kv_heads, dim, dtype, size, pool)
+    batch.block_tables[2] = batch.block_tables[0]
+    sinks = torch.randn(heads) if with_sinks else None
+    out = torch.full((len(batch.q) + 2, heads, dim), SENTINEL).to(dtype)
+    q = torch.cat((batch.q, batch.q[:2]))
+    arguments = (q, batch.cache, *batch.tables().values())
+    launch_decode(*arguments, batch.scale, window, softcap, sinks, out)
+    assert (out[1:19] == SENTINEL).all(), "the decode kernel wrote into a prefill's rows"
+    launch_prefill(*arguments, 18, batch.scale, window, softcap, sinks, out)
+    assert (out[len(batch.q) :] == SENTINEL).all(), "a row past the last sequence was written"
+    close(out[: len(batch.q)], batch.reference(window, softcap, sinks))
+
+
+def long() -> None:
+    """Nine splits and one key, and the first chunk that sees past a split; an empty batch launches nothing."""
+    batch = Batch([(1, 4097), (2, 513)], 2, 1, 64, torch.float32)
+    out = torch.full(batch.q.shape, SENTINEL)
+    arguments = (batch.q, batch.cache, *batch.tables().values())
+    launch_decode(*arguments, batch.scale, 0, 0.0, None, out)
+    launch_prefill(*arguments, 2, batch.scale, 0, 0.0, None, out)
+    close(out, batch.reference())
+    launch_decode(*arguments, batch.scale, 600, 0.0, None, out)  # splits in which everything is masked
+    close(out[:1], batch.reference(600)[:1])
+    empty = Batch([], 2, 1, 64, torch.float32)
+    launch_decode(empty.q, empty.cache, *empty.tables().values(), 1.0, 0, 0.0, None, empty.q)
+    launch_prefill(empty.q, empty.cache, *empty.tables().values(), 1, 1.0, 0, 0.0, None, empty.q)
 
 
 def quantised() -> None:
@@ -101,8 +154,16 @@ def rows() -> None:
     pool = torch.randint(0, 255, (6, 4104), dtype=torch.uint8)
     want = pool.clone()
     want[[0, 5]] = want[[2, 2]]
-    launch_copy_blocks(pool, torch.tensor([2, 2]), torch.tensor([0, 5]))
+    launch_copy_blocks(pool, pool, torch.tensor([2, 2]), torch.tensor([0, 5]), 2)
     assert torch.equal(pool, want)
+    for width in (4104, 4099):  # eight bytes at a time, and one
+        wide, blocks = pool[:, :width], torch.tensor([5, 1, 3])
+        rows_ = torch.zeros(3, width + 5, dtype=torch.uint8)[:, :width]
+        launch_copy_blocks(wide, rows_, blocks, None, 3)
+        assert torch.equal(rows_, wide[blocks])
+        launch_copy_blocks(255 - rows_, pool[:, :width], None, blocks, 3)
+        want[blocks, :width] = 255 - want[blocks, :width]
+        assert torch.equal(pool, want)
 
 
 def rotary(dtype: torch.dtype) -> None:
@@ -134,14 +195,60 @@ def sampling() -> None:
     top_k, top_p = torch.tensor([0, 0, 20, 0], dtype=torch.int32), torch.tensor([1.0, 1.0, 0.9, 0.8])
     min_p, choice = torch.zeros(4), torch.tensor([0, 1, -1, 2**31 - 1], dtype=torch.int32)
     seed, position = torch.tensor([0, -1, 2**63 - 1, 12345]), torch.tensor([0, 2**40, 5, 131071])
-    kept = filter_reference(logits / torch.where(temperature > 0, temperature, 1.0)[:, None], top_k, top_p, min_p)
-    floors = torch.where(kept > float("-inf"), kept, float("inf")).amin(dim=-1)
+    floors = torch.empty(4)
+    launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
     out, bits = torch.empty(4, dtype=torch.int64), torch.empty(4, 3000, dtype=torch.int64)
     launch_draw(logits, temperature, floors, seed, choice, position, out, bits)
     assert torch.equal(bits, noise_bits_reference(seed, choice, position, torch.arange(3000)))
     assert torch.equal(out, sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position))
 
 
+def filters() -> None:
+    """Floors keep exactly the reference's set: ties, forbidden tokens, strides, and every filter alone and together."""
+    torch.manual_seed(2)
+    for vocab in (1, 5, 5000):
+        logits = (torch.randn(12, vocab + 3) * 3)[:, :vocab]
+        logits[:6] = logits[:6].round()  # ties
+        if vocab > 1:
+            logits[3, vocab // 2 :] = -torch.inf
+        temperature = torch.tensor([1.0, 0.5, 2.0, 1.0] * 3)
+        top_k = torch.tensor([0, 7, 0, 1, 50, 3, 0, 2, 5000, 0, 0, 1], dtype=torch.int32)
+        top_p = torch.tensor([0.9, 1.0, 0.3, 0.95, 0.7, 1.0, 1.0, 0.5, 0.9, 0.01, 1.0, 1.0])
+        min_p = torch.tensor([0.0, 0.01, 0.1, 0.0, 0.0, 0.3, 0.05, 0.0, 0.02, 0.0, 0.0, 1.0])
+        floors = torch.full((12,), SENTINEL)
+        launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
+        scaled = logits / temperature[:, None]
+        want = filter_reference(scaled, top_k, top_p, min_p) > float("-inf")
+        have = (scaled >= floors[:, None]) & (scaled > float("-inf"))
+        assert torch.equal(have, want), (vocab, (have != want).sum(dim=1))
+
+
+def penalties() -> None:
+    torch.manual_seed(3)
+    logits, tokens = torch.randn(5, 43)[:, :40], torch.randint(0, 40, (5, 1200), dtype=torch.int32)
+    total = torch.tensor([1200, 5, 0, 1, 1100], dtype=torch.int32)
+    prompt = torch.tensor([4, 5, 0, 0, 1050], dtype=torch.int32)
+    for row in range(5):
+        tokens[row, total[row] :] = 10**6  # padding may hold anything
+    values = (torch.tensor([1.3, 2.0, 1.5, 0.7, 1.0]), torch.tensor([0.5, 0.1, 1, -1, 0.2]), torch.rand(5))
+    want = apply_penalties_reference(logits.clone(), tokens, prompt, total, *values)
+    launch_penalties(logits, tokens, prompt, total, *values)
+    agree(logits, want)
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "attention": attention,
+    "matrix": matrix,
+    "whole matrix": partial(matrix, whole=True),
+    "long": long,
+    "quantised": quantised,
+    "rows": rows,
+    "sampling": sampling,
+    "filters": filters,
+    "penalties": penalties,
+}
+
 if __name__ == "__main__":
-    {"attention": attention, "quantised": quantised, "rows": rows, "sampling": sampling}[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        GROUPS[name]()
     print("agreed")

@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter on CPU, against the references.
 
 The interpreter is chosen as a kernel is decorated, so it runs in a process of its own (interpreted.py beside this
-file), one per group of kernels, with TRITON_INTERPRET=1. It is wrong in bfloat16: float32 and float16 are proved here,
+file), a few groups of kernels in each, with TRITON_INTERPRET=1. It is wrong in bfloat16: float32 and float16 are proved here,
 bfloat16 by compilation and on a GPU.
 """
 
@@ -15,16 +15,27 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("group", ["attention", "quantised", "rows", "sampling"])
-def test_the_interpreted_kernels_agree_with_their_references(group: str) -> None:
-    """Decode, prefill, store, copy, norm, rotary, activation and draw give what their references give."""
+@pytest.mark.parametrize("groups", ["attention long", "matrix", "quantised rows", "sampling filters penalties"])
+def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
+    """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw: what references give."""
+    run(groups.split(), 110)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_every_combination_of_attentions_features_agrees() -> None:
+    """Head sizes, pools, MHA, GQA and MQA, windows, caps and sinks: all of the matrix that `make test` samples."""
+    run(["whole matrix"], 1700)
+
+
+def run(groups: list[str], seconds: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted", group],
+        [sys.executable, "-m", "tests.kernels.interpreted", *groups],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=seconds,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("agreed\n")

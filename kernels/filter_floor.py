@@ -1,0 +1,111 @@
+"""The value below which a row of logits is out of the draw: min-p, then top-k, then top-p, without sorting the row.
+
+    l = logits / temperature
+    floor = max(max(l) + log(min_p),  the k-th largest l,
+                the largest v such that softmax mass of {l >= v} among those kept reaches top_p)
+
+Shapes: as in sample.py; returns float32 [R], -inf where nothing is filtered. What stays are whole values, so that
+equal logits stay or go together, as in `filter_reference` there, which this equals but for the rounding of the mass
+(float32 here).
+
+One program finds the floor of one row. Floats that are compared as integers of ordered bits have 32 of them, and the
+largest key at which a count (top-k) or a mass (top-p) is reached is built from the top, two bits a pass over the row.
+Rows without filters are not read. The file does not know what is drawn.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+
+@triton.jit
+def _ordered(x):
+    """Bits of a float32 that compare, unsigned, as the floats do."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _unordered(key):
+    bits = tl.where(key >= 0x80000000, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """How much lies at or above each of three keys, of what lies at or above `low`: elements, or their softmax mass."""
+    sum_a = tl.zeros([BLOCK], tl.float32)
+    sum_b, sum_c = sum_a, sum_a
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        x = tl.load(row + ids, ids < vocab, other=float("-inf")) / heat
+        key = _ordered(x)
+        weight = tl.exp(x - top) if MASS else tl.full([BLOCK], 1.0, tl.float32)
+        weight = tl.where((ids < vocab) & (key >= low), weight, 0.0)
+        sum_a += tl.where(key >= a, weight, 0.0)
+        sum_b += tl.where(key >= b, weight, 0.0)
+        sum_c += tl.where(key >= c, weight, 0.0)
+    return tl.sum(sum_a, 0), tl.sum(sum_b, 0), tl.sum(sum_c, 0)
+
+
+@triton.jit
+def _largest_key(row, heat, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key such that what lies at or above it reaches `goal`."""
+    found = tl.full([], 0, tl.uint32)
+    one = tl.full([], 0x40000000, tl.uint32)
+    for _ in range(16):
+        a, b, c = found + one, found + one + one, found + one + one + one
+        at_a, at_b, at_c = _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS, BLOCK)
+        found = tl.where(at_c >= goal, c, tl.where(at_b >= goal, b, tl.where(at_a >= goal, a, found)))
+        one = one >> 2
+    return found
+
+
+@triton.jit
+def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, vocab, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    heat, k = tl.load(temperature + index), tl.load(top_k + index)
+    p, least = tl.load(top_p + index), tl.load(min_p + index)
+    row = logits + index * stride
+    floor = tl.full([], float("-inf"), tl.float32)
+    if (heat > 0) & ((least > 0) | ((k > 0) & (k < vocab)) | (p < 1)):
+        tops = tl.full([BLOCK], float("-inf"), tl.float32)
+        for first in range(0, vocab, BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            tops = tl.maximum(tops, tl.load(row + ids, ids < vocab, other=float("-inf")) / heat)
+        top = tl.max(tops, 0)
+        low = tl.full([], 0, tl.uint32)
+        if least > 0:
+            floor = top + tl.log(least)
+            low = _ordered(floor)
+        if (k > 0) & (k < vocab):
+            # Counted among all: min-p cannot take away any of the k largest that it does not also floor.
+            kth = _largest_key(row, heat, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
+            low = tl.maximum(low, kth)
+        if p < 1:
+            whole, _, _ = _weight_at_least(row, heat, vocab, low, low, low, low, top, True, BLOCK)
+            low = tl.maximum(low, _largest_key(row, heat, vocab, low, p * whole, top, True, BLOCK))
+        floor = _unordered(low)
+    tl.store(floors + index, floor)
+
+
+def launch_filter_floor(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, floors: Tensor
+) -> None:
+    if len(logits):
+        _filter_floor[(len(logits),)](
+            logits, temperature, top_k, top_p, min_p, floors, logits.stride(0), logits.shape[1], BLOCK=4096, num_warps=8
+        )  # fmt: skip
+
+
+def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """For CUDA tensors that `sample` has checked: the C form finds its floors on the way."""
+    floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
+    return floors

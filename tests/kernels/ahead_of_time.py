@@ -1,0 +1,271 @@
+"""Every Triton kernel's keys, compiled ahead of time without a GPU; run as a module, it writes kernels/README.md.
+
+    python -m tests.kernels.ahead_of_time
+
+A key is a kernel with the constants and launch that its launcher would pick for some shape. The shapes are those of an
+8B model (32 query heads over 8 KV heads of 128, blocks of 16) where the key's name does not say otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from coatcheck.kernels import (
+    copy_blocks,
+    filter_floor,
+    paged_decode,
+    paged_prefill,
+    penalties,
+    rms_norm,
+    rotary,
+    sample,
+    silu_mul,
+    store_kv,
+)
+from coatcheck.kernels.arch import GFX942, SM_80, SM_90, Arch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_90, "gfx942": GFX942}
+Keys = Callable[[Arch], "Key"]
+
+
+class Key(NamedTuple):
+    kernel: Any
+    arguments: str  # one type per run-time argument, in the kernel's order
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+class Usage(NamedTuple):
+    """Bytes but for registers. `spilled`: what a thread keeps in memory for want of registers."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+class Pool(NamedTuple):
+    """Queries of one type over a pool of another. `quantised` is the kernels' KIND."""
+
+    q: str
+    element: str
+    quantised: int
+    q_bytes: int
+
+    def width(self, dim: int) -> int:
+        return dim // 2 if self.quantised == 3 else dim
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return dict(KIND=self.quantised, **({} if self.quantised else dict(k_scales=None, v_scales=None)))
+
+    @property
+    def scales(self) -> str:
+        return "*fp16 *fp16 " if self.quantised else ""
+
+
+POOLS = {
+    "bf16": Pool("bf16", "bf16", 0, 2),
+    "fp16": Pool("fp16", "fp16", 0, 2),
+    "fp32": Pool("fp32", "fp32", 0, 4),
+    "fp8": Pool("bf16", "u8", 1, 2),
+    "int8": Pool("bf16", "u8", 2, 2),
+    "int4": Pool("bf16", "u8", 3, 2),
+}
+DIMS = (64, 80, 96, 128, 256)
+
+
+def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch) -> Key:
+    group = 32 // kv_heads
+    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, arch)
+    arguments = (
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.scales}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
+        "i64 i64 i64 i64 i64 i64 fp32 fp32 i32 i32"
+    )
+    constants = dict(
+        DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, NATIVE=arch.converts_fp8,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", **pool.constants,
+    )  # fmt: skip
+    return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
+    launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
+    arguments = (
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.scales}*i32 *i32 *i32 *fp32 *{pool.q} "
+        "i64 i64 i64 i64 i64 i64 fp32 fp32 i32"
+    )
+    constants = dict(
+        DIM=dim, SIZE=16, GROUP=4, HEADS=32, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
+        SINKS=True, NATIVE=arch.converts_fp8, PRECISION="ieee" if pool.q == "fp32" else "tf32", **pool.constants,
+    )  # fmt: skip
+    return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def reduce(dim: int, arch: Arch) -> Key:
+    constants = dict(HEADS=32, DIM=dim, SPLIT_SIZE=paged_decode.SPLIT, BLOCK_D=triton.next_power_of_2(dim), SINKS=True)
+    return Key(paged_decode._reduce, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32", constants, 1)
+
+
+def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
+    q, element = f"*{pool.q}", f"*{pool.element}"
+    strides = "i64 i64 i64 i64 i64 i64 i64 i64 i64"
+    arguments = f"{q} {q} {q} *fp32 *fp32 {q} {q} {element} {element} {pool.scales}*i64 {strides}"
+    constants = dict(HEADS=32, DIM=dim, ROT=dim, SIZE=16, STORE=True, BLOCK=triton.next_power_of_2(dim))
+    return Key(rotary._rotary, arguments, constants | pool.constants, 1)
+
+
+def store_quantised(dim: int, pool: Pool, arch: Arch) -> Key:
+    constants = dict(DIM=dim, SIZE=16, KIND=pool.quantised, BLOCK=triton.next_power_of_2(pool.width(dim)))
+    arguments = "*bf16 *bf16 *u8 *u8 *fp16 *fp16 *i64 i64 i64 i64 i64 i64 i64"
+    return Key(store_kv._store_quantised, arguments, constants, 1)
+
+
+def same(*parts: Any) -> Keys:
+    """A key that does not depend on the processor."""
+    key = Key(*parts)
+    return lambda arch: key
+
+
+# One for each kernel.
+KEYS: dict[str, Keys] = {
+    "decode": partial(decode, 128, POOLS["bf16"], 8),
+    "reduce": partial(reduce, 128),
+    "prefill": partial(prefill, 128, POOLS["bf16"]),
+    "rms_norm": same(
+        rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i64 i64 i64 i64 i32 fp32 fp32",
+        dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
+    ),
+    "silu_mul": same(silu_mul._silu_mul, "*bf16 *bf16 i64 i32", dict(GELU=False, BLOCK=1024)),
+    "store_kv": same(
+        store_kv._store_kv, "*bf16 *bf16 *bf16 *bf16 *i64 i64 i64 i64 i64", dict(HEADS=8, DIM=128, SIZE=16, BLOCK=1024)
+    ),
+    "store_quantised": partial(store_quantised, 128, POOLS["fp8"]),
+    "copy_blocks": same(
+        copy_blocks._copy_blocks, "*i64 *i64 *i64 *i64 i64 i64 i64", dict(LISTED=True, PLACED=True, BLOCK=2048)
+    ),
+    "rotary": partial(rotary_store, 128, POOLS["bf16"]),
+    "filter_floor": same(
+        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i64 i32", dict(BLOCK=4096), 8
+    ),
+    "draw": same(
+        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i64 i32", dict(BITS=False, BLOCK=2048), 8
+    ),
+    "count_tokens": same(penalties._count_tokens, "*i32 *i32 *i32 *i32 i64 i32", dict(BLOCK=1024)),
+    "penalise": same(
+        penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i64 i64 i32", dict(BLOCK=1024)
+    ),
+}  # fmt: skip
+
+
+def _others() -> Iterator[tuple[str, Keys]]:
+    for dim in DIMS:
+        for name, pool in POOLS.items():
+            if (dim, name) != (128, "bf16"):
+                yield f"decode, {dim}, {name}", partial(decode, dim, pool, 8)
+                yield f"prefill, {dim}, {name}", partial(prefill, dim, pool)
+        if dim != 128:
+            yield f"reduce, {dim}", partial(reduce, dim)
+            yield f"rotary, {dim}, bf16", partial(rotary_store, dim, POOLS["bf16"])
+    for name, pool in POOLS.items():
+        yield f"decode, 128, {name}, MHA", partial(decode, 128, pool, 32)
+        yield f"decode, 128, {name}, MQA", partial(decode, 128, pool, 1)
+        if name != "bf16":
+            yield f"rotary, 128, {name}", partial(rotary_store, 128, pool)
+    for name in ("int8", "int4"):
+        yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
+
+
+OTHERS = dict(_others())
+
+
+def compiled(key: Key, target: str) -> Any:
+    names = key.kernel.arg_names
+    runtime = iter(key.arguments.split())
+    signature = {name: "constexpr" if name in key.constants else next(runtime) for name in names}
+    assert next(runtime, None) is None, "a type too many"
+    constants = {(names.index(name),): value for name, value in key.constants.items()}
+    # What a launch finds on its own: torch's pointers and our strides divide by 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or signature[name] == "i64"
+    }
+    source = ASTSource(key.kernel, signature, constants, aligned)
+    # The AMD backend takes one or two stages where NVIDIA's takes more.
+    amd = TARGETS[target].backend == "hip"
+    stages = min(key.num_stages, 2) if amd else key.num_stages
+    options = dict(num_warps=key.num_warps, num_stages=stages, enable_fp_fusion=True)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def usage(binary: Any, target: str) -> Usage:
+    """Read from the binary: NVIDIA's with its own tool, AMD's from the notes of its assembly."""
+    if TARGETS[target].backend == "hip":
+        notes = binary.asm["amdgcn"]
+        registers, spilled = (
+            int(re.findall(rf"\.{name}:\s*(\d+)", notes)[0]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        return Usage(registers, binary.metadata.shared, 4 * spilled)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([str(tool), "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    numbers = {kind: int(number) for kind, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return Usage(numbers["REG"], binary.metadata.shared, numbers["STACK"] + numbers["LOCAL"])
+
+
+_README = """# Kernels
+
+One operation a file: device function, launcher, plain torch reference. CPU tensors take the C of `csrc/`, CUDA tensors
+Triton, all others the reference.
+
+## Registers, shared memory and spills
+
+Each key compiled ahead of time without a GPU: registers a thread, KiB of shared memory a program, and bytes that a
+thread spills. A key is a kernel with what its launcher picks for a shape: 32 query heads over 8 KV heads of 128 in
+bfloat16 where its name does not say otherwise (MHA: 32 KV heads, MQA: one). `make test` compiles the first {first} for
+each target, `make test-all` every one. Written by `python -m tests.kernels.ahead_of_time`, with triton {version}.
+
+| key | {targets} |
+|---|{lines}
+"""
+
+
+def main() -> None:
+    keys = KEYS | OTHERS
+    rows = []
+    for name, key in keys.items():
+        cells = []
+        for target in TARGETS:
+            found = usage(compiled(key(ARCHS[target]), target), target)
+            cells.append(f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}")
+            if found.shared > ARCHS[target].shared or found.spilled:
+                print(f"{name} on {target}: {found}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    text = _README.format(
+        first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
+    )
+    (Path(__file__).parents[2] / "kernels/README.md").write_text(text + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
