@@ -6,9 +6,10 @@ The file does not know any kernel.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import triton  # type: ignore[import-untyped]
 
 
 class Arch(NamedTuple):
@@ -32,6 +33,7 @@ def arch_of(device: torch.device) -> Arch:
         return SM_90
     if torch.version.hip is not None:
         return GFX942
-    properties: Any = torch.cuda.get_device_properties(device)  # typed without the limit that programs may opt into
-    capability = (properties.major, properties.minor)
-    return Arch(properties.shared_memory_per_block_optin, capability >= (9, 0), capability >= (8, 9))
+    capability = torch.cuda.get_device_capability(device)
+    # What Triton itself holds a launch to.
+    limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return Arch(limits["max_shared_mem"], capability >= (9, 0), capability >= (8, 9))

@@ -41,6 +41,8 @@ class KVCache:
             want_device(name, scales, k.device)
             if scales.stride()[1:] != (k.shape[2], 1) and k.shape[1] * k.shape[2] > 1:
                 refuse(name, f"dense [heads, block_size] (strides (*, {k.shape[2]}, 1))", f"strides {scales.stride()}")
+        # What a Triton kernel is handed: quantised elements as the bytes that they are.
+        self.k_bytes, self.v_bytes = (x.view(torch.uint8) if self.is_quantised else x for x in (k, v))
         self.k, self.v, self.k_scales, self.v_scales = k, v, k_scales, v_scales
         self.dtype, self.device = k.dtype, k.device
         _, self.kv_heads, self.block_size, width = k.shape

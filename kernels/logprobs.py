@@ -46,6 +46,10 @@ def logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tenso
     if k == 0:
         empty = logits.new_empty((logits.shape[0], 0))
         return (picked - normaliser)[:, 0], rank, empty.long(), empty
-    # A stable sort keeps equal logits in the order of their ids; topk does not promise that.
-    values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return (picked - normaliser)[:, 0], rank, ids[:, :k].contiguous(), (values[:, :k] - normaliser).contiguous()
+    # topk promises no order of equals: ids are the low half of what it compares, so that there are none. Adding 0 makes
+    # -0.0 equal to 0.0.
+    bits = (logits + 0.0).view(torch.int32).long()
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
+    keys |= torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    ids = logits.shape[1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return (picked - normaliser)[:, 0], rank, ids, logits.gather(1, ids) - normaliser

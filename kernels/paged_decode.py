@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _widened, as_bytes
+from .quantise import KINDS, _widened
 
 SPLIT = 512
 
@@ -165,7 +165,7 @@ def launch_decode(
     mid = torch.empty((num_seqs, heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks, sums = torch.empty((2, num_seqs, heads, splits), dtype=torch.float32, device=q.device)
     _decode[(num_seqs, kv_heads, splits)](
-        q, as_bytes(cache.k), as_bytes(cache.v), cache.k_scales, cache.v_scales,
+        q, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
         block_tables, seq_lens, cu_seqlens_q, mid, peaks, sums,
         q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0), cache.scales_stride(1),
         block_tables.stride(0), scale, softcap, sliding_window,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _widened, as_bytes
+from .quantise import KINDS, _widened
 
 
 class PrefillLaunch(NamedTuple):
@@ -146,7 +146,7 @@ def launch_prefill(
     arch = arch_of(q.device)
     launch = pick_launch(max_seqlen_q, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
     _prefill[(-(-max_seqlen_q // launch.block_m), heads, len(seq_lens))](
-        q, as_bytes(cache.k), as_bytes(cache.v), cache.k_scales, cache.v_scales,
+        q, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
         block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
         q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0), cache.scales_stride(1),
         block_tables.stride(0), scale, softcap, sliding_window,

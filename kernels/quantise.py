@@ -28,11 +28,6 @@ FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """What a kernel is handed: floats as they are, quantised elements as the bytes that they are."""
-    return x.view(torch.uint8) if x.dtype in KINDS else x
-
-
 @triton.jit
 def _round(x):
     """To the nearest whole number, ties to even, for abs(x) < 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""

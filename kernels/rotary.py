@@ -23,7 +23,7 @@ from torch import Tensor
 from . import native
 from .kv_cache import KVCache
 from .launch_check import FLOATS, Passed, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
-from .quantise import KINDS, as_bytes
+from .quantise import KINDS
 from .store_kv import _store_row, check_store, serves_store, store_kv_reference
 
 _passed = Passed()
@@ -89,7 +89,7 @@ def launch_rotary(
         return
     _rotary[(tokens, heads + k.shape[1])](
         q, k, v if v is not None else k, cos, sin, q_out, k_out if k_out is not None else q_out,
-        as_bytes(cache.k) if cache is not None else k, as_bytes(cache.v) if cache is not None else k,
+        cache.k_bytes if cache is not None else k, cache.v_bytes if cache is not None else k,
         cache.k_scales if cache is not None else None, cache.v_scales if cache is not None else None,
         slot_mapping if slot_mapping is not None else k,
         q.stride(0), k.stride(0), v.stride(0) if v is not None else 0, q_out.stride(0),

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import native
 from .kv_cache import KVCache
 from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
-from .quantise import KINDS, _quantised, _unit_of, as_bytes, quantise_reference
+from .quantise import KINDS, _quantised, _unit_of, quantise_reference
 
 NATIVE_MAX_DIM = 512  # of heads that C stores as another kind
 
@@ -102,7 +102,7 @@ def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) 
         return
     if cache.is_quantised:
         _store_quantised[(tokens, heads)](
-            k, v, as_bytes(cache.k), as_bytes(cache.v), cache.k_scales, cache.v_scales, slot_mapping,
+            k, v, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales, slot_mapping,
             k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
             cache.scales_stride(0), cache.scales_stride(1),
             DIM=dim, SIZE=cache.block_size, KIND=KINDS[cache.dtype],

@@ -49,7 +49,7 @@ def attention() -> None:
 
 DIMS = (64, 80, 96, 128, 256)
 POOLS = (torch.float32, torch.float16, *QUANTISED)
-HEADS = ((4, 4), (6, 2), (5, 1))  # MHA, GQA, MQA
+HEADS = ((2, 2), (4, 2), (3, 1))  # MHA, GQA, MQA
 OPTIONS = ((0, 0.0, False), (13, 0.0, False), (0, 5.0, False), (0, 0.0, True), (20, 5.0, True))  # window, cap, sinks
 
 
@@ -68,7 +68,7 @@ def cell(
 ) -> None:
     """Both kernels in one batch: a last block that is full, one of a single token, prefixes shared, rows to spare."""
     dtype = torch.float16 if pool == torch.float16 else torch.float32
-    batch = Batch([(1, 2 * size + 1), (18, 33), (1, size), (3, 3), (0, 0)], heads, kv_heads, dim, dtype, size, pool)
+    batch = Batch([(1, 2 * size + 1), (18, 33), (1, size), (0, 0)], heads, kv_heads, dim, dtype, size, pool)
     batch.block_tables[2] = batch.block_tables[0]
     sinks = torch.randn(heads) if with_sinks else None
     out = torch.full((len(batch.q) + 2, heads, dim), SENTINEL).to(dtype)

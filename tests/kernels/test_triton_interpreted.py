@@ -1,8 +1,8 @@
 """The Triton kernels in Triton's interpreter on CPU, against the references.
 
 The interpreter is chosen as a kernel is decorated, so it runs in a process of its own (interpreted.py beside this
-file), a few groups of kernels in each, with TRITON_INTERPRET=1. It is wrong in bfloat16: float32 and float16 are proved here,
-bfloat16 by compilation and on a GPU.
+file), a few groups of kernels in each, with TRITON_INTERPRET=1. It is wrong in bfloat16: float32 and float16 are proved
+here, bfloat16 by compilation and on a GPU.
 """
 
 from __future__ import annotations

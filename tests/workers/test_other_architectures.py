@@ -27,6 +27,7 @@ SERVED: dict[str, dict[str, Any]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         head_dim=16,
+        sliding_window=16,  # shorter than the prompt: sinks with and without a window
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
     "olmo3": {},
