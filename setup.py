@@ -6,7 +6,16 @@ loaded with ctypes), and is optional: without a compiler the install goes on, an
 
 from setuptools import Extension, setup
 
-SOURCES = ["attention_avx512", "attention_plain", "cpu", "decoder_layers", "linear", "rows", "sampling"]
+SOURCES = [
+    "attention_avx512",
+    "attention_plain",
+    "cpu",
+    "decoder_layers",
+    "linear",
+    "rows",
+    "sampling",
+    "shared_memory",
+]
 HEADERS = ["attention", "pool", "rows", "scalar", "widen_avx512"]
 
 setup(

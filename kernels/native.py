@@ -35,6 +35,9 @@ _SIGNATURES = {
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",
     "logprobs": "pqqqpqpppp:v",
+    "shared_all_reduce": "ppqq:r",
+    "shared_all_gather": "ppqp:r",
+    "shared_broadcast": "ppq:r",
 }
 _AVX512_SIGNATURES = {
     "linear_bf16": "pqqppqqpqp:v",

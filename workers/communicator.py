@@ -1,8 +1,8 @@
 """Communicator: what the ranks of one group say to each other.
 
 Tensors travel over torch.distributed, NCCL between GPUs and gloo between CPU processes; plain ints always over gloo,
-since they are read on the host. A group of one never initialises torch.distributed. The module does not know what is
-sent, nor how the ranks found their address.
+since they are read on the host. CPU ranks that share a host use its memory in gloo's place. A group of one never
+initialises torch.distributed. The module does not know what is sent, nor how the ranks found their address.
 """
 
 from __future__ import annotations  # array[int] is a type only for checkers before Python 3.12
@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .shared_memory import SharedMemory
+
+# What ranks tell each other as they look for shared memory.
+_WORDS_BYTES = 512
 # A step's plan nearly always fits here, so that one collective carries it: length first, then the ints.
 _HEAD_INTS = 2048
 
@@ -27,7 +31,15 @@ class Communicator:
         self.rank = rank
         self.size = size
         self._ints: dist.ProcessGroup | None = None
+        self._shared: SharedMemory | None = None
         self._meeting = timedelta()
+
+    @property
+    def transport(self) -> str:
+        """How tensors travel, in a word or two for a log line."""
+        if self.size == 1:
+            return "none"
+        return "shared memory" if self._shared is not None else str(dist.get_backend())
 
     @classmethod
     def join(
@@ -40,11 +52,13 @@ class Communicator:
         timeout_seconds: float = 60.0,
         meeting_seconds: float = 300.0,
         listener: socket.socket | None = None,
+        share_memory: bool = True,
     ) -> Self:
         """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises: ranks
         compute alike, so that one is never late by more than a layer. Only here and in `meet` do they wait for long.
 
         `listener`: a socket that rank 0 has already bound to that address, so that nobody else can take the port.
+        `share_memory`: false keeps to gloo even where memory could be shared.
         """
         self = cls(rank, size)
         if size == 1:
@@ -68,6 +82,8 @@ class Communicator:
             device_id=device if device.type == "cuda" else None,
         )
         self._ints = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        if share_memory and device.type == "cpu":
+            self._shared = SharedMemory.meet(rank, size, self._exchange, timeout_seconds=timeout_seconds)
         return self
 
     def meet(self) -> None:
@@ -77,7 +93,9 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, written into `x` and returned."""
-        if self.size > 1:
+        if self._shared is not None and self._shared.takes(x):
+            self._shared.all_reduce(x)
+        elif self.size > 1:
             dist.all_reduce(x)
         return x
 
@@ -86,6 +104,8 @@ class Communicator:
         if self.size == 1:
             return x
         x = x.contiguous()
+        if self._shared is not None:
+            return torch.cat(self._shared.all_gather(x).unbind(0), dim=dim)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x)
         return torch.cat(parts, dim=dim)
@@ -102,19 +122,33 @@ class Communicator:
             body = torch.frombuffer(values, dtype=torch.int32) if values else body
             head[0] = len(body)
             head[1 : 1 + len(body)] = body[: _HEAD_INTS - 1]
-        dist.broadcast(head, src=0, group=self._ints)
+        self._broadcast(head)
         length = int(head[0])
         if length > _HEAD_INTS - 1:
             rest = body[_HEAD_INTS - 1 :].clone() if self.rank == 0 else head.new_empty(length - _HEAD_INTS + 1)
-            dist.broadcast(rest, src=0, group=self._ints)
+            self._broadcast(rest)
             head = torch.cat((head, rest))
         if self.rank == 0:
             assert values is not None
             return values
         return array("i", head[1 : 1 + length].numpy().tobytes())
 
+    def _broadcast(self, x: Tensor) -> None:
+        if self._shared is not None:
+            self._shared.broadcast(x)
+        else:
+            dist.broadcast(x, src=0, group=self._ints)
+
+    def _exchange(self, words: bytes) -> list[bytes]:
+        assert len(words) <= _WORDS_BYTES, "words are few"
+        mine = torch.frombuffer(bytearray(words.ljust(_WORDS_BYTES)), dtype=torch.uint8)
+        everybody = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everybody, mine, group=self._ints)
+        return [bytes(said.numpy()).rstrip() for said in everybody]
+
     def close(self) -> None:
         """Leaves the group; the object is of no use afterwards."""
+        self._shared = None
         if self._ints is not None:
             self._ints = None
             dist.destroy_process_group()

@@ -20,7 +20,13 @@ Work = Callable[[Communicator, Any], Any]
 
 
 def run_ranks(
-    size: int, work: Work, argument: Any, *, seconds: float = 100.0, timeout_seconds: float = 60.0
+    size: int,
+    work: Work,
+    argument: Any,
+    *,
+    seconds: float = 100.0,
+    timeout_seconds: float = 60.0,
+    share_memory: bool = True,
 ) -> list[Any]:
     """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback.
 
@@ -32,7 +38,9 @@ def run_ranks(
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     processes = [
         _context.Process(
-            target=_rank, args=(rank, size, address, timeout_seconds, work, argument, pipes[rank][1]), daemon=True
+            target=_rank,
+            args=(rank, size, address, timeout_seconds, share_memory, work, argument, pipes[rank][1]),
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -55,11 +63,22 @@ def run_ranks(
     return [value for _, value in answers]
 
 
-def _rank(rank: int, size: int, address: str, timeout_seconds: float, work: Work, argument: Any, answer: Any) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    address: str,
+    timeout_seconds: float,
+    share_memory: bool,
+    work: Work,
+    argument: Any,
+    answer: Any,
+) -> None:
     torch.set_num_threads(1)
     try:
         cpu = torch.device("cpu")
-        communicator = Communicator.join(rank, size, address, device=cpu, timeout_seconds=timeout_seconds)
+        communicator = Communicator.join(
+            rank, size, address, device=cpu, timeout_seconds=timeout_seconds, share_memory=share_memory
+        )
         value = work(communicator, argument)
         communicator.close()
         answer.send((None, value))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from coatcheck.kernels import native
 from coatcheck.workers.communicator import Communicator
 from tests.workers.ranks import run_ranks
 
@@ -23,13 +24,18 @@ def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
     said["last"] = communicator.all_gather(mine).tolist()
     said["first"] = communicator.all_gather(mine, dim=0).tolist()
     said["sum"] = communicator.all_reduce(mine).tolist()
+    said["transport"] = communicator.transport
+    said["float16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.float16)).tolist()
     said["bfloat16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.bfloat16)).tolist()
     return said
 
 
-def test_ranks_hear_the_same() -> None:
-    """Sums, gathered tensors and broadcast ints are alike on every rank, in rank order."""
-    for said in run_ranks(2, speak, None):
+@pytest.mark.parametrize("share_memory", [False, True])
+def test_ranks_hear_the_same(share_memory: bool) -> None:
+    """Sums, gathered tensors and broadcast ints are alike on every rank, in rank order, over gloo and shared memory."""
+    for said in run_ranks(2, speak, None, share_memory=share_memory):
+        assert said["transport"] == ("shared memory" if share_memory and native.library() else "gloo")
+        assert said["float16"] == [1.0] * 5
         assert said["ints"] == [list(range(-length, 0)) for length in LENGTHS]
         assert said["last"] == [[1.0] * 3 + [2.0] * 3] * 2
         assert said["first"] == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
@@ -65,11 +71,14 @@ def go_silent(communicator: Communicator, _: Any) -> str:
     return str(caught.value)
 
 
-def test_lost_rank_is_an_error() -> None:
+@pytest.mark.parametrize("share_memory", [False, True])
+def test_lost_rank_is_an_error(share_memory: bool) -> None:
     """A collective with a rank that has gone raises instead of hanging."""
-    answers = run_ranks(2, go_silent, None)
+    started = time.monotonic()
+    answers = run_ranks(2, go_silent, None, share_memory=share_memory)
     assert answers[1] == "left"
     assert answers[0]
+    assert time.monotonic() - started < 30.0, "long before the timeout of a minute"
 
 
 def test_group_of_one_never_starts_torch_distributed() -> None:
