@@ -13,6 +13,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,12 +37,6 @@ def measure(rank: int, ranks: int, address: str, rounds: int, calls: int, answer
     communicator = Communicator.join(rank, ranks, address, device=torch.device("cpu"))
     assert communicator.transport == "shared memory", "these ranks share a host"
 
-    def through_gloo(x: torch.Tensor) -> None:
-        dist.all_reduce(x)
-
-    def through_memory(x: torch.Tensor) -> None:
-        communicator.all_reduce(x)
-
     def median(call: Callable[[], object]) -> float:
         times = []
         for _ in range(calls):
@@ -54,8 +49,8 @@ def measure(rank: int, ranks: int, address: str, rounds: int, calls: int, answer
     for shape in SHAPES:
         x = torch.zeros(shape, dtype=torch.bfloat16)
         for _ in range(rounds):
-            for name, transport in (("gloo", through_gloo), ("shared memory", through_memory)):
-                seconds = median(lambda transport=transport: transport(x))  # type: ignore[misc]
+            for name, transport in (("gloo", dist.all_reduce), ("shared memory", communicator.all_reduce)):
+                seconds = median(partial(transport, x))
                 figures.setdefault(f"sum of {list(shape)} bf16", {}).setdefault(name, []).append(seconds)
     plan = array("i", range(200))
     alone = communicator._shared
