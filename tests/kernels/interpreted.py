@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from coatcheck.kernels.copy_blocks import launch_copy_blocks
@@ -14,6 +16,7 @@ from coatcheck.kernels.filter_floor import launch_filter_floor
 from coatcheck.kernels.paged_decode import launch_decode
 from coatcheck.kernels.paged_prefill import launch_prefill
 from coatcheck.kernels.penalties import apply_penalties_reference, launch_penalties
+from coatcheck.kernels.quantise import _fp8_bits, _widened
 from coatcheck.kernels.rms_norm import launch_rms_norm, rms_norm_reference
 from coatcheck.kernels.rotary import apply_rotary_reference, launch_rotary, rotary_and_store_reference
 from coatcheck.kernels.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
@@ -94,6 +97,40 @@ def long() -> None:
     empty = Batch([], 2, 1, 64, torch.float32)
     launch_decode(empty.q, empty.cache, *empty.tables().values(), 1.0, 0, 0.0, None, empty.q)
     launch_prefill(empty.q, empty.cache, *empty.tables().values(), 1, 1.0, 0, 0.0, None, empty.q)
+
+
+@triton.jit
+def _widen_all(x, y, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    i = tl.arange(0, 256)
+    tl.store(y + i, _widened(tl.load(x + i), KIND, NATIVE, tl.float32))
+
+
+@triton.jit
+def _narrow_all(x, y, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y + i, _fp8_bits(tl.load(x + i)).to(tl.uint8))
+
+
+def elements() -> None:
+    """Every byte means what torch says, however e4m3 is read; and so is every tie between two e4m3 rounded."""
+    every = torch.arange(256, dtype=torch.uint8)
+    fp8 = every.view(torch.float8_e4m3fn).float()
+    number = ~fp8.isnan()
+    for kind, native, want in (
+        (1, True, fp8),
+        (1, False, fp8),
+        (2, True, every.view(torch.int8).float()),
+        (3, True, every.float() - 8),
+    ):
+        have = torch.full((256,), SENTINEL)
+        _widen_all[(1,)](every, have, KIND=kind, NATIVE=native)
+        assert torch.equal(have[number | (kind != 1)], want[number | (kind != 1)]), (kind, native)
+    exact = fp8[number].sort().values
+    x = torch.cat((exact, (exact[1:] + exact[:-1]) / 2, torch.randn(500) * torch.logspace(-4, 2, 500)))
+    x = torch.cat((x, torch.zeros(1024 - len(x)))).clamp(-448, 448)
+    bits = torch.zeros(1024, dtype=torch.uint8)
+    _narrow_all[(1,)](x, bits, BLOCK=1024)
+    assert torch.equal(bits.view(torch.float8_e4m3fn).float(), x.to(torch.float8_e4m3fn).float())
 
 
 def quantised() -> None:
@@ -241,6 +278,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "matrix": matrix,
     "whole matrix": partial(matrix, whole=True),
     "long": long,
+    "elements": elements,
     "quantised": quantised,
     "rows": rows,
     "sampling": sampling,

@@ -1,9 +1,11 @@
 """Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80, sm_90 and sm_100 and AMD's gfx942.
 
-The keys and what they use are in ahead_of_time.py beside this file.
+The keys and what they use are those of kernels/README.md, which ahead_of_time.py beside this file writes.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,9 @@ def test_compiles_without_a_gpu(name: str, target: str) -> None:
 def test_every_other_key_compiles_too(name: str, target: str) -> None:
     """Other head sizes, pools and groups: the same."""
     check(OTHERS[name], target)
+
+
+def test_the_readme_knows_every_key() -> None:
+    """A kernel or key that was added is in the table of kernels/README.md."""
+    text = (Path(__file__).parents[2] / "kernels/README.md").read_text()
+    assert [name for name in KEYS | OTHERS if f"| {name} |" not in text] == []
