@@ -12,6 +12,7 @@ SOURCES = [
     "cpu",
     "decoder_layers",
     "linear",
+    "move_blocks",
     "rows",
     "sampling",
     "shared_memory",

@@ -145,6 +145,7 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         kv_dtype=config.kv_dtype,
         block_size=config.block_size,
         kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
+        host_kv_memory=config.host_kv_memory,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
         max_model_len=config.max_model_len,

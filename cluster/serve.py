@@ -53,6 +53,13 @@ def serve(
         str | None,
         typer.Option(help="KV pool per rank: bytes (4GiB) or a share of the free memory (0.5). Default: by device."),
     ] = None,
+    host_kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory per rank for prefix blocks that leave the pool: bytes or a share of the free memory."
+            " Default 0: none."
+        ),
+    ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
     max_batch_tokens: Annotated[
         int | None, typer.Option(help="Most tokens that a step computes. Default: by device.")

@@ -31,6 +31,7 @@ _SIGNATURES = {
     "rotary": "p:v",
     "silu_mul": "pqpqqqq:v",
     "copy_blocks": "pqppqpqq:v",
+    "move_blocks": "pqppqpqqp:v",
     "sample": "pqqqpppppppp:r",
     "noise_bits": "pppqpqp:v",
     "penalties": "pqqqpqppppp:r",

@@ -310,7 +310,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels")
+    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +330,16 @@ class GroupStatus(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    DEMOTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESTORES_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    HOST_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    DEMOTE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -349,7 +359,17 @@ class GroupStatus(_message.Message):
     reason: str
     restarts: int
     kernels: str
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ...) -> None: ...
+    host_blocks_total: int
+    host_blocks_used: int
+    demotions: int
+    restores: int
+    integrity_failures: int
+    host_evictions: int
+    bytes_per_block: int
+    demote_bytes_per_second: float
+    restore_bytes_per_second: float
+    restore_tokens_per_second: float
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class LatencyStatus(_message.Message):
     __slots__ = ("p50_seconds", "p90_seconds", "p99_seconds", "count")

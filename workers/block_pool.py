@@ -2,8 +2,9 @@
 
 Blocks are numbers here. A block is *used* (reference count above 0), *cold* (nobody holds it, but its prefix may be
 wanted again) or *free*. Its eviction says which cold block is given away; `release` takes a sequence's blocks deepest
-first, so that a suffix can go before the prefix that it needs. It does not know what a block's bytes are, on how many
-ranks they lie, nor which sequence holds it.
+first, so that a suffix can go before the prefix that it needs. What an evicted prefix leaves in its block (a
+*leftover*) can still be copied elsewhere until whoever has the block now writes to it. It does not know what a block's
+bytes are, on how many ranks they lie, nor which sequence holds it.
 """
 
 from collections import Counter
@@ -42,6 +43,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cold: Eviction = LeastRecentlyUsed() if eviction is None else eviction
+        self._leftovers: dict[int, Prefix] = {}  # in the order of eviction
         self._events: list[KvEvent] = []
         self._evictions = 0
 
@@ -62,6 +64,10 @@ class BlockPool:
     def is_cold(self, block: int) -> bool:
         """Whether nobody holds the block now."""
         return self._refs[block] == 0
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one holds the block."""
+        return self._refs[block] > 1
 
     def is_writable(self, block: int) -> bool:
         """Whether its one holder may write it: shared blocks and named ones are copied first."""
@@ -96,6 +102,14 @@ class BlockPool:
             self._events.append(KvEvent(True, block_hash, parent_hash, Tier.DEVICE))
         return known
 
+    def take_leftover(self, block: int) -> Prefix | None:
+        """The evicted prefix whose bytes still lie in the block; ask before every write, it is told only once."""
+        return self._leftovers.pop(block, None)
+
+    def first_leftover(self) -> int | None:
+        """The block that has had a leftover for longest."""
+        return next(iter(self._leftovers), None)
+
     def drain_events(self) -> list[KvEvent]:
         """What was stored and removed since the last call, in order."""
         events, self._events = self._events, []
@@ -127,6 +141,7 @@ class BlockPool:
             assert (refs == 0) == (block in free or block in cold), f"block {block}: {refs} references, wrong list"
             assert name is None or self._by_hash[name.block_hash] == block, f"block {block}: its name leads elsewhere"
             assert not (block in free and name), f"block {block} is free but named"
+            assert not (name and block in self._leftovers), f"block {block} was written over a leftover"
         named = sum(name is not None for name in self._names)
         assert len(self._by_hash) == named, "a hash names no block"
 
@@ -137,6 +152,7 @@ class BlockPool:
             name = self._cold.pop()
             block = self._by_hash.pop(name.block_hash)
             self._names[block] = None
+            self._leftovers[block] = name
             self._events.append(KvEvent(False, name.block_hash, b"", Tier.DEVICE))
             self._evictions += 1
         self._refs[block] = 1

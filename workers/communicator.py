@@ -133,6 +133,18 @@ class Communicator:
             return values
         return array("i", head[1 : 1 + length].numpy().tobytes())
 
+    def least(self, values: list[int]) -> list[int]:
+        """Of each value the least of all ranks'; every rank gives as many."""
+        if self._ints is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self._shared is not None:
+            tensor = self._shared.all_gather(tensor).amin(0)
+        else:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._ints)
+        least: list[int] = tensor.tolist()
+        return least
+
     def _broadcast(self, x: Tensor) -> None:
         if self._shared is not None:
             self._shared.broadcast(x)

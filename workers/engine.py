@@ -17,6 +17,9 @@ from typing import Protocol
 from ..proto.block_hash import block_key, hash_block, hash_chain
 from ..proto.errors import InvalidRequest, NeverFits
 from .block_pool import BlockPool
+from .copy_prices import CopyPrices
+from .copy_report import CopyReport
+from .host_tier import HostTier
 from .model_spec import ModelSpec
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig
@@ -30,12 +33,14 @@ from .throughput import Throughput
 class StepResult:
     """What the ranks report of one step: a token per row that samples, in row order (-1 for the others).
 
-    `logprobs` and `prompt_logprobs` are keyed by row index, and only there when asked for.
+    `logprobs` and `prompt_logprobs` are keyed by row index, and only there when asked for. `copies` is there while
+    copies between the tiers are under way.
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    copies: CopyReport | None = None
 
 
 class LaunchedStep(Protocol):
@@ -74,6 +79,7 @@ class Engine:
         max_num_seqs: int = 256,
         max_batch_tokens: int = 512,
         max_model_len: int | None = None,
+        host_blocks: int = 0,
         pipeline_depth: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -82,7 +88,8 @@ class Engine:
         # What the pool can hold alone bounds a sequence as the model's context does.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
-        self.scheduler = Scheduler(config, BlockPool(num_blocks))
+        host = HostTier(host_blocks) if host_blocks else None
+        self.scheduler = Scheduler(config, BlockPool(num_blocks), host)
         self.throughput = Throughput()
         self._runner = runner
         self._depth = pipeline_depth
@@ -97,7 +104,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
-        return bool(self._sequences or self._in_flight or self._ended_early)
+        return bool(self._sequences or self._in_flight or self._ended_early or self.scheduler.tiers.has_copies)
 
     def submit(self, request: Request) -> None:
         """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed."""
@@ -127,11 +134,11 @@ class Engine:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
         plan, sequences = self.scheduler.schedule()
-        if plan.rows or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
+        if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
             self._in_flight.append(_InFlight(plan, sequences, preemptions, self._runner.launch(plan), started))
         if plan.rows and len(self._in_flight) <= self._depth:
-            return StepOutput(plan.step, [], self.scheduler.pool.drain_events())
+            return StepOutput(plan.step, [], self.scheduler.tiers.drain_events())
         return self._confirm(self._in_flight.popleft())
 
     def stats(self) -> EngineStats:
@@ -147,11 +154,12 @@ class Engine:
             queued_prefill_tokens=sum(count for count in unplanned if count > 1),
             preemptions=self.scheduler.num_preemptions,
             **self.throughput.counts(),
+            **self.scheduler.tiers.counts(),
         )
 
     def snapshot(self) -> list[KvEvent]:
         """Every prefix block held; events drained before it are part of it."""
-        return self.scheduler.pool.snapshot()
+        return self.scheduler.tiers.snapshot()
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
@@ -223,12 +231,27 @@ class Engine:
                 outputs.append(self._output(sequence, index, result, scored))
             elif scored:
                 outputs.append(SequenceOutput(sequence.request.request_id, sequence.choice, [], prompt_logprobs=scored))
+        if result.copies is not None:
+            self.scheduler.settle(result.copies)
         now = self._clock()
         seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
+        self._price(result.copies)
         prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
         decodes = done.plan.num_tokens - prefill
-        return StepOutput(done.plan.step, outputs, self.scheduler.pool.drain_events(), prefill, decodes, seconds)
+        return StepOutput(done.plan.step, outputs, self.scheduler.tiers.drain_events(), prefill, decodes, seconds)
+
+    def _price(self, copies: CopyReport | None) -> None:
+        tiers, rate = self.scheduler.tiers, self.throughput.prefill_tokens_per_second
+        if tiers.host is None:
+            return
+        tiers.prices = CopyPrices(
+            self.block_size,
+            demote=copies.demote_seconds if copies else tiers.prices.demote,
+            restore=copies.restore_seconds if copies else tiers.prices.restore,
+            prefill=1 / rate if rate else 0.0,
+            step=self.throughput.step_seconds,
+        )
 
     def _name_blocks(self, sequence: Sequence) -> None:
         size = self.block_size

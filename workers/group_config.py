@@ -10,6 +10,8 @@ from .kv_dtype import KV_DTYPES
 class GroupConfig:
     """`kv_memory`: bytes per rank, or a share (0, 1] of the device's (on CPU: the host's) free memory.
 
+    `host_kv_memory`: the same of host memory, for blocks that leave the device; 0 is none.
+
     `threads`: intra-op threads per rank on CPU; 0 divides the host's cores among the ranks on it.
     """
 
@@ -22,6 +24,7 @@ class GroupConfig:
     kv_dtype: str = "auto"
     block_size: int = 16
     kv_memory: float = 0.3
+    host_kv_memory: float = 0.0
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
@@ -43,6 +46,10 @@ class GroupConfig:
             raise InvalidConfig(f"block-size is {self.block_size}; use 8, 16, 32, 64 or 128")
         if not self.kv_memory > 0:
             raise InvalidConfig(f"kv-memory is {self.kv_memory}; use bytes (above 1) or a share in (0, 1]")
+        if not self.host_kv_memory >= 0:
+            raise InvalidConfig(
+                f"host-kv-memory is {self.host_kv_memory}; use bytes (above 1), a share in (0, 1], or 0 for none"
+            )
         for name in ("tp", "max_num_seqs", "max_batch_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name.replace('_', '-')} is {getattr(self, name)}; use at least 1")

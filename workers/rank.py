@@ -22,11 +22,13 @@ from ..proto import worker_pb2 as wire
 from ..proto.errors import InvalidConfig
 from .block_layout import BlockLayout
 from .communicator import Communicator
+from .copier import Copier, CpuCopier
 from .engine import Engine
 from .engine_loop import EngineLoop
 from .free_memory import free_bytes, peak_bytes
 from .group_config import GroupConfig
 from .group_runner import GroupRunner, follow
+from .host_memory import allocate_host, choose_host_blocks
 from .kv_dtype import choose_kv_dtype
 from .kv_pool import allocate_pool
 from .model import Model, load_model
@@ -36,7 +38,8 @@ from .rank_process import die, divide_cores
 from .rank_progress import Phase, RankProgress
 from .runner import ModelRunner
 from .service import WorkerService
-from .warm_up import warm_up_plans
+from .stream_copier import StreamCopier
+from .warm_up import copy_warm_up_plans, warm_up_plans
 
 _FACTS_BYTES = 512
 _WARM_UP_TOKENS = 64
@@ -96,14 +99,14 @@ class Rank:
         self._note(phase=Phase.WARMING)
         # Routers name the model as its operator does, and block hashes hold that name.
         spec = dataclasses.replace(model.spec, name=config.served_model_name)
-        runner, num_blocks = self._build_runner(model, communicator, device)
-        ranks = self._warm_up(runner, communicator, num_blocks)
+        runner, host_blocks = self._build_runner(model, communicator, device)
+        ranks = self._warm_up(runner, communicator, host_blocks)
         # What is loaded stays: the collector need not walk it again in the middle of a step.
         gc.collect()
         gc.freeze()
         try:
             if self.rank == 0:
-                self._lead(spec, runner, communicator, num_blocks, ranks)
+                self._lead(spec, runner, communicator, host_blocks, ranks)
             else:
                 self._note(phase=Phase.SERVING)
                 follow(runner, communicator)
@@ -119,34 +122,49 @@ class Rank:
             self._loop.stop()
 
     def _build_runner(self, model: Model, communicator: Communicator, device: torch.device) -> tuple[ModelRunner, int]:
+        """The runner, and how many blocks its host memory has."""
         config, spec = self.config, model.spec
         layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
+        block, on_cpu = layout.bytes_per_block, device.type == "cpu"
         fits = choose_num_blocks(
             config.kv_memory,
             free_bytes=free_bytes(device),
-            sharing_ranks=self._ranks_on_host if device.type == "cpu" else 1,
-            bytes_per_block=layout.bytes_per_block,
+            sharing_ranks=self._ranks_on_host if on_cpu else 1,
+            bytes_per_block=block,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
         )
-        num_blocks = min(facts["fits"] for facts in gather(communicator, device, {"fits": fits}))
+        host_fits = choose_host_blocks(
+            config.host_kv_memory,
+            free_bytes=free_bytes(torch.device("cpu")) - (fits * block * self._ranks_on_host if on_cpu else 0),
+            sharing_ranks=self._ranks_on_host,
+            bytes_per_block=block,
+        )
+        everyone = gather(communicator, device, {"fits": fits, "host": host_fits})
+        num_blocks, host_blocks = (min(facts[name] for facts in everyone) for name in ("fits", "host"))
+        pool = allocate_pool(layout, num_blocks, device)
+        host = allocate_host(host_blocks, block, device) if host_blocks else None
         runner = ModelRunner(
             model,
             layout,
-            allocate_pool(layout, num_blocks, device),
+            pool,
             max_num_seqs=config.max_num_seqs,
             max_model_len=min(spec.max_model_len, num_blocks * config.block_size),
+            copier=make_copier(pool, host, communicator) if host is not None else None,
         )
-        return runner, num_blocks
+        return runner, host_blocks
 
-    def _warm_up(self, runner: ModelRunner, communicator: Communicator, num_blocks: int) -> list[public.RankStatus]:
+    def _warm_up(self, runner: ModelRunner, communicator: Communicator, host_blocks: int) -> list[public.RankStatus]:
         """The same first steps on every rank; returns what each has to say of itself."""
         config, device = self.config, runner.pool.device
         # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
         wanted = config.max_batch_tokens if device.type == "cuda" else _WARM_UP_TOKENS
-        room = min(runner.model.spec.max_model_len, num_blocks * config.block_size)
+        room = min(runner.model.spec.max_model_len, len(runner.pool) * config.block_size)
         for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
             runner.launch(plan).wait()
+        for plan in copy_warm_up_plans(min(host_blocks, len(runner.pool))):
+            runner.launch(plan).wait()
+        runner.settle_copies()
         facts = gather(
             communicator, device, {"node": socket.gethostname()[:200], "pid": os.getpid(), "peak": peak_bytes(device)}
         )
@@ -162,16 +180,18 @@ class Rank:
         spec: ModelSpec,
         runner: ModelRunner,
         communicator: Communicator,
-        num_blocks: int,
+        host_blocks: int,
         ranks: list[public.RankStatus],
     ) -> None:
         """Rank 0: schedules and serves until `stop`."""
         config, on_gpu = self.config, runner.pool.device.type == "cuda"
+        num_blocks, bytes_per_block = runner.pool.shape
         group_runner = GroupRunner(runner, communicator) if communicator.size > 1 else None
         engine = Engine(
             spec,
             group_runner or runner,
             num_blocks=num_blocks,
+            host_blocks=host_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
@@ -179,7 +199,8 @@ class Rank:
             pipeline_depth=1 if on_gpu else 0,
         )
         kernels = "triton" if on_gpu else native_status()
-        service = WorkerService(self._registration(spec, engine, num_blocks), ranks, kernels=kernels)
+        registration = self._registration(spec, engine, num_blocks, host_blocks)
+        service = WorkerService(registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block)
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
         address = service.start(loop, f"{config.listen_host}:0")
         self._note(
@@ -189,7 +210,14 @@ class Rank:
             max_model_len=engine.max_model_len,
             dtype=spec.dtype,
         )
-        _log.info("%s serves on %s: %d blocks of %d tokens", config.name, address, num_blocks, config.block_size)
+        _log.info(
+            "%s serves on %s: %d blocks of %d tokens, %d in host memory",
+            config.name,
+            address,
+            num_blocks,
+            config.block_size,
+            host_blocks,
+        )
         self._loop = loop
         if not self._stopping:
             loop.run()
@@ -197,7 +225,7 @@ class Rank:
             group_runner.stop()
         service.stop()
 
-    def _registration(self, spec: ModelSpec, engine: Engine, num_blocks: int) -> wire.Registration:
+    def _registration(self, spec: ModelSpec, engine: Engine, num_blocks: int, host_blocks: int) -> wire.Registration:
         model = public.GetModelResponse(
             name=spec.name,
             max_model_len=engine.max_model_len,
@@ -213,6 +241,7 @@ class Rank:
             epoch=str(uuid.uuid4()),
             model=model,
             num_blocks=num_blocks,
+            host_blocks=host_blocks,
             tp=spec.tp,
             max_num_seqs=self.config.max_num_seqs,
             max_batch_tokens=self.config.max_batch_tokens,
@@ -232,6 +261,11 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # NCCL wants to know which one
+
+
+def make_copier(pool: torch.Tensor, host: torch.Tensor, communicator: Communicator) -> Copier:
+    """What moves blocks between the two, by where the pool lies."""
+    return (StreamCopier if pool.device.type == "cuda" else CpuCopier)(pool, host, communicator)
 
 
 def gather(communicator: Communicator, device: torch.device, facts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from ..kernels.copy_blocks import copy_blocks
 from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
+from .copier import Copier
+from .copy_report import CopyReport
 from .engine import StepResult
 from .kv_pool import layer_caches
 from .model import Model
@@ -35,6 +37,7 @@ class DeviceStep:
     token_ids: Download | None  # int64 [sampled rows]
     logprobs: dict[int, TokenLogprob]
     prompt_logprobs: dict[int, list[TokenLogprob]]
+    copies: CopyReport | None = None
 
     def wait(self) -> StepResult:
         """The step's tokens, one per row, -1 where none was sampled."""
@@ -42,18 +45,26 @@ class DeviceStep:
         if self.token_ids is not None:
             for row, token in zip(self.sampled_rows, self.token_ids.wait(), strict=True):
                 token_ids[row] = token
-        return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.copies)
 
 
 class ModelRunner:
-    """One rank's model, pool and mirror."""
+    """One rank's model, pool and mirror; `copier` where there is a host tier."""
 
     def __init__(
-        self, model: Model, layout: BlockLayout, pool: Tensor, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: Model,
+        layout: BlockLayout,
+        pool: Tensor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        copier: Copier | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.steps = 0
+        self._copier = copier
         self._layout = layout
         self._kv = layer_caches(layout, pool)
         self._device = pool.device
@@ -66,6 +77,19 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Carries out a plan; on a GPU the kernels are queued when this returns."""
         self.steps += 1
+        if self._copier is None:
+            return self._compute(plan)
+        self._copier.start(plan)
+        step = self._compute(plan)
+        step.copies = self._copier.report()
+        return step
+
+    def settle_copies(self) -> None:
+        """Waits until no copy between the tiers is under way on any rank; for all ranks together, between plans."""
+        while self._copier is not None and self._copier.report() is not None:
+            pass
+
+    def _compute(self, plan: StepPlan) -> DeviceStep:
         self._update_mirror(plan)
         self._copy_blocks(plan.copies)
         if not plan.rows:

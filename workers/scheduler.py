@@ -3,8 +3,10 @@
 Continuous batching under a token budget: every running decode first, then the prefills under way, then admission in
 order of arrival. A long prompt is computed in chunks beside the decodes; while there are decodes, a chunk is priced
 with its attention over what came before it, so that the thousandth chunk of a long prompt stalls them no more than
-the first. Preemption is by recompute, and never takes a sequence older than the one that needs room, so the oldest
-always ends. The scheduler owns the block pool and the slots. It does not know models, ranks or who asked.
+the first. A prefix that the host tier holds is restored where that is sooner than computing it; its sequence has
+its slot and blocks meanwhile, and joins the plans when they are filled. Preemption never takes a sequence older than
+the one that needs room, so the oldest always ends. The scheduler owns the tiers and the slots. It does not know
+models, ranks or who asked.
 """
 
 from collections import deque
@@ -12,9 +14,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from .block_pool import BlockPool
+from .copy_report import CopyReport
+from .host_tier import HostTier
 from .sequence import Sequence
 from .step_budget import StepBudget
 from .step_plan import NewRow, Row, StepPlan, TableWrite
+from .tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,10 @@ class SchedulerConfig:
 class Scheduler:
     """`waiting` and `running` are in order of arrival."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, host: HostTier | None = None) -> None:
         self.config = config
         self.pool = pool
+        self.tiers = Tiers(pool, host, config.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -56,7 +62,8 @@ class Scheduler:
         budget = StepBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
-        if not plan.rows:  # such a plan may never be sent
+        self.tiers.plan_copies(plan, beside_decodes=budget.beside_decodes)
+        if plan.is_idle:  # such a plan may never be sent
             self._merged, plan.table_writes = plan.table_writes, []
         return plan, scheduled
 
@@ -76,7 +83,9 @@ class Scheduler:
             block_hash = sequence.block_hashes[index]
             parent = sequence.block_hashes[index - 1] if index else b""
             block = sequence.block_table[index]
-            known = self.pool.register(block, block_hash, parent, index, sequence.request.cache_salt)
+            known = self.pool.lookup(block_hash)  # its own, where it was found behind one that had to be restored
+            if known != block:
+                known = self.pool.register(block, block_hash, parent, index, sequence.request.cache_salt)
             if known != block:
                 self.pool.share([known])
                 self.pool.release([block])
@@ -86,18 +95,33 @@ class Scheduler:
                 del self._promised[block_hash]
             sequence.num_registered = index + 1
 
+    def settle(self, report: CopyReport) -> None:
+        """Takes the ranks' report on copies between the tiers; sequences whose blocks have all come may be planned."""
+        for sequence, broken_at in self.tiers.settle(report):
+            if broken_at is None:
+                sequence.num_computed = sequence.num_scheduled
+                self.register(sequence)
+                continue
+            # What came back right is named, so that the next admission finds it; the rest is computed.
+            sequence.num_computed = broken_at * self.config.block_size
+            self.register(sequence)
+            sequence.cached_device_tokens = -1
+            sequence.cached_host_tokens = min(sequence.cached_host_tokens, sequence.num_computed)
+            self._requeue(sequence)
+
     def check(self) -> None:
         """Raises AssertionError on a broken invariant, the pool's included."""
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "slots lost or doubled"
         for sequence in self.running:
-            held = len(sequence.block_table) * self.config.block_size
+            room = len(sequence.block_table) * self.config.block_size
             assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens, "progress out of order"
-            assert sequence.num_scheduled <= held, "tokens without a block"
+            assert sequence.num_scheduled <= room, "tokens without a block"
             assert not sequence.gone, "a sequence that is gone still runs"
         for sequence in self.waiting:
             assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
-        self.pool.check(sequence.block_table for sequence in self.running)
+        held = self.tiers.check()
+        self.pool.check((*(sequence.block_table for sequence in self.running), *held))
 
     def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
         for sequence in list(self.running):
@@ -105,12 +129,14 @@ class Scheduler:
             # a victim of an older sequence's need, a moment ago.
             if sequence.slot < 0 or sequence.num_uncomputed != 1 or sequence.num_tokens >= sequence.max_len:
                 continue
+            if sequence.num_restoring:
+                continue
             if self._make_room(sequence, plan):
                 self._plan_row(plan, scheduled, sequence, 1)
 
     def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
         for sequence in self.running:
-            if sequence.num_uncomputed > 1 and not budget.is_spent:
+            if sequence.num_uncomputed > 1 and not sequence.num_restoring and not budget.is_spent:
                 count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
                 self._plan_row(plan, scheduled, sequence, count)
 
@@ -118,9 +144,11 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and self._free_slots and not budget.is_spent:
             sequence = self.waiting.popleft()
-            if self._waits_for_another(sequence):
+            if self._waits_for_another(sequence, beside_decodes=budget.beside_decodes):
                 passed_over.append(sequence)
-            elif self._admit(sequence, plan):
+            elif self._admit(sequence, plan, beside_decodes=budget.beside_decodes):
+                if sequence.num_restoring:
+                    continue
                 count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
                 self._plan_row(plan, scheduled, sequence, count)
             else:  # in order of arrival: nobody overtakes one that needs more room
@@ -138,32 +166,36 @@ class Scheduler:
         return True
 
     def _cheapest_victim(self, needy: Sequence) -> Sequence:
-        """The younger sequence with the least to compute again; the needy one itself if none is younger."""
+        """The younger sequence whose blocks are had back cheapest; the needy one itself if none is younger."""
         younger = [s for s in self.running if s.arrival > needy.arrival]
-        return min(younger, key=lambda s: (s.num_scheduled, -s.arrival), default=needy)
+        return min(younger, key=lambda s: (self.tiers.loss(s), -s.arrival), default=needy)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         # Decodes are planned oldest first and victims are younger, so a victim has no row in this plan yet.
         plan.table_writes = [write for write in plan.table_writes if write.slot != victim.slot]
-        self.running.remove(victim)
-        self._vacate(victim)
-        victim.num_computed = victim.num_scheduled = victim.num_registered = 0
+        self._requeue(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        at = sum(1 for _ in takewhile(lambda other: other.arrival < victim.arrival, self.waiting))
-        self.waiting.insert(at, victim)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._vacate(sequence)
+        sequence.num_computed = sequence.num_scheduled = sequence.num_registered = 0
+        at = sum(1 for _ in takewhile(lambda other: other.arrival < sequence.arrival, self.waiting))
+        self.waiting.insert(at, sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         self._merged = [write for write in self._merged if write.slot != sequence.slot]
         for block_hash in sequence.block_hashes[sequence.num_registered :]:
             if self._promised.get(block_hash) is sequence:
                 del self._promised[block_hash]
+        self.tiers.forget(sequence)
         self.pool.release(sequence.block_table)
         sequence.block_table = []
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
-    def _waits_for_another(self, sequence: Sequence) -> bool:
+    def _waits_for_another(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
         """Whether what it needs is being computed right now: its own last token, its leader's prompt, its prefix."""
         leader = sequence.leader
         if sequence.num_pending:
@@ -171,58 +203,75 @@ class Scheduler:
         if leader is not None and not leader.gone:
             # Before the leader runs, and while its prompt is computed, waiting is cheaper than computing it twice.
             # A leader that still prefills (it was resumed) must not find its last block shared under its hands.
-            return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1
+            return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1 or leader.num_restoring > 0
         if sequence.wants_prompt_logprobs:
             return False
         if sequence.awaited_hash in self._promised:
             return True
-        matched = len(self._match(sequence))
-        if matched == self._cacheable(sequence):
-            return False
-        sequence.awaited_hash = sequence.block_hashes[matched]
-        return sequence.awaited_hash in self._promised
+        found = self._find(sequence, beside_decodes=beside_decodes)
+        # Another may be computing what comes next, or restoring the first of what the host has.
+        wanted = {len(found), found.index(None) if None in found else len(found)}
+        for index in wanted - {self._cacheable(sequence)}:
+            if sequence.block_hashes[index] in self._promised:
+                sequence.awaited_hash = sequence.block_hashes[index]
+                return True
+        return False
 
     def _cacheable(self, sequence: Sequence) -> int:
         # At least one token must be computed, for its logits.
         return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self.config.block_size)
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        blocks = []
-        for block_hash in sequence.block_hashes[: self._cacheable(sequence)]:
-            block = self.pool.lookup(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def _find(self, sequence: Sequence, *, beside_decodes: bool) -> list[int | None]:
+        if sequence.wants_prompt_logprobs:
+            return []
+        return self.tiers.find(sequence.block_hashes[: self._cacheable(sequence)], beside_decodes=beside_decodes)
 
-    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+    def _admit(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
         """Gives the sequence a slot and blocks for all its tokens, if there are so many beside what runs."""
         size = self.config.block_size
         forked = sequence.leader is not None and sequence.leader.slot >= 0 and not sequence.leader.gone
+        found: list[int | None] = []
         if forked:
             assert sequence.leader is not None
-            found = sequence.leader.block_table[: -(-sequence.prompt_len // size)]
+            found += sequence.leader.block_table[: -(-sequence.prompt_len // size)]
             computed = sequence.prompt_len - 1
         else:
-            found = [] if sequence.wants_prompt_logprobs else self._match(sequence)
+            found = self._find(sequence, beside_decodes=beside_decodes)
             computed = len(found) * size
-        fresh = -(-len(sequence.token_ids) // size) - len(found)
+        shared = [block for block in found if block is not None]
+        fresh = -(-len(sequence.token_ids) // size) - len(shared)
         spare = len(self.running) + int(forked)  # one block each that decodes may need next, one to copy on write
-        woken = sum(self.pool.is_cold(block) for block in found)
+        woken = sum(self.pool.is_cold(block) for block in shared)
         if fresh + woken + (spare if self.running else 0) > self.pool.num_available:
             return False
-        self.pool.share(found)
-        sequence.block_table = [*found, *self.pool.allocate(fresh)]
+        self.pool.share(shared)
+        taken = iter(self.pool.allocate(fresh))
+        table = [next(taken) if block is None else block for block in found]
+        sequence.block_table = [*table, *taken]
         sequence.slot = self._free_slots.pop()
         sequence.num_computed = sequence.num_scheduled = computed
         sequence.num_registered = computed // size
-        if sequence.cached_device_tokens < 0:
-            sequence.cached_device_tokens = min(computed, sequence.prompt_len)
+        if None in found:
+            sequence.num_registered = found.index(None)
+            sequence.num_computed = sequence.num_registered * size
+        for index, block in enumerate(found):
+            if block is None:
+                self.tiers.restore(sequence, index)
+        self._count_cached(sequence, computed)
         for block_hash in sequence.block_hashes[sequence.num_registered : self._cacheable(sequence)]:
             self._promised.setdefault(block_hash, sequence)
         self._insert_running(sequence)
         self._announce(sequence, plan)
         return True
+
+    def _count_cached(self, sequence: Sequence, computed: int) -> None:
+        """Of the prompt, at the first admission; at a second one too, if the first found blocks that were broken."""
+        if sequence.cached_device_tokens >= 0:
+            return
+        cached = min(computed, sequence.prompt_len)
+        sequence.cached_host_tokens += sequence.num_restoring * self.config.block_size
+        sequence.cached_host_tokens = min(sequence.cached_host_tokens, cached)
+        sequence.cached_device_tokens = cached - sequence.cached_host_tokens
 
     def _insert_running(self, sequence: Sequence) -> None:
         at = len(self.running)
@@ -247,13 +296,16 @@ class Scheduler:
         size = self.config.block_size
         start = sequence.num_scheduled
         for index in range(start // size, (start + count - 1) // size + 1):
-            if index == len(sequence.block_table):
+            known = index < len(sequence.block_table)
+            if not known:
                 sequence.block_table += self.pool.allocate(1)
             elif not self.pool.is_writable(shared := sequence.block_table[index]):
                 (sequence.block_table[index],) = self.pool.allocate(1)
                 plan.copies.append((shared, sequence.block_table[index]))
                 self.pool.release([shared])
-            else:
+                known = False
+            self.tiers.before_write(sequence.block_table[index], plan)
+            if known:
                 continue
             plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
         sequence.num_scheduled += count

@@ -35,6 +35,7 @@ class Sequence:
     num_scheduled: int = 0
     num_pending: int = 0
     num_preemptions: int = 0
+    num_restoring: int = 0  # blocks of its table that are still to come from the host tier: till then it is not planned
     cached_device_tokens: int = -1  # of the prompt, at first admission
     cached_host_tokens: int = 0
     awaited_hash: bytes = b""  # the prefix block that another sequence computes for it, as last seen

@@ -56,12 +56,14 @@ class WorkerService(WorkerServicer):
         ranks: list[public.RankStatus],
         *,
         kernels: str = "",
+        bytes_per_block: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self.address = ""
         self._registration = registration
         self._ranks = ranks
         self._kernels = kernels
+        self._bytes_per_block = bytes_per_block
         self._buffer_bytes = buffer_bytes
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
         self._tickets: dict[str, _Ticket] = {}
@@ -256,8 +258,15 @@ class WorkerService(WorkerServicer):
         return 2 * HEARTBEAT_SECONDS < age < _SHORTEST_STUCK_SECONDS + longest
 
     def _status(self, stats: EngineStats) -> public.GroupStatus:
-        name = self._registration.group
-        return status_message(stats, name, self.address, self._kernels, self._ranks)
+        return status_message(
+            stats,
+            self._registration.group,
+            self.address,
+            self._kernels,
+            self._ranks,
+            block_size=self._registration.model.block_size,
+            bytes_per_block=self._bytes_per_block,
+        )
 
     async def _publish_load(self) -> None:
         """Soon after a step, and once a second while a long one goes on; silence means that the engine is stuck."""

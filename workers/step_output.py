@@ -89,3 +89,11 @@ class EngineStats:
     steps: int
     prefill_tokens_per_second: float
     step_seconds: float
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    demotions: int = 0
+    restores: int = 0
+    integrity_failures: int = 0
+    host_evictions: int = 0
+    demote_seconds: float = 0.0  # of one block, on the slowest rank
+    restore_seconds: float = 0.0

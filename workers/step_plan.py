@@ -50,13 +50,17 @@ class TableWrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Carried out in this order: new rows, table writes, copies, then the rows in one forward pass."""
+    """One step. Carried out in this order: demotes, restores, new rows, table writes, copies, then the rows in one
+    forward pass. Ranks report on demotes and restores, in that order, when each is done (see CopyReport).
+    """
 
     step: int = 0
     new_rows: list[NewRow] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block)
     rows: list[Row] = field(default_factory=list)
+    demotes: list[tuple[int, int]] = field(default_factory=list)  # (from device block, to host slot)
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (from host slot, to device block)
     stop: bool = False  # the group ends after this plan
 
     @property
@@ -64,10 +68,15 @@ class StepPlan:
         """Tokens computed in this step."""
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether ranks would do nothing but remember block numbers."""
+        return not (self.rows or self.new_rows or self.demotes or self.restores)
+
     def encode(self) -> "array[int]":
         """The plan as int32."""
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
-        out.extend((len(self.rows), 0, 0))
+        out.extend((len(self.rows), len(self.demotes), len(self.restores)))
         for new in self.new_rows:
             params = _encode_sampling(new.sampling)
             out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
@@ -76,8 +85,8 @@ class StepPlan:
             out.extend(params)
         for write in self.table_writes:
             out.extend((write.slot, write.index, write.block))
-        for copy in self.copies:
-            out.extend(copy)
+        for pair in (*self.copies, *self.demotes, *self.restores):
+            out.extend(pair)
         for row in self.rows:
             out.extend((row.slot, row.start, row.num_tokens, int(row.sample), row.adapter))
         return out
@@ -85,7 +94,7 @@ class StepPlan:
     @classmethod
     def decode(cls, ints: "array[int]") -> Self:
         """The plan that `encode` made."""
-        step, stop, num_new, num_writes, num_copies, num_rows = ints[:6]
+        step, stop, num_new, num_writes, num_copies, num_rows, num_demotes, num_restores = ints[:_HEADER]
         at = _HEADER
         new_rows = []
         for _ in range(num_new):
@@ -98,13 +107,14 @@ class StepPlan:
             at = stops_end + num_params
         writes = [TableWrite(*ints[i : i + 3]) for i in range(at, at + 3 * num_writes, 3)]
         at += 3 * num_writes
-        copies = [(ints[i], ints[i + 1]) for i in range(at, at + 2 * num_copies, 2)]
-        at += 2 * num_copies
+        pairs = [(ints[i], ints[i + 1]) for i in range(at, at + 2 * (num_copies + num_demotes + num_restores), 2)]
+        copies, pairs = pairs[:num_copies], pairs[num_copies:]
+        at += 2 * (num_copies + num_demotes + num_restores)
         rows = [
             Row(ints[i], ints[i + 1], ints[i + 2], bool(ints[i + 3]), ints[i + 4])
             for i in range(at, at + 5 * num_rows, 5)
         ]
-        return cls(step, new_rows, writes, copies, rows, bool(stop))
+        return cls(step, new_rows, writes, copies, rows, pairs[:num_demotes], pairs[num_demotes:], bool(stop))
 
 
 def _bits(*values: float) -> "array[int]":

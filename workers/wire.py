@@ -71,7 +71,14 @@ def snapshot_messages(epoch: str, sequence: int, held: Sequence[step_output.KvEv
 
 
 def status_message(
-    stats: step_output.EngineStats, name: str, address: str, kernels: str, ranks: Sequence[public.RankStatus]
+    stats: step_output.EngineStats,
+    name: str,
+    address: str,
+    kernels: str,
+    ranks: Sequence[public.RankStatus],
+    *,
+    block_size: int = 0,
+    bytes_per_block: int = 0,
 ) -> public.GroupStatus:
     """What a group can say of itself; state, reason and restarts are for those who watch it."""
     status = public.GroupStatus(
@@ -92,6 +99,16 @@ def status_message(
         prefill_tokens_per_second=stats.prefill_tokens_per_second,
         step_seconds=stats.step_seconds,
         kernels=kernels,
+        host_blocks_total=stats.host_blocks_total,
+        host_blocks_used=stats.host_blocks_used,
+        demotions=stats.demotions,
+        restores=stats.restores,
+        integrity_failures=stats.integrity_failures,
+        host_evictions=stats.host_evictions,
+        bytes_per_block=bytes_per_block,
+        demote_bytes_per_second=bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
+        restore_bytes_per_second=bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
+        restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,
     )
     for rank in status.ranks:
         rank.steps = stats.steps  # ranks step together or not at all

@@ -2,12 +2,17 @@
 
 It keeps the same mirror as a rank, but a slot of its pool holds the (token, position, hash of all before) that was
 stored there. Each row reads back its whole context through its block table and fails if anything but its own tokens
-lies there. The token it "samples" is a hash of that context, so a wrong block also changes what comes out.
+lies there. The token it "samples" is a hash of that context, so a wrong block also changes what comes out. Its host
+memory is a second such pool; what is restored arrives as late as `delay` says, as on a GPU, and until then the block
+holds nothing that anybody may read.
 """
 
 import zlib
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from coatcheck.workers.copy_report import CopyReport, CopyStatus
 from coatcheck.workers.engine import StepResult
 from coatcheck.workers.model_spec import LayerSpec, ModelSpec
 from coatcheck.workers.step_plan import StepPlan
@@ -51,11 +56,28 @@ class FakeStep:
         return self.result
 
 
-class FakeRunner:
-    """`pool[block][offset]` is the context up to and with the token stored there, or None."""
+@dataclass
+class FakeCopy:
+    """A copy that is under way for `steps_left` more steps; `slot` and `block` are those of a restore."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    steps_left: int
+    slot: int = -1
+    block: int = -1
+
+
+class FakeRunner:
+    """`pool[block][offset]` is the context up to and with the token stored there, or None.
+
+    `delay()` is how many steps the next copy takes beyond its own; a restore of a slot in `broken` fails.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, delay: Callable[[], int] = lambda: 0) -> None:
         self.block_size = block_size
+        self.host: dict[int, list[tuple[int, ...] | None]] = {}
+        self.broken: set[int] = set()
+        self.restored = self.demoted = 0
+        self._delay = delay
+        self._copies: deque[FakeCopy] = deque()
         self.pool: list[list[tuple[int, ...] | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, dict[int, int]] = {}
@@ -67,6 +89,16 @@ class FakeRunner:
         """Carries out the plan as it comes off the wire."""
         plan = StepPlan.decode(plan.encode())
         self.plans += 1
+        for block, slot in plan.demotes:
+            assert not any(copy.slot == slot for copy in self._copies), "a slot is overwritten while it is read"
+            self.host[slot] = list(self.pool[block])
+            self.broken.discard(slot)
+            self.demoted += 1
+            self._copies.append(FakeCopy(self._delay()))
+        for slot, block in plan.restores:
+            assert not any(copy.block == block for copy in self._copies), "two restores into one block"
+            self.pool[block] = [None] * self.block_size
+            self._copies.append(FakeCopy(self._delay(), slot, block))
         for new in plan.new_rows:
             self.tokens[new.slot] = list(new.token_ids)
             self.tables[new.slot] = {}
@@ -82,6 +114,7 @@ class FakeRunner:
             tokens, table = self.tokens[row.slot], self.tables[row.slot]
             for position in range(row.start, row.start + row.num_tokens):
                 block = table[position // self.block_size]
+                assert not any(copy.block == block for copy in self._copies), "written while a restore is under way"
                 self.pool[block][position % self.block_size] = tuple(tokens[: position + 1])
             self.computed += row.num_tokens
         for row in plan.rows:
@@ -97,4 +130,21 @@ class FakeRunner:
                 assert len(tokens) == end, "sampled before its last token"
                 tokens.append(token)
             sampled.append(token)
-        return FakeStep(StepResult(sampled))
+        return FakeStep(StepResult(sampled, copies=self._report()))
+
+    def _report(self) -> CopyReport | None:
+        statuses = []
+        for copy in self._copies:
+            copy.steps_left -= 1
+            statuses.append(CopyStatus.UNDER_WAY if copy.steps_left >= 0 else self._finish(copy))
+        self._copies = deque(copy for copy in self._copies if copy.steps_left >= 0)
+        return CopyReport(tuple(statuses), 1e-6, 1e-6) if statuses else None
+
+    def _finish(self, copy: FakeCopy) -> CopyStatus:
+        if copy.block < 0:
+            return CopyStatus.DONE
+        self.restored += 1
+        if copy.slot in self.broken:
+            return CopyStatus.BROKEN
+        self.pool[copy.block] = list(self.host[copy.slot])
+        return CopyStatus.DONE

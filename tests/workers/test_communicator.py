@@ -24,6 +24,7 @@ def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
     said["last"] = communicator.all_gather(mine).tolist()
     said["first"] = communicator.all_gather(mine, dim=0).tolist()
     said["sum"] = communicator.all_reduce(mine).tolist()
+    said["least"] = communicator.least([5, communicator.rank, -communicator.rank])
     said["transport"] = communicator.transport
     said["float16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.float16)).tolist()
     said["bfloat16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.bfloat16)).tolist()
@@ -41,6 +42,7 @@ def test_ranks_hear_the_same(share_memory: bool) -> None:
         assert said["first"] == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
         assert said["sum"] == [[3.0] * 3] * 2
         assert said["bfloat16"] == [1.0] * 5
+        assert said["least"] == [5, 0, -1]
 
 
 def be_late(communicator: Communicator, seconds: float) -> str:

@@ -32,6 +32,8 @@ plans = st.builds(
     table_writes=st.lists(st.builds(TableWrite, ints, ints, ints), max_size=4),
     copies=st.lists(st.tuples(ints, ints), max_size=3),
     rows=st.lists(st.builds(Row, ints, ints, ints, st.booleans(), ints), max_size=4),
+    demotes=st.lists(st.tuples(ints, ints), max_size=3),
+    restores=st.lists(st.tuples(ints, ints), max_size=3),
     stop=st.booleans(),
 )
 
