@@ -19,11 +19,13 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """`router` is host:port once clients may connect. `failure`: why the cluster will never serve, else empty."""
+    """`router` and `http` are host:port once clients may connect (`http` stays empty when there is none). `failure`:
+    why the cluster will never serve, else empty."""
 
     groups: tuple[GroupState, ...] = ()
     router: str = ""
     failure: str = ""
+    http: str = ""
 
     @property
     def is_ready(self) -> bool:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..proto.errors import InvalidConfig
 
 DEFAULT_PORT = 50051
+DEFAULT_HTTP_PORT = 8000
 # Of the memory that a rank finds free, what its KV pool takes; the rest is for activations, and on a CPU for everybody
 # else.
 FREE_SHARE = {"cpu": 0.1, "cuda": 0.85}
@@ -38,6 +39,17 @@ def parse_memory(value: object) -> object:
     return float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
 
 
+def parse_http_port(value: object) -> object:
+    """A port, 0 for any free one, 'none' for no HTTP."""
+    if value in ("none", "off"):
+        return "none"
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or not 0 <= value <= 65535:
+        raise ValueError("write a port from 0 (any free one) to 65535, or none for no HTTP")
+    return value
+
+
 class ServeConfig(BaseModel):
     """`groups` tensor-parallel groups of `tp` ranks each, behind one router."""
 
@@ -50,6 +62,9 @@ class ServeConfig(BaseModel):
     ray_address: str | None = None
     grpc_host: str = "127.0.0.1"
     grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
+    http_host: str = "127.0.0.1"
+    # Unset: the usual port, or any free one where gRPC takes any.
+    http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"] = "auto"
@@ -73,6 +88,15 @@ class ServeConfig(BaseModel):
             return cls(**settings)
         except ValidationError as error:
             raise InvalidConfig("; ".join(explain(item) for item in error.errors())) from None
+
+    @property
+    def http_listen_port(self) -> int | None:
+        """0: any free port; None: no HTTP."""
+        if self.http_port == "none":
+            return None
+        if self.http_port is None:
+            return DEFAULT_HTTP_PORT if self.grpc_port else 0
+        return self.http_port
 
     @property
     def model_name(self) -> str:

@@ -127,7 +127,7 @@ def start_rank(
 
 
 def start_router(config: RouterConfig) -> Actor:
-    """One process: the public gRPC service, and a stream to rank 0 of every group."""
+    """One process: the public gRPC service, OpenAI's endpoints over HTTP, and a stream to rank 0 of every group."""
     made_actor: Any = RouterActor  # Ray's decorator has made it an actor class, unknown to type checkers
     options = made_actor.options(name=config.name, namespace=NAMESPACE, lifetime="detached", max_restarts=0)
     return options.remote(config)
@@ -156,7 +156,13 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
 def router_config(config: ServeConfig, port: int) -> RouterConfig:
     """What a router is told."""
     return RouterConfig(
-        model=config.model_source, served_model_name=config.model_name, name=ROUTER, host=config.grpc_host, port=port
+        model=config.model_source,
+        served_model_name=config.model_name,
+        name=ROUTER,
+        host=config.grpc_host,
+        port=port,
+        http_host=config.http_host,
+        http_port=config.http_listen_port,
     )
 
 

@@ -24,10 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class RouterKeeper:
-    """`address` is host:port while the router serves; `failure` why it never will."""
+    """`address` (gRPC's) and `http_address` are host:port while the router serves; `failure` why it never will."""
 
     def __init__(self, config: RouterConfig, *, has_served: bool) -> None:
         self.address = ""
+        self.http_address = ""
         self.failure = ""
         self._config = config
         self._has_served = has_served  # also before this keeper's time: then it is started again whatever happens
@@ -40,9 +41,13 @@ class RouterKeeper:
         while True:
             try:
                 self._actor = launch.find_actor(self._config.name) or launch.start_router(self._config)
-                self.address = await self._actor.start.remote()
+                address = await self._actor.start.remote()
+                self.http_address = await self._actor.http_address.remote()
+                self.address = address
                 # The next router must be where clients look for this one.
-                self._config = replace(self._config, port=int(self.address.rpartition(":")[2]))
+                self._config = replace(
+                    self._config, port=int(address.rpartition(":")[2]), http_port=_port(self.http_address)
+                )
                 self._has_served = True
                 self._send_groups()
                 await self._watch(self._actor)
@@ -51,7 +56,7 @@ class RouterKeeper:
                 cause = error.cause if isinstance(error, RayTaskError) else None
                 if not self._has_served:
                     self.failure = str(cause) if isinstance(cause, CoatcheckError) else f"router: {cause or error}"
-            self.address = ""
+            self.address = self.http_address = ""
             self._kill()
             if not self._has_served:
                 return
@@ -108,3 +113,7 @@ class RouterKeeper:
         if self._actor is not None:
             ray.kill(self._actor)
             self._actor = None
+
+
+def _port(address: str) -> int | None:
+    return int(address.rpartition(":")[2]) if address else None

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
-from .config import DEFAULT_PORT, ServeConfig
+from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
 from .ray_environment import confine_local_ray, quiet_driver
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ def serve(
     ] = None,
     grpc_host: Annotated[str | None, typer.Option(help="Where the router listens. Default 127.0.0.1.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help=f"0: any free port. Default {DEFAULT_PORT}.")] = None,
+    http_host: Annotated[str | None, typer.Option(help="Where it listens for HTTP. Default 127.0.0.1.")] = None,
+    http_port: Annotated[
+        str | None,
+        typer.Option(help=f"OpenAI's API. 0: any free port; none: no HTTP. Default {DEFAULT_HTTP_PORT}."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default): GPUs where there are any.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or auto (default): the checkpoint's.")
@@ -77,7 +82,7 @@ def serve(
     try:
         settings = ServeConfig.build(flags, file)
         settings.check_model_directory()
-        _check_port(settings)
+        _check_ports(settings)
     except InvalidConfig as error:
         _fail(str(error), code=2)
     try:
@@ -231,22 +236,25 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
         min(config.max_num_seqs, group.ranks[0].num_blocks * config.block_size // group.ranks[0].max_model_len)
         for group in state.groups
     )
+    http = f" and http://{state.http}" if state.http else ""
     return (
-        f"ready: {config.model_name} ({first.dtype}) at {state.router}, {config.groups} groups x tp {config.tp}, "
+        f"ready: {config.model_name} ({first.dtype}) at {state.router}{http}, {config.groups} groups x tp {config.tp}, "
         f"{blocks} blocks of {config.block_size} tokens, {at_once} sequences of {first.max_model_len} tokens at once"
     )
 
 
-def _check_port(config: ServeConfig) -> None:
+def _check_ports(config: ServeConfig) -> None:
     """Raises InvalidConfig when the router could not listen; on a remote cluster only the router can tell."""
-    if config.ray_address is not None or config.grpc_port == 0:
+    if config.ray_address is not None:
         return
-    try:
-        socket.create_server((config.grpc_host, config.grpc_port)).close()
-    except OSError as error:
-        where = f"{config.grpc_host}:{config.grpc_port}"
-        reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
-        raise InvalidConfig(f"cannot listen on {where}: {reason}; choose another --grpc-port") from None
+    wanted = [("grpc", config.grpc_host, config.grpc_port), ("http", config.http_host, config.http_listen_port)]
+    for flag, host, port in wanted:
+        try:
+            if port:
+                socket.create_server((host, port)).close()
+        except OSError as error:
+            reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
+            raise InvalidConfig(f"cannot listen on {host}:{port}: {reason}; choose another --{flag}-port") from None
 
 
 def _check_ray(config: ServeConfig) -> None:

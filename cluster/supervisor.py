@@ -50,7 +50,8 @@ class Supervisor:
         """How far everything is."""
         groups = tuple(keeper.state for keeper in self._groups)
         failed = next((group.reason for group in groups if group.state == "failed"), "")
-        return ClusterState(groups, self._router.address, self._failure or self._router.failure or failed)
+        failure = self._failure or self._router.failure or failed
+        return ClusterState(groups, self._router.address, failure, self._router.http_address)
 
     async def drain(self) -> bool:
         """Lets no new request in and waits for those that run."""

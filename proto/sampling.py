@@ -10,6 +10,7 @@ from typing import Self
 
 from .coatcheck_pb2 import SamplingParams as SamplingMessage
 from .errors import InvalidRequest
+from .grammar import Grammar
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -39,6 +40,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop: bool = False
+    structured: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, its value and what it may be."""
@@ -65,6 +68,9 @@ class SamplingParams:
         longest = max(map(len, self.stop), default=0)
         _require(longest <= MAX_STOP_LENGTH, "stop", f"{longest} characters long", f"at most {MAX_STOP_LENGTH} long")
         _require(len(self.stop_token_ids) <= 256, "stop_token_ids", len(self.stop_token_ids), "at most 256 ids")
+        if self.structured is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise InvalidRequest(f"{name} does not go with structured output, which ends where it is complete")
         _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
 
     @classmethod
@@ -76,13 +82,18 @@ class SamplingParams:
             logit_bias=dict(message.logit_bias),
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),
+            structured=Grammar.from_message(message.structured) if message.HasField("structured") else None,
         )
 
     def to_message(self) -> SamplingMessage:
         """The wire form, every scalar set."""
         scalars = {name: getattr(self, name) for name in _SCALARS if getattr(self, name) is not None}
         return SamplingMessage(
-            **scalars, logit_bias=self.logit_bias, stop=self.stop, stop_token_ids=self.stop_token_ids
+            **scalars,
+            logit_bias=self.logit_bias,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            structured=self.structured.to_message() if self.structured is not None else None,
         )
 
     def check_model(self, vocab_size: int) -> None:
@@ -95,6 +106,7 @@ class SamplingParams:
 _SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "ignore_eos", "n", "logprobs", "prompt_logprobs", "skip_special_tokens",
+    "include_stop",
 )  # fmt: skip
 
 

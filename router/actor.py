@@ -27,13 +27,17 @@ class RouterActor:
         self._starting = asyncio.Lock()
 
     async def start(self) -> str:
-        """Listens; returns "host:port". Asked again it only answers again, so that a new supervisor may adopt it."""
+        """Listens; returns gRPC's "host:port". Asked again it only answers, so that a new supervisor may adopt it."""
         async with self._starting:
             if self._router is None:
                 router = Router(self._config)
                 self._address = await router.start()
                 self._router = router
         return self._address
+
+    async def http_address(self) -> str:
+        """Where it listens for HTTP, as "host:port"; empty when it does not."""
+        return self._started().http_address
 
     async def set_groups(self, groups: Sequence[GroupAddress], version: int = 0) -> None:
         """See Router.set_groups."""

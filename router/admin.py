@@ -25,8 +25,12 @@ class Admin:
         self._traffic = traffic
 
     async def status(self, message: StatusRequest) -> StatusResponse:
-        """Groups as they reported last, and latencies as measured here."""
+        """See `report`."""
         refuse_unknown_fields(message)
+        return self.report()
+
+    def report(self) -> StatusResponse:
+        """Groups as they reported last, and latencies as measured here."""
         groups = [_link_status(link) for link in self._groups.links]
         groups += [_address_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
         groups.sort(key=lambda group: group.name)

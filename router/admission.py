@@ -12,9 +12,10 @@ from typing import Final
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from ..proto.coatcheck_pb2 import Chat, GenerateRequest, Resumed, TokenizeRequest
+from ..proto.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
 from ..proto.errors import InvalidRequest, NeverFits, NotFound
 from ..proto.sampling import SamplingParams
+from .conversation import chat_text
 from .request import Request
 from .tokenizer import TokenizerJson
 
@@ -61,7 +62,7 @@ def prompt_token_ids(
             special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
             return tokenizer.encode(message.text, special, at_most=at_most)
         case "chat":
-            text = _chat_text(message.chat, tokenizer)
+            text = chat_text(message.chat, tokenizer.template)
             return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
         case "token_ids" if isinstance(message, GenerateRequest):
             return list(message.token_ids.ids)
@@ -114,6 +115,7 @@ def admit(
         sampling=dataclasses.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed),
         resume=resume,
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
 
 
@@ -136,15 +138,6 @@ def _resumed(
             )
         delivered[part.choice] = list(part.token_ids)
     return delivered
-
-
-def _chat_text(chat: Chat, tokenizer: TokenizerJson) -> str:
-    if tokenizer.template is None:
-        raise InvalidRequest("this model has no chat template; send the prompt as text or token_ids")
-    if not chat.messages:
-        raise InvalidRequest("the chat has no messages; give at least one")
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    return tokenizer.template.render(messages, _or_true(chat, "add_generation_prompt"))
 
 
 def _or_true(message: Message, name: str) -> bool:

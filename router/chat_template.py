@@ -5,17 +5,22 @@ tokens.
 """
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Never
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from ..proto.errors import InvalidModel, InvalidRequest
+
+# Variables that a conversation sets by its own fields.
+_OURS = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
 class ChatTemplate:
@@ -31,8 +36,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            # What a conversation may bring beside its messages.
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise InvalidModel(f"the model's chat template does not compile: {error}") from error
+        self.source = source
         self._special_tokens = special_tokens
 
     @classmethod
@@ -53,13 +61,31 @@ class ChatTemplate:
         special = {name: _text_of(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
         return cls(source, {name: token for name, token in special.items() if token is not None})
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """The whole text; raises InvalidRequest with the template's own words when it refuses the conversation."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The whole text; raises InvalidRequest for what the template does not read, and with its own words when it
+        refuses the conversation."""
+        if tools and "tools" not in self.variables:
+            raise InvalidRequest("this model's chat template knows no tools; leave tools out")
+        for name in arguments or ():
+            if name not in self.variables or name in _OURS:
+                raise InvalidRequest(f"this model's chat template has no variable {name!r} to set; leave it out")
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            text = self._template.render(
+                **self._special_tokens,
+                **(arguments or {}),
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools or None,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            text.encode()  # half of a surrogate pair, which JSON can escape, is no text
+            return text
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template refuses this conversation: {error}") from error
 
 

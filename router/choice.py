@@ -18,12 +18,19 @@ class Choice:
 
     __slots__ = ("_detokenizer", "_eos", "_fed", "_stops", "finish_reason", "index", "token_ids")
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], eos: AbstractSet[int]) -> None:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        eos: AbstractSet[int],
+        include_stop: bool = False,
+    ) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops, include_stop) if stops else None
         self._eos = eos
         self._fed = False  # whether a token has come that the client did not bring
 

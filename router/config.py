@@ -25,6 +25,8 @@ class RouterConfig:
     name: str = "router-0"
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
+    http_host: str = "127.0.0.1"
+    http_port: int | None = None  # None: no HTTP
     # How long a new request waits for a first group, and an accepted one for another after its own was lost.
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 30.0
@@ -38,6 +40,7 @@ class RouterConfig:
         _require(bool(self.model), "model", self.model, "a checkpoint directory or a hub id")
         _require(bool(self.name), "name", self.name, "a name")
         _require(0 <= self.port < 65536, "port", self.port, "from 0 (any) to 65535")
+        _require(0 <= (self.http_port or 0) < 65536, "http_port", self.http_port, "from 0 (any) to 65535, or None")
         for name in ("admission_wait_seconds", "move_wait_seconds"):
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds >= 0, name, seconds, "at least 0")

@@ -49,7 +49,18 @@ class Generation:
         self._groups = groups
         self._traffic = traffic
         self._rng = random.SystemRandom()
+        self.created = int(time.time())
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self._config.model_name
+
+    @property
+    def model(self) -> GetModelResponse | None:
+        """What is served; None until a group has registered."""
+        return self._groups.model
 
     async def generate_stream(self, message: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """Started, deltas, Final. Closing it early frees what the request holds."""
@@ -135,6 +146,8 @@ class Generation:
             capacity=self._capacity(model),
             rng=self._rng,
         )
+        if request.sampling.structured is not None:
+            await self._aside(request.sampling.structured.check)
         if len(token_ids) > _LONG_PROMPT:
             await self._aside(lambda: request.chain(model))
         return request

@@ -105,7 +105,7 @@ class Relay:
         sampling, eos = self.request.sampling, frozenset(placement.model.eos_token_ids)
         ended = []
         for index in range(sampling.n):
-            choice = Choice(index, self._detokenizer(), sampling.stop, eos)
+            choice = Choice(index, self._detokenizer(), sampling.stop, eos, sampling.include_stop)
             self._choices.append(choice)
             delta = choice.prime(self.request.resume.get(index, ()))
             if delta is not None:

@@ -22,6 +22,7 @@ class Request:
     sampling: SamplingParams
     resume: Mapping[int, Sequence[int]] = field(default_factory=dict)
     cache_salt: str = ""
+    priority: int = 0
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     @property
@@ -48,10 +49,12 @@ class Request:
             sampling=self._group_sampling(),
             resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
             cache_salt=self.cache_salt,
+            priority=self.priority,
         )
 
     def _group_sampling(self) -> SamplingMessage:
         message = self.sampling.to_message()
         message.ClearField("stop")
         message.ClearField("skip_special_tokens")
+        message.ClearField("include_stop")
         return message

@@ -28,6 +28,9 @@ from .edge import streaming, unary
 from .generation import Generation
 from .group_address import GroupAddress
 from .groups import Groups
+from .http.api import Api
+from .http.server import HttpServer
+from .metrics import Metrics
 from .tokenizer import TokenizerJson
 from .traffic import Traffic
 
@@ -47,21 +50,25 @@ _OPTIONS = [
 
 
 class Router:
-    """Owns the gRPC server, the groups and the tokeniser. Make and use it inside one event loop."""
+    """Owns the gRPC and HTTP servers, the groups and the tokeniser. Make and use it inside one event loop."""
 
     def __init__(self, config: RouterConfig, tokenizer: TokenizerJson | None = None) -> None:
         """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
         self.config = config
         self.groups = Groups(config)
         self.traffic = Traffic()
-        self.generation = Generation(config, tokenizer or TokenizerJson.load(config.model), self.groups, self.traffic)
+        self.http_address = ""  # host:port once it listens, if it does
+        tokenizer = tokenizer or TokenizerJson.load(config.model)
+        self.generation = Generation(config, tokenizer, self.groups, self.traffic)
         self.admin = Admin(config, self.groups, self.traffic)
+        self.metrics = Metrics(self.admin)
+        self._http = HttpServer(Api(self.generation, self.admin, tokenizer, self.metrics).app)
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = HealthServicer()
         self._health_watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listens; returns "host:port". Raises InvalidConfig when the port is taken."""
+        """Listens; returns gRPC's "host:port". Raises InvalidConfig when a port is taken."""
         self._add_services()
         try:
             port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
@@ -70,6 +77,8 @@ class Router:
                 f"cannot listen on {self.config.host}:{self.config.port}, which is taken or not ours; "
                 "choose another port, or 0 for any free one"
             ) from error
+        if self.config.http_port is not None:
+            self.http_address = await self._http.start(self.config.http_host, self.config.http_port)
         await self._publish_health()
         await self._server.start()
         self._health_watch = asyncio.create_task(self._watch_health())
@@ -93,7 +102,7 @@ class Router:
         if self._health_watch is not None:
             self._health_watch.cancel()
             await asyncio.gather(self._health_watch, return_exceptions=True)
-        await self._server.stop(grace_seconds)
+        await asyncio.gather(self._server.stop(grace_seconds), self._http.stop(grace_seconds))
         await self.groups.close()
         self.generation.close()
 
@@ -137,6 +146,7 @@ def main(
     group: Annotated[list[str], typer.Option(help="NAME=HOST:PORT of a group's rank 0, by its name; may be repeated.")],
     host: str = "127.0.0.1",
     port: int = 50051,
+    http_port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
     name: str = "router-0",
     served_model_name: Annotated[str, typer.Option(help="The model's name, as the groups have it.")] = "",
 ) -> None:
@@ -144,12 +154,13 @@ def main(
     logging.basicConfig(level=logging.INFO)
     addresses = [GroupAddress(name, address) for name, _, address in (entry.partition("=") for entry in group)]
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(RouterConfig(model, served_model_name, name=name, host=host, port=port), addresses))
+        config = RouterConfig(model, served_model_name, name, host, port, http_host=host, http_port=http_port)
+        asyncio.run(_serve(config, addresses))
 
 
 async def _serve(config: RouterConfig, groups: Sequence[GroupAddress]) -> None:
     router = Router(config)
-    print(f"router {config.name} listens on {await router.start()}", flush=True)
+    print(f"router {config.name} listens on {await router.start()}, http on {router.http_address}", flush=True)
     await router.set_groups(groups)
     try:
         await asyncio.Event().wait()

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """A filter over one text. `hit` is the stop string that ended it."""
+    """A filter over one text. `hit` is the stop string that ended it; with `include` it is the end of the text."""
 
-    __slots__ = ("_held", "_longest", "_stops", "hit")
+    __slots__ = ("_held", "_include", "_longest", "_stops", "hit")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.hit: str | None = None
@@ -29,7 +30,7 @@ class StopStrings:
         if first is not None:
             end, _, self.hit = first
             self._held = ""
-            return buffer[: end - len(self.hit)]
+            return buffer[: end if self._include else end - len(self.hit)]
         kept = self._start_of_a_stop(buffer)
         self._held = buffer[kept:]
         return buffer[:kept]

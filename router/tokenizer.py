@@ -6,6 +6,7 @@ texts off their event loop.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ _FILES = [
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # where AutoTokenizer is needed
 ]
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # A text of fewer characters than this for each token that fits is encoded whole.
 _CHARACTERS_PER_TOKEN: Final = 8
@@ -83,6 +85,16 @@ class TokenizerJson:
         if pieces is not None:
             return ByteDetokenizer(pieces)
         return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token by itself, special ones written out; ids without a token have none."""
+        if self._pieces is not None:
+            return self._pieces[token_id] if token_id < len(self._pieces) else b""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if _BYTE.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        text: str = token.replace("\u2581", " ")  # how sentencepiece writes a space
+        return text.encode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Not `encode`, which holds the interpreter's lock: a text of 10 MB would stop everybody's streams for seconds.

@@ -81,7 +81,8 @@ def test_libraries_a_room_does_not_know(room: str, libraries: set[str], allowed:
 
 def test_front_door_loads_without_torch() -> None:
     """Importing every file of the router brings in neither torch nor transformers; only its actor brings in Ray."""
-    modules = [f"coatcheck.router.{file.stem}" for file in sources("router") if file.name != "actor.py"]
+    files = [file.relative_to(ROOT).with_suffix("") for file in sources("router") if file.name != "actor.py"]
+    modules = [".".join(("coatcheck", *file.parts)) for file in files]
     program = (
         f"import importlib, sys; [importlib.import_module(m) for m in {modules!r}]; "
         "print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
@@ -151,7 +152,7 @@ def test_wheel_holds_every_room(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("coatcheck-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = [file for room in ROOMS for suffix in ("*.py", "*.pyi", "*.proto") for file in (copy / room).glob(suffix)]
+    wanted = [file for room in ROOMS for suffix in ("*.py", "*.pyi", "*.proto") for file in (copy / room).rglob(suffix)]
     missing = [str(file.relative_to(copy)) for file in wanted if f"coatcheck/{file.relative_to(copy)}" not in held]
     assert missing == []
     assert "coatcheck/py.typed" in held

@@ -178,6 +178,8 @@ class Engine:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
         request.sampling.check_model(vocab)
+        if request.sampling.structured is not None:
+            raise InvalidRequest("structured output is not implemented by this group; leave it out")
         wanted = prompt_len + (request.sampling.max_tokens or 1)
         if wanted > self.max_model_len:
             raise NeverFits(
@@ -198,7 +200,7 @@ class Engine:
             choice=choice,
             token_ids=[*prompt, *request.resume.get(choice, ())],
             max_len=self.max_model_len if max_tokens is None else len(prompt) + max_tokens,
-            arrival=self._arrivals,
+            arrival=(request.priority, self._arrivals),
             end_token_ids=frozenset(ends),
             leader=leader,
         )

@@ -21,3 +21,4 @@ class Request:
     sampling: SamplingParams
     resume: dict[int, tuple[int, ...]] = field(default_factory=dict)
     cache_salt: str = ""
+    priority: int = 0  # the lowest goes first

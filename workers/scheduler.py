@@ -1,12 +1,12 @@
 """Scheduler: which tokens of which sequences the next step computes. Pure: no tensor, no I/O, no clock.
 
-Continuous batching under a token budget: every running decode first, then the prefills under way, then admission in
-order of arrival. A long prompt is computed in chunks beside the decodes; while there are decodes, a chunk is priced
-with its attention over what came before it, so that the thousandth chunk of a long prompt stalls them no more than
-the first. A prefix that the host tier holds is restored where that is sooner than computing it; its sequence has
-its slot and blocks meanwhile, and joins the plans when they are filled. Preemption never takes a sequence older than
-the one that needs room, so the oldest always ends. The scheduler owns the tiers and the slots. It does not know
-models, ranks or who asked.
+Continuous batching under a token budget: every running decode first, then the prefills under way, then admission by
+priority and in order of arrival. A long prompt is computed in chunks beside the decodes; while there are decodes, a
+chunk is priced with its attention over what came before it, so that the thousandth chunk of a long prompt stalls them
+no more than the first. A prefix that the host tier holds is restored where that is sooner than computing it; its
+sequence has its slot and blocks meanwhile, and joins the plans when they are filled. Preemption never takes a sequence
+that goes before the one that needs room, so the first always ends. The scheduler owns the tiers and the slots. It does
+not know models, ranks or who asked.
 """
 
 from collections import deque
@@ -49,7 +49,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; whoever calls has checked that the pool can hold it alone."""
-        self.waiting.append(sequence)
+        if self.waiting and self.waiting[-1].arrival > sequence.arrival:
+            self._insert_waiting(sequence)
+        else:
+            self.waiting.append(sequence)
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
         """The next step's plan, and the sequence of each of its rows."""
@@ -168,7 +171,7 @@ class Scheduler:
     def _cheapest_victim(self, needy: Sequence) -> Sequence:
         """The younger sequence whose blocks are had back cheapest; the needy one itself if none is younger."""
         younger = [s for s in self.running if s.arrival > needy.arrival]
-        return min(younger, key=lambda s: (self.tiers.loss(s), -s.arrival), default=needy)
+        return min(younger, key=lambda s: (self.tiers.loss(s), _backwards(s.arrival)), default=needy)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         # Decodes are planned oldest first and victims are younger, so a victim has no row in this plan yet.
@@ -181,6 +184,9 @@ class Scheduler:
         self.running.remove(sequence)
         self._vacate(sequence)
         sequence.num_computed = sequence.num_scheduled = sequence.num_registered = 0
+        self._insert_waiting(sequence)
+
+    def _insert_waiting(self, sequence: Sequence) -> None:
         at = sum(1 for _ in takewhile(lambda other: other.arrival < sequence.arrival, self.waiting))
         self.waiting.insert(at, sequence)
 
@@ -313,3 +319,7 @@ class Scheduler:
         sequence.num_pending += int(sample)
         plan.rows.append(Row(sequence.slot, start, count, sample))
         scheduled.append(sequence)
+
+
+def _backwards(arrival: tuple[int, int]) -> tuple[int, int]:
+    return -arrival[0], -arrival[1]

@@ -24,7 +24,7 @@ class Sequence:
     choice: int
     token_ids: list[int]
     max_len: int  # tokens, prompt included, at which it ends
-    arrival: int
+    arrival: tuple[int, int]  # its place in every queue: by priority, then in order of arrival
     end_token_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop tokens
     leader: Self | None = None
     slot: int = -1

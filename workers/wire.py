@@ -23,6 +23,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
         sampling=SamplingParams.from_message(submit.sampling),
         resume={resumed.choice: tuple(resumed.token_ids) for resumed in submit.resume},
         cache_salt=submit.cache_salt,
+        priority=submit.priority,
     )
 
 

@@ -34,6 +34,7 @@ class Serving:
         self._arguments = arguments
         self._environment = {**os.environ, **(environment or {})}
         self.address = ""
+        self.url = ""  # of its HTTP
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:
@@ -57,8 +58,8 @@ class Serving:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"^ready: .* at (\S+),", line):
-                self.address = found[1]
+            if found := re.search(r"^ready: .* at ([^\s,]+)(?: and (http://[^\s,]+))?,", line):
+                self.address, self.url = found[1], found[2] or ""
                 return line
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
 

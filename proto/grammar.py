@@ -1,0 +1,95 @@
+"""Grammar: what an answer must be, as every rank and router reads it.
+
+Both ends of the wire need the same reading: the router refuses what does not compile before any group hears of it, and
+the ranks make the masks. It does not know models: a vocabulary is the caller's.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import llguidance
+
+from .coatcheck_pb2 import StructuredOutput
+from .errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+Kind = Literal["json_schema", "regex", "grammar", "choices"]
+KINDS: Final[tuple[Kind, ...]] = ("json_schema", "regex", "grammar", "choices")
+MAX_BYTES: Final = 256 * 1024
+_MAX_CHOICES: Final = 4096
+# One space behind commas and colons and no other: a model that may write spaces for ever sometimes does. A schema's own
+# "x-guidance" overrides it.
+_JSON: "Final[JsonCompileOptions]" = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """`text` is the schema, the pattern, the rules, or the choices as a JSON list."""
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for what is empty or too long to compile."""
+        if not self.text.strip():
+            raise InvalidRequest(f"structured.{self.kind} is empty; give one, or leave structured output out")
+        if len(self.text.encode(errors="replace")) > MAX_BYTES:
+            raise InvalidRequest(f"structured.{self.kind} has more than {MAX_BYTES} bytes; make it shorter")
+
+    @classmethod
+    def from_message(cls, message: StructuredOutput) -> "Grammar":
+        """The wire form; raises InvalidRequest."""
+        kind = message.WhichOneof("kind")
+        if kind is None:
+            raise InvalidRequest("structured names no kind; set json_schema, regex, grammar or choices")
+        if kind == "choices":
+            return cls.of_choices(list(message.choices.texts))
+        return cls(kind, getattr(message, kind))
+
+    @classmethod
+    def of_choices(cls, texts: list[str]) -> "Grammar":
+        """One of these."""
+        if not texts or not all(texts) or len(texts) > _MAX_CHOICES:
+            raise InvalidRequest(f"structured.choices must be 1 to {_MAX_CHOICES} strings, none of them empty")
+        return cls("choices", json.dumps(texts))
+
+    def to_message(self) -> StructuredOutput:
+        """The wire form."""
+        message = StructuredOutput()
+        if self.kind == "choices":
+            message.choices.texts.extend(json.loads(self.text))
+        else:
+            setattr(message, self.kind, self.text)
+        return message
+
+    def compiled(self) -> str:
+        """As llguidance takes it; raises InvalidRequest for what it cannot read."""
+        try:
+            if self.kind == "json_schema":
+                schema = json.loads(self.text)
+                if isinstance(schema, bool):
+                    schema = {} if schema else {"not": {}}
+                return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+            if self.kind == "choices":
+                return llguidance.grammar_from("choice", self.text)
+            return llguidance.grammar_from(self.kind, self.text)
+        except (ValueError, RecursionError) as error:
+            raise self.refused(error) from None
+
+    def check(self) -> None:
+        """Raises InvalidRequest that says why it does not compile. Takes milliseconds, for large ones many."""
+        error, said = llguidance.LLMatcher.validate_grammar_with_warnings(self.compiled())
+        if error:
+            raise self.refused(said[0])
+
+    def refused(self, reason: object) -> InvalidRequest:
+        """The error for a grammar that does not compile."""
+        text = " ".join(str(reason).split())[:500]
+        return InvalidRequest(f"structured.{self.kind} cannot be compiled: {text}; change what it names")

@@ -1,0 +1,58 @@
+"""What the answers of both generating endpoints have in common: their head, their usage, their reasons to end."""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ...proto.coatcheck_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Delta, Usage
+
+DONE: Final = b"data: [DONE]\n\n"
+REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
+quote = json.encoder.encode_basestring_ascii  # what json.dumps does with a string, without its other work
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object and every chunk of one answer begins with."""
+
+    id: str
+    model: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def to_json(self, kind: str) -> dict[str, Any]:
+        """The first fields of an object."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def server_sent(chunk: dict[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+def usage_json(usages: Iterable[Usage], scores_only: bool = False) -> dict[str, Any]:
+    """Over all prompts of a request."""
+    usages = list(usages)
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = 0 if scores_only else sum(usage.completion_tokens for usage in usages)
+    cached = sum(usage.cached_device_tokens + usage.cached_host_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def stop_reason(delta: Delta) -> str | int | None:
+    """The stop string or stop token that ended a choice."""
+    stopped_by = delta.WhichOneof("stopped_by")
+    return getattr(delta, stopped_by) if stopped_by else None

@@ -1,0 +1,237 @@
+"""Api: OpenAI's endpoints, and a few of other engines', over the same core as the gRPC service.
+
+A body becomes GenerateRequests, their events become OpenAI's objects; nothing is decided here that gRPC would decide
+otherwise. It does not know how bytes are served, nor who may ask: `authorize` does, and raises.
+"""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ...proto.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
+from ...proto.errors import CoatcheckError, InvalidRequest, NotFound
+from ..admin import Admin
+from ..config import MESSAGE_BYTES
+from ..generation import Generation
+from ..metrics import CONTENT_TYPE, Metrics
+from ..tokenizer import TokenizerJson
+from .answer import Head
+from .body_limit import BodyLimit
+from .chat_answer import ChatAnswer
+from .chat_request import ChatRequest
+from .completion_answer import CompletionAnswer, ShownPrompt
+from .completion_request import CompletionRequest, Prompt
+from .connection import ClientGone, while_connected
+from .error_body import error_body, explain, refusal, retry_headers
+from .event_stream import Answer, EventStream
+from .merged import begin, merged
+from .token_text import TokenText
+from .tokens_body import DetokenizeBody, TokenizeBody
+from .tool_calls import ToolCalls, form_of
+
+Authorize = Callable[[Request], Awaitable[None]]
+_REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
+
+
+async def anyone(request: Request) -> None:
+    """Lets everybody in."""
+
+
+class Api:
+    """Made by the router; `app` is what a server serves."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        admin: Admin,
+        tokenizer: TokenizerJson,
+        metrics: Metrics,
+        authorize: Authorize = anyone,
+    ) -> None:
+        self._generation = generation
+        self._admin = admin
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._tokens = TokenText(tokenizer)
+        # The interactive pages load scripts from elsewhere.
+        self.app = FastAPI(title="Coatcheck", docs_url=None, redoc_url=None)
+        self.app.add_middleware(BodyLimit, most_bytes=MESSAGE_BYTES)
+        guarded = [Depends(authorize)]
+        for method, path, endpoint in (
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self.chat_completions),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+        ):
+            self.app.add_api_route(path, endpoint, methods=[method], dependencies=guarded, response_model=None)
+        self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
+        self.app.add_exception_handler(RequestValidationError, _misread)
+        self.app.add_exception_handler(HTTPException, _misdirected)
+        self.app.add_exception_handler(ClientGone, _nobody)
+        self.app.add_exception_handler(CoatcheckError, _refused)
+        self.app.add_exception_handler(Exception, _refused)
+
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        """Goes on from one or several prompts."""
+        prompts = body.prompts()
+        name = request_id(request)
+        if body.return_token_ids or (body.echo and body.logprobs is not None):
+            ids = [await self._ids(prompt, body.model) for prompt in prompts]
+            messages = body.messages(ids, name)
+        else:
+            ids = [[] for _ in prompts]
+            messages = body.messages(prompts, name)
+        echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
+        shown = [ShownPrompt(echo, known) for echo, known in zip(echoes, ids, strict=True)]
+        answer = CompletionAnswer(self._head(f"cmpl-{name}"), body, shown, self._tokens)
+        return await self._answer(request, messages, answer, stream=body.stream)
+
+    async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
+        """Speaks the assistant's next turn."""
+        name = request_id(request)
+        message = body.message(name)
+        known: Sequence[int] = ()
+        if body.return_token_ids:
+            asked = TokenizeRequest(model=body.model, chat=message.chat)
+            known = (await self._generation.tokenize(asked)).token_ids
+        answer = ChatAnswer(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
+        return await self._answer(request, [message], answer, stream=body.stream)
+
+    async def models(self) -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """By its name."""
+        if name != self._generation.model_name:
+            raise NotFound(f"model {name!r} is not served here; this server has {self._generation.model_name!r}")
+        return self._model()
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """A text's or a chat's token ids."""
+        ids = list((await self._generation.tokenize(body.message())).token_ids)
+        model = self._generation.model
+        made: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": model.max_model_len if model else None,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            made["token_strs"] = [self._tokens.text(token_id) for token_id in ids]
+        return made
+
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """The text of token ids."""
+        asked = DetokenizeRequest(model=body.model, token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return {"prompt": (await self._generation.detokenize(asked)).text}
+
+    async def health(self) -> Response:
+        """200 while a new request would be taken."""
+        state = self._admin.state
+        return JSONResponse({"status": state}, 200 if state == "serving" else 503)
+
+    async def metrics(self) -> Response:
+        """In Prometheus' text form."""
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+    async def _answer(
+        self,
+        request: Request,
+        messages: Sequence[GenerateRequest],
+        answer: CompletionAnswer | ChatAnswer,
+        *,
+        stream: bool,
+    ) -> Response:
+        if not stream:
+            responses = await while_connected(request.receive, self._all(messages))
+            return JSONResponse(answer.whole(responses))
+        sources = [self._generation.generate_stream(message) for message in messages]
+        await while_connected(request.receive, begin(sources))
+        streaming: Answer = answer
+        return EventStream(merged(sources), streaming)
+
+    async def _all(self, messages: Sequence[GenerateRequest]) -> list[GenerateResponse]:
+        tasks = [asyncio.create_task(self._generation.generate(message)) for message in messages]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ids(self, text: Prompt, model: str) -> list[int]:
+        if not isinstance(text, str):
+            return text
+        if not text:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        asked = TokenizeRequest(model=model, text=text)
+        return list((await self._generation.tokenize(asked)).token_ids)
+
+    async def _echo(self, text: Prompt) -> str:
+        if isinstance(text, str):
+            return text
+        return (await self._generation.detokenize(DetokenizeRequest(token_ids=text))).text
+
+    def _tool_calls(self, body: ChatRequest) -> Callable[[], ToolCalls] | None:
+        called, most = body.called, None if body.parallel_tool_calls else 1
+        if not called:
+            return None
+        if called == "named":
+            return lambda: ToolCalls("named", name=body.named, most=most)
+        template = self._tokenizer.template
+        form = "json" if called == "required" or template is None else form_of(template.source)
+        return lambda: ToolCalls(form, most=most)
+
+    def _head(self, name: str) -> Head:
+        model = self._generation.model
+        return Head(name, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
+
+    def _model(self) -> dict[str, Any]:
+        model = self._generation.model
+        return {
+            "id": self._generation.model_name,
+            "object": "model",
+            "created": self._generation.created,
+            "owned_by": "coatcheck",
+            "max_model_len": model.max_model_len if model else None,
+        }
+
+
+def request_id(request: Request) -> str:
+    """The client's own, where it is one that can be written to a log; else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    status, body = error_body(error)
+    return JSONResponse(body, status, headers=retry_headers(error))
+
+
+async def _misread(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    message, field = explain(error.errors())
+    return JSONResponse(refusal(400, message, param=field), 400)
+
+
+async def _misdirected(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    said = {404: f"{what} is no endpoint of this server", 405: f"{what}: this endpoint has another method"}
+    body = refusal(error.status_code, said.get(error.status_code, str(error.detail)))
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # for the log alone: there is nobody to read it

@@ -1,0 +1,200 @@
+"""ChatRequest: the body of POST /v1/chat/completions, and the request to the core that it stands for."""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ...proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
+from ...proto.errors import InvalidRequest
+from ...proto.grammar import Grammar
+from .fields import Body, Count, SamplingFields
+from .structured import schema_grammar
+
+
+class TextPart(Body):
+    """The one kind of content part that a text model takes."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """What an assistant called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class Called(Body):
+    """One call in an assistant's message."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One turn."""
+
+    neutral: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
+
+    role: str
+    content: str | list[TextPart] = ""
+    name: str = ""
+    tool_calls: list[Called] = Field(default_factory=list)
+    tool_call_id: str = ""
+
+    def message(self) -> ChatMessage:
+        """As the core takes it."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
+            for call in self.tool_calls
+        ]
+        return ChatMessage(
+            role=self.role, content=text, name=self.name, tool_calls=calls, tool_call_id=self.tool_call_id
+        )
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    neutral: ClassVar = {"strict": (False,)}
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Functions are the only tools."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """By its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """tool_choice when one function must be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(SamplingFields):
+    """With tool_choice `required` or a name the call is structured output; with `auto` it is found in the text."""
+
+    neutral: ClassVar = {
+        "modalities": (["text"],),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "echo": (False,),
+        "include_reasoning": (True,),
+        "functions": ([],),
+    }
+
+    messages: list[Message]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Count | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+    @property
+    def called(self) -> str:
+        """ "" when no tool may be called, "auto", "required", or "named"."""
+        if not self.tools or self.tool_choice == "none":
+            return ""
+        if isinstance(self.tool_choice, NamedTool):
+            return "named"
+        return self.tool_choice or "auto"
+
+    @property
+    def named(self) -> str:
+        """The function that must be called, if it is one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+
+    def message(self, request_id: str) -> GenerateRequest:
+        """To the core; raises InvalidRequest."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs; set logprobs to true")
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them")
+        arguments = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+        tools = self.tools if self.called else []
+        return GenerateRequest(
+            request_id=request_id,
+            model=self.model,
+            chat=chat_message(self.messages, tools, arguments, self.add_generation_prompt),
+            sampling=self.sampling(
+                limits.pop() if limits else None,
+                (self.top_logprobs or 0) if self.logprobs else None,
+                self.prompt_logprobs,
+                self._grammar(),
+            ),
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
+
+    def _grammar(self) -> Grammar | None:
+        asked = self.grammar()
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise InvalidRequest("tool_choice needs tools; give them, or leave it out")
+        if self.called == "auto" and any(tool.function.strict for tool in self.tools):
+            raise InvalidRequest(
+                "a strict function needs a call to be certain; set tool_choice to required or to its name, "
+                "or leave strict out"
+            )
+        if self.called not in ("required", "named"):
+            return asked
+        if asked is not None:
+            raise InvalidRequest("tool_choice makes a call of the whole answer; leave response_format and the like out")
+        if self.named:
+            return schema_grammar(self._function(self.named).parameters or {"type": "object"})
+        calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(t) for t in self.tools]}}
+        if not self.parallel_tool_calls:
+            calls["maxItems"] = 1
+        return schema_grammar(calls)
+
+    def _function(self, name: str) -> Function:
+        for tool in self.tools:
+            if tool.function.name == name:
+                return tool.function
+        raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools")
+
+
+def chat_message(
+    messages: list[Message], tools: list[Tool], arguments: dict[str, Any], add_generation_prompt: bool
+) -> Chat:
+    """A conversation as the core takes it."""
+    return Chat(
+        messages=[message.message() for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        tools=[json.dumps(tool.model_dump(exclude_none=True)) for tool in tools],
+        template_arguments=json.dumps(arguments) if arguments else "",
+    )
+
+
+def _call(tool: Tool) -> dict[str, Any]:
+    parameters = tool.function.parameters or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }

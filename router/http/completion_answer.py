@@ -1,0 +1,105 @@
+"""CompletionAnswer: the core's events as text completions, whole or chunk by chunk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, TokenLogprob, Usage
+from .answer import DONE, REASONS, Head, quote, server_sent, stop_reason, usage_json
+from .completion_request import CompletionRequest
+from .token_text import TokenText
+
+
+@dataclass(slots=True)
+class ShownPrompt:
+    """One prompt of a request. `echo` is its text where that is to be repeated, `token_ids` where they are known."""
+
+    echo: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class CompletionAnswer:
+    """Made per request; `chunk` and `end` for a stream, `whole` otherwise."""
+
+    def __init__(
+        self, head: Head, request: CompletionRequest, prompts: Sequence[ShownPrompt], tokens: TokenText
+    ) -> None:
+        self._head = head
+        self._request = request
+        self._prompts = prompts
+        self._tokens = tokens
+        self._usages: list[Usage] = []
+        self._offsets: dict[int, int] = {}  # of choices that have begun: characters so far
+        usage = ',"usage":null' if request.include_usage else ""
+        # A chunk is these, with the choice's number and its text between them.
+        self._before = server_sent({**head.to_json("text_completion"), "choices": []})[:-4] + b'{"index":'
+        self._after = f',"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
+        self._is_plain = request.logprobs is None and not request.return_token_ids and not request.echo
+
+    def chunk(self, place: int, event: GenerateEvent) -> bytes:
+        """What a stream says of an event of the prompt at `place`; nothing where that is nothing."""
+        kind = event.WhichOneof("event")
+        if kind == "prompt_logprobs":
+            self._prompts[place].logprobs.extend(event.prompt_logprobs.tokens)
+        elif kind == "final":
+            self._usages.append(event.final.usage)
+        elif kind == "delta":
+            delta = event.delta
+            if self._is_plain and not delta.finish_reason:
+                if not delta.text:
+                    return b""
+                index = place * self._request.n + delta.choice
+                return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
+            chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
+            if self._request.include_usage:
+                chunk["usage"] = None
+            return server_sent(chunk)
+        return b""
+
+    def end(self) -> bytes:
+        """The last words of a stream."""
+        if not self._request.include_usage:
+            return DONE
+        usage = usage_json(self._usages, self._request.scores_only)
+        return server_sent({**self._head.to_json("text_completion"), "choices": [], "usage": usage}) + DONE
+
+    def whole(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
+        """The one object of an answer that does not stream."""
+        choices = []
+        for place, response in enumerate(responses):
+            self._prompts[place].logprobs.extend(response.prompt_logprobs.tokens)
+            for delta in response.choices:
+                choice = self._choice(place, delta)
+                if self._request.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = self._tokens.prompt(response.prompt_logprobs.tokens)
+                choices.append(choice)
+        usage = usage_json((response.final.usage for response in responses), self._request.scores_only)
+        return {**self._head.to_json("text_completion"), "choices": choices, "usage": usage}
+
+    def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
+        request, prompt = self._request, self._prompts[place]
+        index = place * request.n + delta.choice
+        first = index not in self._offsets
+        text = "" if request.scores_only else delta.text
+        logprobs: list[TokenLogprob | int] = [] if request.scores_only else list(delta.logprobs)
+        token_ids = [] if request.scores_only else list(delta.token_ids)
+        if first and request.echo:
+            text = prompt.echo + text
+            logprobs = [*prompt.token_ids[:1], *prompt.logprobs, *logprobs]
+        offset = self._offsets.get(index, 0)
+        made: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": "length" if request.scores_only else REASONS[delta.finish_reason],
+            "stop_reason": stop_reason(delta),
+        }
+        if request.logprobs is not None:
+            made["logprobs"] = self._tokens.completion(logprobs, offset)
+        if request.return_token_ids:
+            made["token_ids"] = token_ids
+            if first:
+                made["prompt_token_ids"] = list(prompt.token_ids)
+        self._offsets[index] = offset + len(text)
+        return made

@@ -1,0 +1,150 @@
+"""What the bodies of both generating endpoints have in common: sampling, streaming, and what is refused by name.
+
+A field that would change the answer is implemented or refused; one that cannot change it is accepted and dropped. This
+module does not know prompts or answers.
+"""
+
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from ...proto.errors import InvalidRequest
+from ...proto.grammar import Grammar
+from ...proto.sampling import SamplingParams
+from .structured import ResponseFormat, StructuredOutputs, grammar_of
+
+# They name, bill, store or speed up; the answer is the same without them.
+HARMLESS: Final = frozenset({
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
+    "guided_decoding_backend", "request_id",
+})  # fmt: skip
+# Not implemented, and accepted where they say what happens anyway.
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "store": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "logits_processors": ([],),
+    "bad_words": ([],),
+    "stop_reason": (),
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A JSON object whose unknown fields are refused, and whose nulls are as if they were not there."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        neutral = NEUTRAL | cls.neutral
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and name not in HARMLESS and value not in neutral.get(name, ())
+        }
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last chunk says what the request took."""
+
+    neutral: ClassVar = {"include_obfuscation": (True, False), "continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+
+
+class SamplingFields(Body):
+    """OpenAI's own, then those that clients of other engines send."""
+
+    model: str = ""
+    n: Count = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    stop: str | list[str] = Field(default_factory=list)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    response_format: ResponseFormat | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Count | None = None
+    cache_salt: str = ""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    return_token_ids: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; raises InvalidRequest."""
+        older = StructuredOutputs(
+            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        return grammar_of(self.response_format, self.structured_outputs, older)
+
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
+    ) -> SamplingMessage:
+        """As the core takes it; raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is for streams; set stream to true or leave it out")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs does not go with stream; use echo with logprobs, or do not stream")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_biases(self.logit_bias),
+            # OpenAI's seeds are signed.
+            seed=None if self.seed is None else self.seed % 2**64,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            n=self.n,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output,
+            structured=grammar,
+        ).to_message()
+
+
+def _biases(named: dict[str, float]) -> dict[int, float]:
+    for name in named:
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise InvalidRequest(f"logit_bias[{name[:40]!r}] names no token; its keys are token ids, as strings")
+    return {int(name): bias for name, bias in named.items()}

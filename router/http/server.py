@@ -1,0 +1,62 @@
+"""HttpServer: serves an ASGI application in the event loop that it is started in, beside whatever else runs there."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ...proto.errors import InvalidConfig
+
+_SHORTEST_GRACE = 0.2  # for connections that are merely kept open
+
+
+class _Quiet(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says when it is done."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them to whoever owns the process."""
+        yield
+
+
+class HttpServer:
+    """`start`, then `stop`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._server = _Quiet(
+            uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None)
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens; returns "host:port". Raises InvalidConfig when the port is taken."""
+        try:
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise InvalidConfig(
+                f"cannot listen on {host}:{port} for HTTP: {error.strerror}; choose another port, or 0 for any free one"
+            ) from error
+        self._task = asyncio.create_task(self._server.serve([listener]), name="http")
+        listening = asyncio.create_task(self._server.listening.wait())
+        await asyncio.wait((self._task, listening), return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no new requests; open ones get that long."""
+        if self._task is None:
+            return
+        grace_seconds = max(grace_seconds, _SHORTEST_GRACE)
+        self._server.config.timeout_graceful_shutdown = grace_seconds  # type: ignore[assignment]  # any number will do
+        self._server.should_exit = True
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,45 @@
+"""The bodies of POST /tokenize and POST /detokenize, in the form that other engines gave them."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from ...proto.coatcheck_pb2 import Chat, TokenizeRequest
+from ...proto.errors import InvalidRequest
+from .chat_request import Message, Tool, chat_message
+from .fields import Body, TokenId
+
+
+class TokenizeBody(Body):
+    """A prompt, or a chat by its messages."""
+
+    neutral: ClassVar = {"continue_final_message": (False,)}
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    def message(self) -> TokenizeRequest:
+        """To the core; raises InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages")
+        chat: Chat | None = None
+        if self.messages is not None:
+            chat = chat_message(self.messages, self.tools, self.chat_template_kwargs, self.add_generation_prompt)
+        special = self.add_special_tokens
+        if chat is not None and special is False:
+            special = None  # as it is: a chat template brings its own
+        return TokenizeRequest(model=self.model, text=self.prompt, chat=chat, add_special_tokens=special)
+
+
+class DetokenizeBody(Body):
+    """Special tokens are written out unless told otherwise."""
+
+    model: str = ""
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False

@@ -1,0 +1,213 @@
+"""/v1/chat/completions with OpenAI's own client, against scripted groups."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, GetModelResponse, SamplingParams
+from coatcheck.router.tokenizer import TokenizerJson
+from tests.router.fake_group import EOS, VOCAB, FakeGroup
+from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
+
+from .conftest import OpenWeb, Web
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Now.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+# How a Qwen-like model shows tools and its own calls.
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}[tool {{ tool | tojson }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if thinking %}<think>{% endif %}"
+)
+
+
+def saying(text: str) -> FakeGroup:
+    """A group whose every answer is this text."""
+    ids = [*byte_level_tokenizer().encode(text).ids, EOS]
+    model = GetModelResponse(name="tiny", max_model_len=2048, vocab_size=VOCAB, block_size=4, eos_token_ids=[EOS])
+    return FakeGroup(token=lambda submit, choice, position: ids[position], model=model, num_blocks=512)
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
+    """A model whose template knows tools."""
+    return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("tools"), TOOL_TEMPLATE)))
+
+
+async def prompt_of(web: Web, **body: Any) -> str:
+    """What the model is shown, as /detokenize reads it back."""
+    await web.openai.chat.completions.create(model="tiny", max_tokens=1, **body)
+    ids = list(web.door.groups[0].submits[-1].prompt_token_ids)
+    _, _, text = await web.ask("POST", "/detokenize", {"tokens": ids})
+    shown: str = json.loads(text)["prompt"]
+    return shown
+
+
+async def test_a_chat_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
+    """The same messages and seed give the same text over both protocols, whole and streamed."""
+    web = await open_web(FakeGroup())
+    sampling = SamplingParams(max_tokens=10, seed=5)
+    chat = Chat(messages=[ChatMessage(role="user", content="hello")])
+    wanted = await web.door.generation.Generate(GenerateRequest(chat=chat, sampling=sampling))
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, seed=5)
+    whole = await web.openai.chat.completions.create(**asked, max_completion_tokens=10)
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", wanted.choices[0].text)
+    assert (choice.finish_reason, whole.object) == ("length", "chat.completion")
+    options = {"include_usage": True}
+    stream = await web.openai.chat.completions.create(**asked, max_tokens=10, stream=True, stream_options=options)
+    chunks = [chunk async for chunk in stream]
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert said == wanted.choices[0].text
+    assert [chunk.choices[0].delta.role for chunk in chunks[:-1]].count("assistant") == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == whole.usage and whole.usage is not None
+
+
+async def test_logprobs_come_with_bytes(open_web: OpenWeb) -> None:
+    """Each token has its text, its bytes and its score, in a stream as in a whole answer."""
+    web = await open_web(FakeGroup())
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, seed=5, max_tokens=6, logprobs=True, top_logprobs=1)
+    (choice,) = (await web.openai.chat.completions.create(**asked)).choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    raw = b"".join(bytes(token.bytes or []) for token in choice.logprobs.content)
+    assert raw.decode(errors="replace") == choice.message.content
+    assert {token.logprob for token in choice.logprobs.content} == {-1.0}
+    streamed = []
+    async for chunk in await web.openai.chat.completions.create(**asked, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert streamed == choice.logprobs.content
+
+
+async def test_content_may_come_in_parts(open_web: OpenWeb) -> None:
+    """Text parts are the text; any other part is refused by its type."""
+    web = await open_web(FakeGroup())
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "one\ntwo" in await prompt_of(web, messages=[{"role": "user", "content": parts}])
+    image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
+    error = await web.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]})
+    assert "text" in error["message"] and error["param"].startswith("messages.0.content")
+
+
+async def test_tools_are_shown_to_the_model(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+    """The template gets tools, earlier calls as objects, and answers of tools; `none` shows no tool."""
+    web = await open_web(saying("yes"), speaking=tool_model)
+    history: list[Any] = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]  # fmt: skip
+    shown = await prompt_of(web, messages=history, tools=[WEATHER])
+    assert f"[tool {json.dumps(WEATHER)}]" in shown
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call><tool>rain' in shown
+    assert "[tool" not in await prompt_of(web, messages=HELLO, tools=[WEATHER], tool_choice="none")
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    assert (await prompt_of(web, messages=HELLO, extra_body=thinking)).endswith("<think>")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_in_the_text_is_a_tool_call(open_web: OpenWeb, tool_model: TokenizerJson, stream: bool) -> None:
+    """Text before a call stays text, the call comes apart from it, and the choice ends for that reason."""
+    text = 'let me see<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    web = await open_web(saying(text), speaking=tool_model)
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
+    if stream:
+        chunks = [chunk.choices[0] async for chunk in await web.openai.chat.completions.create(**asked, stream=True)]
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        calls = [(call.function.name, call.function.arguments) for call in streamed if call.function]
+        reason = chunks[-1].finish_reason
+    else:
+        (choice,) = (await web.openai.chat.completions.create(**asked)).choices
+        content, reason = choice.message.content or "", choice.finish_reason
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    assert (content, reason) == ("let me see", "tool_calls")
+    assert [(name, json.loads(arguments or "")) for name, arguments in calls] == [("weather", {"city": "Bonn"})]
+
+
+async def test_a_forced_call_is_structured_output(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+    """tool_choice by name constrains the answer to the function's arguments, and they come back as a call."""
+    group = saying('{"city": "Bonn"}')
+    web = await open_web(group, speaking=tool_model)
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
+    (choice,) = (await web.openai.chat.completions.create(**asked, tool_choice=named)).choices
+    assert choice.message.tool_calls is not None
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "Bonn"}'  # type: ignore[union-attr]
+    schema = json.loads(group.submits[0].sampling.structured.json_schema)
+    assert schema == WEATHER["function"]["parameters"]
+    with pytest.raises(openai.BadRequestError, match="'clock'"):
+        await web.openai.chat.completions.create(
+            **asked, tool_choice={"type": "function", "function": {"name": "clock"}}
+        )
+
+
+async def test_required_calls_are_a_list(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+    """tool_choice required gives at least one call; without parallel calls, one."""
+    web = await open_web(saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), speaking=tool_model)
+    (choice,) = (
+        await web.openai.chat.completions.create(
+            model="tiny", messages=HELLO, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
+        )
+    ).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+    assert choice.message.tool_calls[0].function.name == "weather"  # type: ignore[union-attr]
+    schema = json.loads(web.door.groups[0].submits[0].sampling.structured.json_schema)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no messages": ({}, "messages is missing"),
+    "empty": ({"messages": []}, "no messages"),
+    "role": ({"messages": [{"role": "bard", "content": "x"}]}, "unknown role"),
+    "tools": ({"messages": HELLO, "tools": [WEATHER]}, "knows no tools"),
+    "strict": (
+        {"messages": HELLO, "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
+        "strict function",
+    ),
+    "tool choice": ({"messages": HELLO, "tool_choice": "required"}, "tool_choice needs tools"),
+    "template": ({"messages": HELLO, "chat_template_kwargs": {"thinking": True}}, "no variable 'thinking'"),
+    "effort": ({"messages": HELLO, "reasoning_effort": "high"}, "'reasoning_effort'"),
+    "overridden": ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "no variable 'messages'"),
+    "audio": ({"messages": HELLO, "modalities": ["audio"]}, "modalities is not implemented"),
+    "functions": ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not implemented"),
+    "top_logprobs": ({"messages": HELLO, "top_logprobs": 2}, "set logprobs to true"),
+    "two limits": ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "differ"),
+    "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    "hidden half": ({"messages": HELLO, "chat_template_kwargs": {"bos_token": "\ud800"}}, "no variable|refuses"),
+    "arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        "must be the text of a JSON object",
+    ),
+}
+
+
+async def test_bad_chats_say_what_to_change(open_web: OpenWeb) -> None:
+    """Wrong as written is a 400 in OpenAI's form, and never reaches a group."""
+    group = FakeGroup()
+    web = await open_web(group)
+    for case, (body, words) in REFUSED.items():
+        error = await web.refused("/v1/chat/completions", body)
+        assert any(word in error["message"] for word in words.split("|")), (case, error)
+        assert error["type"] == "invalid_request_error" and not group.submits, case
+
+
+async def test_a_model_without_a_template_has_no_chats(open_web: OpenWeb, tmp_path: Path) -> None:
+    """It says so, and completions still work."""
+    web = await open_web(FakeGroup(), speaking=TokenizerJson.load(str(write_model(tmp_path, template=None))))
+    error = await web.refused("/v1/chat/completions", {"messages": HELLO})
+    assert "no chat template" in error["message"]
+    assert (await web.openai.completions.create(model="tiny", prompt="a", max_tokens=1)).choices
