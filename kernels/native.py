@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-VERSION = 4
+VERSION = 5
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # One letter per argument: p a pointer, q an int64, and the result r (an int) or v (void) after the colon.
@@ -39,6 +39,7 @@ _SIGNATURES = {
     "shared_all_reduce": "ppqq:r",
     "shared_all_gather": "ppqp:r",
     "shared_broadcast": "ppq:r",
+    "token_mask": "pqqpqpq:v",
 }
 _AVX512_SIGNATURES = {
     "linear_bf16": "pqqppqqpqp:v",

@@ -39,16 +39,16 @@ class Grammar:
     def __post_init__(self) -> None:
         """Raises InvalidRequest for what is empty or too long to compile."""
         if not self.text.strip():
-            raise InvalidRequest(f"structured.{self.kind} is empty; give one, or leave structured output out")
+            raise InvalidRequest(f"structured.{self.kind} is empty; it must be given, or structured output left out")
         if len(self.text.encode(errors="replace")) > MAX_BYTES:
-            raise InvalidRequest(f"structured.{self.kind} has more than {MAX_BYTES} bytes; make it shorter")
+            raise InvalidRequest(f"structured.{self.kind} has more than {MAX_BYTES} bytes; it must be shorter")
 
     @classmethod
     def from_message(cls, message: StructuredOutput) -> "Grammar":
         """The wire form; raises InvalidRequest."""
         kind = message.WhichOneof("kind")
         if kind is None:
-            raise InvalidRequest("structured names no kind; set json_schema, regex, grammar or choices")
+            raise InvalidRequest("structured names no kind; it must be json_schema, regex, grammar or choices")
         if kind == "choices":
             return cls.of_choices(list(message.choices.texts))
         return cls(kind, getattr(message, kind))

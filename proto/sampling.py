@@ -70,7 +70,8 @@ class SamplingParams:
         _require(len(self.stop_token_ids) <= 256, "stop_token_ids", len(self.stop_token_ids), "at most 256 ids")
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
-            raise InvalidRequest(f"{name} does not go with structured output, which ends where it is complete")
+            allowed = "off beside structured output, which ends where it is complete"
+            _require(False, name, getattr(self, name), allowed)
         _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
 
     @classmethod

@@ -20,6 +20,7 @@ from .block_pool import BlockPool
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
 from .host_tier import HostTier
+from .grammars import Grammars
 from .model_spec import ModelSpec
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig
@@ -33,14 +34,15 @@ from .throughput import Throughput
 class StepResult:
     """What the ranks report of one step: a token per row that samples, in row order (-1 for the others).
 
-    `logprobs` and `prompt_logprobs` are keyed by row index, and only there when asked for. `copies` is there while
-    copies between the tiers are under way.
+    `logprobs`, `prompt_logprobs` and `failed` are keyed by row index, and only there when asked for or when there are
+    any. `copies` is there while copies between the tiers are under way.
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     copies: CopyReport | None = None
+    failed: dict[int, str] = field(default_factory=dict)  # rows that cannot go on, and why
 
 
 class LaunchedStep(Protocol):
@@ -81,6 +83,7 @@ class Engine:
         max_model_len: int | None = None,
         host_blocks: int = 0,
         pipeline_depth: int = 0,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec = spec
@@ -93,6 +96,7 @@ class Engine:
         self.throughput = Throughput()
         self._runner = runner
         self._depth = pipeline_depth
+        self._grammars = grammars or Grammars(None, "structured output is not served here")
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
         self._sequences: dict[str, list[Sequence]] = {}
@@ -178,8 +182,6 @@ class Engine:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
         request.sampling.check_model(vocab)
-        if request.sampling.structured is not None:
-            raise InvalidRequest("structured output is not implemented by this group; leave it out")
         wanted = prompt_len + (request.sampling.max_tokens or 1)
         if wanted > self.max_model_len:
             raise NeverFits(
@@ -188,6 +190,9 @@ class Engine:
             )
         if any(not 0 <= choice < request.sampling.n for choice in request.resume):
             raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")
+        if request.sampling.structured is not None:
+            for said in request.resume.values() or ((),):
+                self._grammars.matcher(request.sampling.structured, said)
 
     def _sequence(self, request: Request, choice: int, leader: Sequence | None, chain: list[bytes]) -> Sequence:
         prompt = request.prompt_token_ids
@@ -219,9 +224,14 @@ class Engine:
     def _confirm(self, done: _InFlight) -> StepOutput:
         result = done.launched.wait()
         outputs, self._ended_early = self._ended_early, []
+        refused: list[tuple[str, str]] = []
         for index, (row, sequence) in enumerate(zip(done.plan.rows, done.sequences, strict=True)):
             sequence.num_pending -= int(row.sample)
             if sequence.gone:
+                continue
+            if index in result.failed:
+                refused.append((sequence.request.request_id, result.failed[index]))
+                self.abort(sequence.request.request_id)
                 continue
             if row.sample:
                 sequence.token_ids.append(result.token_ids[index])
@@ -241,7 +251,8 @@ class Engine:
         self._price(result.copies)
         prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
         decodes = done.plan.num_tokens - prefill
-        return StepOutput(done.plan.step, outputs, self.scheduler.tiers.drain_events(), prefill, decodes, seconds)
+        events = self.scheduler.tiers.drain_events()
+        return StepOutput(done.plan.step, outputs, events, prefill, decodes, seconds, refused)
 
     def _price(self, copies: CopyReport | None) -> None:
         tiers, rate = self.scheduler.tiers, self.throughput.prefill_tokens_per_second

@@ -36,8 +36,9 @@ Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, Wanted | None], Ten
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens."""
 
-    def __init__(self, spec: ModelSpec, body: Body, head: Head) -> None:
+    def __init__(self, spec: ModelSpec, body: Body, head: Head, directory: Path) -> None:
         self.spec = spec
+        self.directory = directory  # of its checkpoint
         self._body = body
         self._head = head
 
@@ -117,7 +118,8 @@ def load_model(
         )
         weight_bytes = load_weights(causal, checkpoint, plan.cuts, device, progress)
         fingerprint = checkpoint.fingerprint()
-        end_tokens = _end_tokens(checkpoint.directory, config)
+        directory = checkpoint.directory
+        end_tokens = _end_tokens(directory, config)
     check_complete(causal)
     if shard.size > 1:
         parallelise(causal, plan, calls, config.vocab_size, communicator)
@@ -137,7 +139,7 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    return Model(spec, body, head)
+    return Model(spec, body, head, directory)
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from .copier import Copier, CpuCopier
 from .engine import Engine
 from .engine_loop import EngineLoop
 from .free_memory import free_bytes, peak_bytes
+from .grammars import Grammars
 from .group_config import GroupConfig
 from .group_runner import GroupRunner, follow
 from .host_memory import allocate_host, choose_host_blocks
@@ -99,14 +100,15 @@ class Rank:
         self._note(phase=Phase.WARMING)
         # Routers name the model as its operator does, and block hashes hold that name.
         spec = dataclasses.replace(model.spec, name=config.served_model_name)
-        runner, host_blocks = self._build_runner(model, communicator, device)
+        grammars = Grammars.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+        runner, host_blocks = self._build_runner(model, communicator, device, grammars)
         ranks = self._warm_up(runner, communicator, host_blocks)
         # What is loaded stays: the collector need not walk it again in the middle of a step.
         gc.collect()
         gc.freeze()
         try:
             if self.rank == 0:
-                self._lead(spec, runner, communicator, host_blocks, ranks)
+                self._lead(spec, runner, communicator, host_blocks, ranks, grammars)
             else:
                 self._note(phase=Phase.SERVING)
                 follow(runner, communicator)
@@ -121,7 +123,9 @@ class Rank:
         if self._loop is not None:
             self._loop.stop()
 
-    def _build_runner(self, model: Model, communicator: Communicator, device: torch.device) -> tuple[ModelRunner, int]:
+    def _build_runner(
+        self, model: Model, communicator: Communicator, device: torch.device, grammars: Grammars
+    ) -> tuple[ModelRunner, int]:
         """The runner, and how many blocks its host memory has."""
         config, spec = self.config, model.spec
         layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
@@ -151,6 +155,7 @@ class Rank:
             max_num_seqs=config.max_num_seqs,
             max_model_len=min(spec.max_model_len, num_blocks * config.block_size),
             copier=make_copier(pool, host, communicator) if host is not None else None,
+            grammars=grammars,
         )
         return runner, host_blocks
 
@@ -182,6 +187,7 @@ class Rank:
         communicator: Communicator,
         host_blocks: int,
         ranks: list[public.RankStatus],
+        grammars: Grammars,
     ) -> None:
         """Rank 0: schedules and serves until `stop`."""
         config, on_gpu = self.config, runner.pool.device.type == "cuda"
@@ -197,6 +203,7 @@ class Rank:
             max_batch_tokens=config.max_batch_tokens,
             max_model_len=config.max_model_len,
             pipeline_depth=1 if on_gpu else 0,
+            grammars=grammars,
         )
         kernels = "triton" if on_gpu else native_status()
         registration = self._registration(spec, engine, num_blocks, host_blocks)

@@ -5,23 +5,26 @@ changes the mirror, then one forward pass computes all its rows, and the sampler
 where the next plan finds them. It does not know requests, nor why a row is in a plan.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..kernels.copy_blocks import copy_blocks
+from ..kernels.token_mask import apply_token_mask
 from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
 from .copier import Copier
 from .copy_report import CopyReport
 from .engine import StepResult
+from .grammars import Grammars
 from .kv_pool import layer_caches
 from .model import Model
 from .sampler import Sampler, report_logprobs
 from .step_output import TokenLogprob
 from .step_plan import Row, StepPlan
+from .token_masks import TokenMasks
 from .transfer import Download, upload
 from .wanted import Wanted
 
@@ -38,6 +41,7 @@ class DeviceStep:
     logprobs: dict[int, TokenLogprob]
     prompt_logprobs: dict[int, list[TokenLogprob]]
     copies: CopyReport | None = None
+    failed: dict[int, str] = field(default_factory=dict)
 
     def wait(self) -> StepResult:
         """The step's tokens, one per row, -1 where none was sampled."""
@@ -45,7 +49,7 @@ class DeviceStep:
         if self.token_ids is not None:
             for row, token in zip(self.sampled_rows, self.token_ids.wait(), strict=True):
                 token_ids[row] = token
-        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.copies)
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.copies, self.failed)
 
 
 class ModelRunner:
@@ -60,6 +64,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         copier: Copier | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -72,6 +77,8 @@ class ModelRunner:
         self._tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
         self._sampler = Sampler(max_num_seqs, self._device)
+        grammars = grammars or Grammars(None, "this runner was given no grammars")
+        self._masks = TokenMasks(grammars, model.spec.vocab_size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
@@ -108,6 +115,7 @@ class ModelRunner:
         for new in plan.new_rows:
             self._tokens[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
             self._sampler.set(new)
+            self._masks.set(new)
         if plan.table_writes:
             triples = self._int32([(write.slot, write.index, write.block) for write in plan.table_writes]).T
             # Of two writes to one entry the later must win, which an indexed store does not promise.
@@ -171,14 +179,26 @@ class ModelRunner:
         counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.wants_logprobs(slot)) is not None}
         reported = self._int64(list(counts))
         raw = logits[reported] if counts else logits
+        failed = self._constrain(logits, slots)
         token_ids = self._sampler.draw(logits, slots, positions, self._tokens)
         self._tokens[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
         arriving = Download.start(token_ids)
+        self._masks.drew(slots, arriving)
         logprobs: dict[int, TokenLogprob] = {}
         if counts:
             reports = report_logprobs(raw, token_ids[reported], list(counts.values()))
             logprobs = {sampled[r]: report for r, report in zip(counts, reports, strict=True)}
-        return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs)
+        said = {sampled[r]: reason for r, reason in failed.items()}
+        return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs, said)
+
+    def _constrain(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
+        """Leaves each row the tokens that its structured output can go on with; returns why a row has none."""
+        masks = self._masks.masks(slots)
+        if masks is None:
+            return {}
+        rows, bits, failed = masks
+        apply_token_mask(logits, self._int64(rows), bits)
+        return failed
 
     def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[TokenLogprob]]:
         reports: dict[int, list[TokenLogprob]] = {}

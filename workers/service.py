@@ -111,6 +111,12 @@ class WorkerService(WorkerServicer):
             write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
             if sequence.finish_reason is not None:
                 self._close_choice(sequence.request_id, ticket, sequence.choice)
+        for request_id, reason in output.refused:
+            if ticket := self._tickets.pop(request_id, None):
+                error = InvalidRequest(reason)
+                self._loop.call_soon_threadsafe(
+                    self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, error
+                )
         if mail:
             self._loop.call_soon_threadsafe(self._deliver, mail)
 

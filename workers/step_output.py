@@ -61,7 +61,8 @@ class KvEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One step: `num_prefill_tokens` and `num_decodes` are what it computed, `seconds` what it took."""
+    """One step: `num_prefill_tokens` and `num_decodes` are what it computed, `seconds` what it took. `refused` are the
+    requests, by id, that had to be given up, and why."""
 
     step: int
     outputs: list[SequenceOutput]
@@ -69,6 +70,7 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decodes: int = 0
     seconds: float = 0.0
+    refused: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Self
 
+from ..proto.grammar import KINDS, Grammar
 from ..proto.sampling import SamplingParams
 
 _HEADER = 8
@@ -78,11 +79,13 @@ class StepPlan:
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
         out.extend((len(self.rows), len(self.demotes), len(self.restores)))
         for new in self.new_rows:
-            params = _encode_sampling(new.sampling)
+            params, grammar = _encode_sampling(new.sampling), _encode_grammar(new.sampling.structured)
             out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
+            out.append(len(grammar))
             out.extend(new.token_ids)
             out.extend(new.stop_token_ids)
             out.extend(params)
+            out.extend(grammar)
         for write in self.table_writes:
             out.extend((write.slot, write.index, write.block))
         for pair in (*self.copies, *self.demotes, *self.restores):
@@ -98,13 +101,15 @@ class StepPlan:
         at = _HEADER
         new_rows = []
         for _ in range(num_new):
-            slot, choice, prompt_len, num_ids, num_stops, num_params = ints[at : at + 6]
-            ids_end = at + 6 + num_ids
+            slot, choice, prompt_len, num_ids, num_stops, num_params, num_grammar = ints[at : at + 7]
+            ids_end = at + 7 + num_ids
             stops_end = ids_end + num_stops
-            sampling = _decode_sampling(ints[stops_end : stops_end + num_params])
-            ids, stops = ints[at + 6 : ids_end].tolist(), tuple(ints[ids_end:stops_end])
+            params_end = stops_end + num_params
+            grammar = _decode_grammar(ints[params_end : params_end + num_grammar])
+            sampling = _decode_sampling(ints[stops_end:params_end], grammar)
+            ids, stops = ints[at + 7 : ids_end].tolist(), tuple(ints[ids_end:stops_end])
             new_rows.append(NewRow(slot, choice, prompt_len, ids, sampling, stops))
-            at = stops_end + num_params
+            at = params_end + num_grammar
         writes = [TableWrite(*ints[i : i + 3]) for i in range(at, at + 3 * num_writes, 3)]
         at += 3 * num_writes
         pairs = [(ints[i], ints[i + 1]) for i in range(at, at + 2 * (num_copies + num_demotes + num_restores), 2)]
@@ -136,7 +141,24 @@ def _encode_sampling(params: SamplingParams) -> "array[int]":
     return out
 
 
-def _decode_sampling(ints: "array[int]") -> SamplingParams:
+def _encode_grammar(grammar: Grammar | None) -> "array[int]":
+    """Which kind, how many bytes, and those; nothing for none."""
+    if grammar is None:
+        return array("i")
+    text = grammar.text.encode()
+    out = array("i", (KINDS.index(grammar.kind), len(text)))
+    out.frombytes(text + bytes(-len(text) % 4))
+    return out
+
+
+def _decode_grammar(ints: "array[int]") -> Grammar | None:
+    if not ints:
+        return None
+    kind, length = ints[:2]
+    return Grammar(KINDS[kind], ints[2:].tobytes()[:length].decode())
+
+
+def _decode_sampling(ints: "array[int]", grammar: Grammar | None) -> SamplingParams:
     (seed,) = struct.unpack("=Q", ints[:2].tobytes())
     temperature, top_p, min_p, repetition, presence, frequency = struct.unpack("=6f", ints[2:8].tobytes())
     top_k, min_tokens, logprobs, prompt_logprobs = ints[8:12]
@@ -154,4 +176,5 @@ def _decode_sampling(ints: "array[int]") -> SamplingParams:
         seed=seed,
         logprobs=None if logprobs < 0 else logprobs,
         prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
+        structured=grammar,
     )

@@ -1,5 +1,5 @@
-/* Sampling, penalties and log-probabilities on float32 logits. Formulas and shapes are in kernels/sample.py,
- * kernels/penalties.py and kernels/logprobs.py. Nothing is sorted: a k-th largest value, or the value at which a mass
+/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in kernels/sample.py,
+ * kernels/penalties.py, kernels/token_mask.py and kernels/logprobs.py. Nothing is sorted: a k-th largest value, or the value at which a mass
  * is reached, is found by histograms over the float's ordered bits, 11 + 11 + 10 of them. */
 #include <stdlib.h>
 
@@ -253,4 +253,18 @@ void logprobs(const float *logits, int64_t stride, int64_t rows, int64_t vocab, 
     for (int64_t row = 0; row < rows; row++)
         logprobs_row(logits + row * stride, vocab, tokens[row], k, chosen + row, rank + row, ids + row * k,
                      values + row * k);
+}
+
+void token_mask(float *logits, int64_t stride, int64_t vocab, const int64_t *rows, int64_t count, const uint32_t *mask,
+                int64_t words) {
+#pragma omp parallel for schedule(static, 1) if (count > 1)
+    for (int64_t i = 0; i < count; i++) {
+        float *x = logits + rows[i] * stride;
+        for (int64_t word = 0; word < words; word++) {
+            uint32_t bits = mask[i * words + word];
+            int64_t first = word * 32, last = first + 32 < vocab ? first + 32 : vocab;
+            if (bits == 0xFFFFFFFFu) continue;
+            for (int64_t t = first; t < last; t++) x[t] = bits >> (t - first) & 1 ? x[t] : -INFINITY;
+        }
+    }
 }

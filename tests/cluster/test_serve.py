@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.cluster.serving import COMMAND, Serving, coatcheck, kill, lives, until
@@ -86,6 +87,18 @@ def test_a_plan_says_what_the_groups_report(serving: Serving, tiny_model: Path) 
     assert reported["model"]["block_size"] == planned["block_size"]
 
 
+def test_openai_clients_get_the_same_answer(serving: Serving) -> None:
+    """The address in the ready line answers OpenAI's client with what gRPC gives, streamed too."""
+    sampling = ["--max-tokens", "12", "--seed", "11"]
+    wanted = serving.generate(PROMPT, *sampling)
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        asked: dict[str, Any] = dict(model=model, prompt=PROMPT, max_tokens=12, seed=11)
+        assert client.completions.create(**asked).choices[0].text == wanted["text"]
+        chunks = list(client.completions.create(**asked, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted["text"]
+
+
 def test_status_shows_every_rank(serving: Serving) -> None:
     """Status names groups and ranks with their processes, for people and for scripts."""
     status = serving.status()
@@ -137,6 +150,8 @@ def test_a_killed_router_comes_back_at_its_address(serving: Serving) -> None:
     kill(serving.actor("RouterActor"))
     until(lambda: serving.group("group-1").get("state") == "serving", "the router is back")
     assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
+        assert client.models.list().data
 
 
 def test_a_drained_group_gets_no_more_work(serving: Serving) -> None:

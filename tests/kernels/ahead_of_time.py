@@ -31,6 +31,7 @@ from coatcheck.kernels import (
     sample,
     silu_mul,
     store_kv,
+    token_mask,
 )
 from coatcheck.kernels.arch import GFX942, SM_80, SM_90, Arch
 
@@ -168,6 +169,7 @@ KEYS: dict[str, Keys] = {
     "draw": same(
         sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i64 i32", dict(BITS=False, BLOCK=2048), 8
     ),
+    "token_mask": same(token_mask._token_mask, "*fp32 *i64 *i32 i64 i32 i32", dict(BLOCK=1024)),
     "count_tokens": same(penalties._count_tokens, "*i32 *i32 *i32 *i32 i64 i32", dict(BLOCK=1024)),
     "penalise": same(
         penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i64 i64 i32", dict(BLOCK=1024)

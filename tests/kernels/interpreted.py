@@ -22,6 +22,7 @@ from coatcheck.kernels.rotary import apply_rotary_reference, launch_rotary, rota
 from coatcheck.kernels.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
 from coatcheck.kernels.silu_mul import launch_silu_mul, silu_mul_reference
 from coatcheck.kernels.store_kv import launch_store_kv, store_kv_reference
+from coatcheck.kernels.token_mask import apply_token_mask_reference, launch_token_mask
 from tests.kernels.caches import QUANTISED, pool_of, strided_cache
 from tests.kernels.test_native_attention import Batch, close
 
@@ -238,6 +239,12 @@ def sampling() -> None:
     launch_draw(logits, temperature, floors, seed, choice, position, out, bits)
     assert torch.equal(bits, noise_bits_reference(seed, choice, position, torch.arange(3000)))
     assert torch.equal(out, sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position))
+    for vocab in (2999, 33, 1024):
+        have, rows = torch.randn(4, 3000)[:, :vocab], torch.tensor([3, 0])
+        mask = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=torch.int32)
+        want = apply_token_mask_reference(have.clone(), rows, mask)
+        launch_token_mask(have, rows, mask)
+        assert torch.equal(have, want) and want.isinf().any()
 
 
 def filters() -> None:

@@ -17,6 +17,7 @@ from coatcheck.kernels.logit_bias import add_logit_bias
 from coatcheck.kernels.logprobs import logprobs, logprobs_reference
 from coatcheck.kernels.penalties import apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sample import filter_reference, noise_bits_reference, sample, sample_reference
+from coatcheck.kernels.token_mask import apply_token_mask, apply_token_mask_reference
 
 
 def knobs(rows: int, **given: Any) -> dict[str, Tensor]:
@@ -195,3 +196,24 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         logprobs(logits, torch.zeros(2, dtype=torch.int64), 9)
     with pytest.raises(LaunchRefused, match="^bias: expected "):
         add_logit_bias(logits, torch.tensor([0]), torch.tensor([0]), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 4096, 5001])
+def test_a_mask_leaves_its_tokens_alone(vocab: int) -> None:
+    """Tokens of the mask keep their logits, others become -inf, rows without a mask and what lies beyond stay."""
+    logits = torch.randn(5, vocab + 7)[:, :vocab]
+    whole = torch.as_strided(logits, (5, vocab + 7), (vocab + 7, 1))
+    before = whole.clone()
+    rows = torch.tensor([4, 1])
+    allowed = torch.rand(2, vocab) < 0.4
+    padded = torch.zeros(2, -(-vocab // 32) * 32, dtype=torch.int64)
+    padded[:, :vocab] = allowed.long()
+    words = (padded.view(2, -1, 32) << torch.arange(32)).sum(-1)
+    mask = torch.where(words >= 2**31, words - 2**32, words).int()
+    want = before.clone()
+    want[rows, :vocab] = want[rows, :vocab].masked_fill(~allowed, -math.inf)
+    reference = apply_token_mask_reference(before[:, :vocab].clone(), rows, mask)
+    assert torch.equal(reference, want[:, :vocab])
+    assert apply_token_mask(logits, rows, mask) is logits and torch.equal(whole, want)
+    with pytest.raises(LaunchRefused, match="mask"):
+        apply_token_mask(logits, rows, mask[:, :0])

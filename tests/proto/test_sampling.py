@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.proto.coatcheck_pb2 import StructuredOutput
 from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.proto.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
 NAN, INFINITY = math.nan, math.inf
@@ -134,10 +136,17 @@ valid = st.builds(
     logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
     prompt_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
     skip_special_tokens=st.booleans(),
+    include_stop=st.booleans(),
+)
+texts = st.text(min_size=1, max_size=9).filter(str.strip)
+structured = st.builds(
+    SamplingParams,
+    structured=st.builds(Grammar, st.sampled_from(["json_schema", "regex", "grammar"]), texts)
+    | st.builds(Grammar.of_choices, st.lists(texts, min_size=1, max_size=4)),
 )
 
 
-@given(valid)
+@given(valid | structured)
 def test_wire_form_keeps_everything(params: SamplingParams) -> None:
     """Parameters survive the way over the wire and back unchanged."""
     assert SamplingParams.from_message(SamplingMessage.FromString(params.to_message().SerializeToString())) == params
@@ -166,3 +175,40 @@ def test_token_ids_must_be_the_models(field: str) -> None:
     SamplingParams(**{field: good}).check_model(vocab_size=8)
     with pytest.raises(InvalidRequest, match=f"^{field} entry is 8; it must be a token id below 8"):
         SamplingParams(**{field: bad}).check_model(vocab_size=8)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (StructuredOutput(), "names no kind"),
+        (StructuredOutput(regex=""), "structured.regex is empty"),
+        (StructuredOutput(grammar="x" * (MAX_BYTES + 1)), "structured.grammar has more than"),
+    ],
+)
+def test_structured_output_must_be_one_that_can_be(message: StructuredOutput, words: str) -> None:
+    """None, an empty and an endless grammar are refused by name; so is one that may not end where it is complete."""
+    with pytest.raises(InvalidRequest, match=words):
+        SamplingParams.from_message(SamplingMessage(structured=message))
+    for name in ("min_tokens", "ignore_eos"):
+        with pytest.raises(InvalidRequest, match=f"^{name} is .*; it must be off"):
+            SamplingParams(structured=Grammar("regex", "a"), **{name: 1})  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("json_schema", "{"), "line 1 column 2"),
+        (Grammar("json_schema", "[1]"), ""),
+        (Grammar("json_schema", '{"type": "strin"}'), "Invalid type: strin"),
+        (Grammar("json_schema", "[" * 5000), ""),
+        (Grammar("json_schema", '{"$ref": "http://127.0.0.1/x.json"}'), ""),
+        (Grammar("regex", "(?=a)"), "look-around"),
+        (Grammar("grammar", "start: other"), 'unknown name: "other"'),
+        (Grammar("grammar", "root ::= ("), ""),
+    ],
+)
+def test_what_does_not_compile_says_why(grammar: Grammar, words: str) -> None:
+    """The compiler's own words come back, with what to change."""
+    with pytest.raises(InvalidRequest, match=f"structured.{grammar.kind} cannot be compiled: .*") as refused:
+        grammar.check()
+    assert words in str(refused.value)

@@ -3,9 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.step_plan import NewRow, Row, StepPlan, TableWrite
 
+grammars = st.builds(
+    Grammar, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(min_size=1).filter(str.strip)
+)
 ints = st.integers(0, 2**31 - 1)
 floats32 = st.floats(0, 2, width=32)
 sampling = st.builds(
@@ -17,12 +21,13 @@ sampling = st.builds(
     presence_penalty=floats32,
     frequency_penalty=floats32,
     repetition_penalty=st.floats(0.125, 2, width=32),
-    min_tokens=st.integers(0, 9),
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.dictionaries(ints, floats32, max_size=3),
+    structured=st.none() | grammars,
 )
+sampling |= st.builds(SamplingParams, min_tokens=st.integers(0, 9), seed=ints)
 plans = st.builds(
     StepPlan,
     step=ints,

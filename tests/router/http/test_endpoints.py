@@ -115,8 +115,8 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "two kinds": (
         "/v1/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, 400, "in several ways"),
     "grammar for ever": (
-        "/v1/completions", {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos does not go"),
-    "huge schema": ("/v1/completions", {"prompt": "a", "guided_regex": "a" * 300_000}, 400, "make it shorter"),
+        "/v1/completions", {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos is True"),
+    "huge schema": ("/v1/completions", {"prompt": "a", "guided_regex": "a" * 300_000}, 400, "it must be shorter"),
     "tag": (
         "/v1/completions", {"prompt": "a", "response_format": {"type": "structural_tag"}}, 400, "response_format"),
 }  # fmt: skip

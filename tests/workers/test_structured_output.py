@@ -1,0 +1,209 @@
+"""Structured output through the engine with a real model: always what was asked for, and the same on every road."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.block_layout import BlockLayout
+from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.engine import Engine
+from coatcheck.workers.grammars import Grammars
+from coatcheck.workers.group_runner import GroupRunner, follow
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool
+from coatcheck.workers.model import Model, load_model
+from coatcheck.workers.request import Request
+from coatcheck.workers.runner import ModelRunner
+from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.ranks import run_ranks
+
+EOS = 0
+PROMPT = tuple((i * 37 + 11) % 550 + 3 for i in range(30))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+JSON = Grammar("json_schema", json.dumps(SCHEMA))
+Make = Callable[..., Engine]
+
+
+def params(grammar: Grammar | None, **changes: Any) -> SamplingParams:
+    """Warm sampling, so that every mask matters."""
+    return SamplingParams(**{**dict(max_tokens=60, seed=5, temperature=1.0, structured=grammar), **changes})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama with a tokenizer."""
+    directory = tmp_path_factory.mktemp("structured")
+    return write_model(tiny_checkpoint("llama", directory, vocab_size=600, eos_token_id=EOS, pad_token_id=3))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Model:
+    """The same, as one rank holds it."""
+    return load_model(checkpoint, communicator=Communicator(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def make(model: Model) -> Make:
+    """Makes an engine with a pool of its own."""
+
+    def make_engine(num_blocks: int = 200, depth: int = 0) -> Engine:
+        layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+        pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
+        grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+        runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
+        return Engine(
+            model.spec, runner, num_blocks=num_blocks, block_size=8, pipeline_depth=depth, max_num_seqs=16,
+            grammars=grammars,
+        )  # fmt: skip
+
+    return make_engine
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    """Every choice's tokens."""
+    said: dict[str, list[int]] = {}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        output = engine.step()
+        assert not output.refused
+        for part in output.outputs:
+            said.setdefault(f"{part.request_id}.{part.choice}", []).extend(part.token_ids)
+        engine.check()
+    return said
+
+
+def text_of(token_ids: list[int]) -> str:
+    """Without the end."""
+    text: str = byte_level_tokenizer().decode(token_ids, skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "holds"),
+    [
+        (JSON, lambda text: set(json.loads(text)) == {"name", "sizes"}),
+        (Grammar("json_schema", '{"type": "object", "maxProperties": 2}'), lambda text: type(json.loads(text)) is dict),
+        (Grammar("regex", r"[a-f]{3,9}-(fox|dog)"), lambda text: re.fullmatch(r"[a-f]{3,9}-(fox|dog)", text)),
+        (Grammar("grammar", 'start: "<" /[0-9]{2,4}/ ">"'), lambda text: re.fullmatch(r"<[0-9]{2,4}>", text)),
+        (Grammar("grammar", 'root ::= "a" [0-9]+ "z"'), lambda text: re.fullmatch(r"a[0-9]+z", text)),
+        (Grammar.of_choices(["the lazy dog", 'a "quote"\n']), lambda text: text in ("the lazy dog", 'a "quote"\n')),
+    ],
+    ids=["schema", "object", "regex", "lark", "gbnf", "choices"],
+)
+def test_every_answer_is_what_was_asked_for(make: Make, grammar: Grammar, holds: Callable[[str], Any]) -> None:
+    """A random model that may end keeps to the grammar, and ends only where it is complete."""
+    requests = [Request(f"r{seed}", PROMPT, params(grammar, seed=seed, max_tokens=200)) for seed in range(6)]
+    ended = [said for said in run(make(), *requests).values() if said[-1] == EOS]
+    assert len(ended) >= 3
+    for said in ended:
+        assert holds(text_of(said)), text_of(said)
+
+
+def test_greedy_and_penalised_rows_keep_to_it_too(make: Make) -> None:
+    """Bias and penalties push, the mask decides."""
+    push = dict(logit_bias={7: 100.0}, repetition_penalty=1.5, frequency_penalty=1.0, logprobs=2)
+    for temperature in (0.0, 1.5):
+        request = Request("r", PROMPT, params(Grammar("regex", "(yes|no)!"), temperature=temperature, **push))
+        assert text_of(run(make(), request)["r.0"]) in ("yes!", "no!")
+
+
+def test_every_road_gives_the_same_tokens(make: Make) -> None:
+    """Neighbours, a pipelined step, a pool that preempts, a resume anywhere: the tokens are the undisturbed ones."""
+    mine = Request("mine", PROMPT, params(JSON, n=3))
+    alone = run(make(), mine)
+    others = [
+        Request("free", PROMPT[::-1], params(None, ignore_eos=True)),
+        Request("other", PROMPT[5:], params(Grammar("regex", "[a-z ]{40,50}"))),
+    ]
+    for engine in (make(), make(depth=1), make(num_blocks=20), make(num_blocks=20, depth=1)):
+        together = run(engine, others[0], mine, others[1])
+        assert {key: said for key, said in together.items() if key.startswith("mine")} == alone
+    assert engine.stats().preemptions > 0
+    longest = max(len(said) for said in alone.values())
+    for count in range(0, longest, 7):
+        delivered = {choice: tuple(alone[f"mine.{choice}"][:count]) for choice in range(3)}
+        for depth in (0, 1):
+            rest = run(make(depth=depth), Request("mine", PROMPT, mine.sampling, delivered))
+            assert {key: alone[key][:count] + rest.get(key, []) for key in alone} == alone
+
+
+def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | None:
+    """Rank 0's tokens; the other ranks follow."""
+    model = load_model(path, communicator=communicator, device="cpu")
+    layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+    grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+    pool = allocate_pool(layout, 60, torch.device("cpu"))
+    runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
+    if communicator.rank:
+        follow(runner, communicator)
+        return None
+    group = GroupRunner(runner, communicator)
+    engine = Engine(model.spec, group, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
+    said = run(engine, Request("r", PROMPT, params(JSON, n=2)))
+    group.stop()
+    return said
+
+
+def test_every_rank_makes_the_same_masks(checkpoint: Path) -> None:
+    """Two ranks draw what one draws."""
+    assert run_ranks(2, answer, checkpoint)[0] == answer(Communicator(), checkpoint)
+
+
+def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: Path) -> None:
+    """A grammar that does not compile, tokens that break it, and a model without a tokenizer: each says so."""
+    engine = make()
+    for sampling, resume, words in (
+        (params(Grammar("regex", "(")), {}, "cannot be compiled"),
+        (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume holds tokens"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            engine.submit(Request("r", PROMPT, sampling, resume))
+    assert not engine.has_work
+    for grammars, words in (
+        (Grammars.load(tmp_path, vocab_size=600, eos_token_ids=[EOS]), "tokenizer cannot be used"),
+        (Grammars.load(model.directory, vocab_size=600, eos_token_ids=[]), "no end-of-sequence token"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            grammars.matcher(JSON)
+
+
+def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp_path: Path) -> None:
+    """A vocabulary that lacks the next character cannot go on: the request is refused, its blocks are free."""
+    alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {"Q"})
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(["</s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars.load(tmp_path, vocab_size=600, eos_token_ids=[EOS])
+    layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+    pool = allocate_pool(layout, 60, torch.device("cpu"))
+    runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
+    engine = Engine(model.spec, runner, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
+    engine.submit(Request("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))
+    refused = []
+    while engine.has_work:
+        refused += engine.step().refused
+        engine.check()
+    ((name, reason),) = refused
+    assert name == "r" and "make its grammar simpler" in reason
+    assert engine.stats().blocks_used == 0
