@@ -84,10 +84,11 @@ class CoatcheckServer(Server):
 
     def __init__(self, checkpoint: Path, scratch: Path) -> None:
         self._command = Path(sys.executable).with_name("coatcheck")
-        self._address = f"127.0.0.1:{free_port()}"
-        self._channel = grpc.insecure_channel(self._address, options=[("grpc.max_reconnect_backoff_ms", 200)])
-        port = self._address.rpartition(":")[2]
-        flags = f"--groups 1 --tp 1 --kv-memory {KV_GIB}GiB --grpc-port {port}".split()
+        self.address = f"127.0.0.1:{free_port()}"
+        self._channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
+        self.http_address = f"127.0.0.1:{free_port()}"
+        ports = [address.rpartition(":")[2] for address in (self.address, self.http_address)]
+        flags = f"--groups 1 --tp 1 --kv-memory {KV_GIB}GiB --grpc-port {ports[0]} --http-port {ports[1]}".split()
         super().__init__([self._command, "serve", checkpoint, *flags], scratch / "coatcheck.log")
 
     def is_ready(self) -> bool:
@@ -98,7 +99,7 @@ class CoatcheckServer(Server):
             return False
 
     def run(self, scenario: Scenario, seed: int) -> Figures:
-        command: list[str | Path] = [self._command, "bench", "--address", self._address, "--json"]
+        command: list[str | Path] = [self._command, "bench", "--address", self.address, "--json"]
         command += f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {2 * seed}".split()
         command += f"--input-len {scenario.input_len} --output-len {scenario.output_len}".split()
         if scenario.prefixes:

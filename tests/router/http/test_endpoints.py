@@ -1,5 +1,6 @@
 """The other endpoints, and what no endpoint takes: each gets its status and an error in OpenAI's form."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -162,3 +163,14 @@ async def test_a_taken_port_is_refused(open_web: OpenWeb, tokenizer: TokenizerJs
     with pytest.raises(InvalidConfig, match=f"{port} for HTTP: .*choose another port"):
         await router.start()
     await router.stop()
+
+
+async def test_an_answer_is_not_held_back(open_web: OpenWeb) -> None:
+    """Connections are served without Nagle's algorithm, which would hold every second write back for 40 ms."""
+    web = await open_web(FakeGroup())
+    clock, seconds = asyncio.get_running_loop().time, []
+    for _ in range(8):
+        began = clock()
+        await web.openai.models.list()  # on one connection
+        seconds.append(clock() - began)
+    assert min(seconds[1:]) < 0.03

@@ -1,0 +1,63 @@
+"""Bodies that were good once: a value replaced, a field dropped or invented, or bytes turned over."""
+
+import json
+import random
+from typing import Any
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {
+        "model": "tiny", "prompt": "a fox", "max_tokens": 3, "temperature": 0.5, "n": 2, "stop": ["x"], "seed": 1,
+        "logit_bias": {"5": 1.5}, "logprobs": 2, "echo": True, "stream": False, "top_k": 5, "user": "me",
+    }),
+    ("/v1/completions", {
+        "prompt": [[300, 301], [302]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True},
+        "priority": 1, "cache_salt": "s", "min_p": 0.1, "stop_token_ids": [7], "ignore_eos": True, "min_tokens": 1,
+    }),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 4, "guided_json": {"type": "array", "items": {"type": "null"}}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "[a-z]+"}}),
+    ("/v1/chat/completions", {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": [
+            {"type": "text", "text": "hi"}]}], "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 1,
+        "response_format": {"type": "json_object"}, "metadata": {"a": "b"}, "stream": True,
+    }),
+    ("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "tool_choice": "none",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    }),
+    ("/tokenize", {"prompt": "a fox", "add_special_tokens": True}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
+    ("/detokenize", {"tokens": [300, 301, 302]}),
+]  # fmt: skip
+JUNK: list[Any] = [
+    None, True, -1, 0, 1, 2**31, 2**64, -(2**63), 1e308, -0.5, 0.5, "", "x", "\x00", "\ud800", "🙂" * 50, "a" * 5000,
+    [], [[]], {}, [1], ["a"], {"a": 1}, [None], "NaN", "(", "start: /a/", '{"type": "object"}', [-1], [[300], "a"],
+]  # fmt: skip
+
+
+def mutated(dice: random.Random) -> tuple[str, bytes]:
+    """A path, and what to send there."""
+    path, good = dice.choice(GOOD)
+    body = json.loads(json.dumps(good))
+    for _ in range(dice.randint(1, 3)):
+        _change(body, dice)
+    data = bytearray(json.dumps(body).encode())
+    if dice.random() < 0.25:
+        for _ in range(dice.randint(1, 4)):
+            place = dice.randrange(len(data))
+            data[place : place + dice.randint(0, 2)] = dice.randbytes(dice.randint(0, 2))
+    return path, bytes(data)
+
+
+def _change(node: Any, dice: random.Random) -> None:
+    places = list(node) if isinstance(node, dict) else list(range(len(node)))
+    if not places:
+        return
+    place = dice.choice(places)
+    if isinstance(node[place], dict | list) and node[place] and dice.random() < 0.6:
+        _change(node[place], dice)
+    elif dice.random() < 0.2:
+        del node[place]
+    elif dice.random() < 0.1 and isinstance(node, dict):
+        node[dice.choice(["bogus", "suffix", "best_of", "function_call", "top_a"])] = dice.choice(JUNK)
+    else:
+        node[place] = dice.choice(JUNK)
