@@ -95,7 +95,7 @@ class Api:
         echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
         shown = [ShownPrompt(echo, known) for echo, known in zip(echoes, ids, strict=True)]
         answer = CompletionAnswer(self._head(f"cmpl-{name}"), body, shown, self._tokens)
-        return await self._answer(request, messages, answer, stream=body.stream)
+        return await self._answer(request, messages, answer, stream=body.stream, name=name)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Speaks the assistant's next turn."""
@@ -106,7 +106,7 @@ class Api:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
             known = (await self._generation.tokenize(asked)).token_ids
         answer = ChatAnswer(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
-        return await self._answer(request, [message], answer, stream=body.stream)
+        return await self._answer(request, [message], answer, stream=body.stream, name=name)
 
     async def models(self) -> dict[str, Any]:
         """The one model that is served."""
@@ -152,14 +152,16 @@ class Api:
         answer: CompletionAnswer | ChatAnswer,
         *,
         stream: bool,
+        name: str,
     ) -> Response:
+        headers = {"x-request-id": name}
         if not stream:
             responses = await while_connected(request.receive, self._all(messages))
-            return JSONResponse(answer.whole(responses))
+            return JSONResponse(answer.whole(responses), headers=headers)
         sources = [self._generation.generate_stream(message) for message in messages]
         await while_connected(request.receive, begin(sources))
         streaming: Answer = answer
-        return EventStream(merged(sources), streaming)
+        return EventStream(merged(sources), streaming, headers)
 
     async def _all(self, messages: Sequence[GenerateRequest]) -> list[GenerateResponse]:
         tasks = [asyncio.create_task(self._generation.generate(message)) for message in messages]

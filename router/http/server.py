@@ -46,8 +46,8 @@ class HttpServer:
             raise InvalidConfig(
                 f"cannot listen on {host}:{port} for HTTP: {error.strerror}; choose another port, or 0 for any free one"
             ) from error
-        # Connections inherit it; asyncio sets it only on sockets that name their protocol, which these do not. An answer
-        # is more than one write, and without it the second waits for a delayed acknowledgement, 40 ms.
+        # Connections inherit it; asyncio sets it only on sockets that name their protocol, which these do not. An
+        # answer is more than one write, and without it the second waits for a delayed acknowledgement, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._task = asyncio.create_task(self._server.serve([listener]), name="http")
         listening = asyncio.create_task(self._server.listening.wait())

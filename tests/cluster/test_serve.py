@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -128,6 +129,25 @@ def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
     assert not lives(group["ranks"][1 - rank]["pid"]) or serving.group(group["name"])["state"] != "serving"
     until(lambda: serving.group(group["name"])["state"] == "serving", "the group is back")
     assert serving.group(group["name"])["restarts"] == group["restarts"] + 1
+
+
+def test_structured_output_outlives_a_killed_rank(serving: Serving) -> None:
+    """kill -9 amid a stream that is held to a pattern: over HTTP too the text is the undisturbed one, and fits it."""
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
+        asked: dict[str, Any] = dict(
+            model=client.models.list().data[0].id, prompt=PROMPT, max_tokens=150, seed=3, stream=True,
+            extra_body={"guided_regex": "([a-z]{3}[0-9]{3}-){120}", "stop_token_ids": []},
+        )  # fmt: skip
+        undisturbed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked))
+        texts = []
+        for chunk in client.completions.create(**asked):
+            texts.append(chunk.choices[0].text)
+            if len(texts) == 3:
+                group = next(group for group in serving.status()["groups"] if group["running"] == 1)
+                kill(group["ranks"][1]["pid"])
+    assert "".join(texts) == undisturbed
+    assert re.match(r"([a-z]{3}[0-9]{3}-)+", undisturbed)
+    until(lambda: serving.group(group["name"])["state"] == "serving", "the group is back")
 
 
 def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:

@@ -64,7 +64,9 @@ async def test_a_request_may_bring_its_id(open_web: OpenWeb) -> None:
     """X-Request-Id names the answer and reaches the group; one that no log could hold is replaced."""
     group = FakeGroup()
     web = await open_web(group)
-    _, _, text = await web.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"x-request-id": "mine"})
+    body = {"prompt": "a", "max_tokens": 1}
+    _, headers, text = await web.ask("POST", "/v1/completions", body, {"x-request-id": "mine"})
+    assert headers["x-request-id"] == "mine"
     assert json.loads(text)["id"] == "cmpl-mine" and group.submits[0].request_id == "mine"
     _, _, text = await web.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"x-request-id": "a b"})
     assert json.loads(text)["id"] != "cmpl-a b"
