@@ -22,7 +22,7 @@ MAX_BYTES: Final = 256 * 1024
 _MAX_CHOICES: Final = 4096
 # One space behind commas and colons and no other: a model that may write spaces for ever sometimes does. A schema's own
 # "x-guidance" overrides it.
-_JSON: "Final[JsonCompileOptions]" = {
+JSON_STYLE: "Final[JsonCompileOptions]" = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -76,7 +76,7 @@ class Grammar:
                 schema = json.loads(self.text)
                 if isinstance(schema, bool):
                     schema = {} if schema else {"not": {}}
-                return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_JSON)
+                return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
             if self.kind == "choices":
                 return llguidance.grammar_from("choice", self.text)
             return llguidance.grammar_from(self.kind, self.text)

@@ -61,6 +61,7 @@ class Api:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tokens = TokenText(tokenizer)
+        self._form = form_of(tokenizer.template.source if tokenizer.template is not None else "")
         # The interactive pages load scripts from elsewhere.
         self.app = FastAPI(title="Coatcheck", docs_url=None, redoc_url=None)
         self.app.add_middleware(BodyLimit, most_bytes=MESSAGE_BYTES)
@@ -100,7 +101,7 @@ class Api:
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Speaks the assistant's next turn."""
         name = request_id(request)
-        message = body.message(name)
+        message = body.message(name, self._form)
         known: Sequence[int] = ()
         if body.return_token_ids:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
@@ -191,8 +192,7 @@ class Api:
             return None
         if called == "named":
             return lambda: ToolCalls("named", name=body.named, most=most)
-        template = self._tokenizer.template
-        form = "json" if called == "required" or template is None else form_of(template.source)
+        form = "json" if called == "required" else self._form
         return lambda: ToolCalls(form, most=most)
 
     def _head(self, name: str) -> Head:

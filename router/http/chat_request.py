@@ -1,7 +1,7 @@
 """ChatRequest: the body of POST /v1/chat/completions, and the request to the core that it stands for."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,7 +9,9 @@ from ...proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from ...proto.errors import InvalidRequest
 from ...proto.grammar import Grammar
 from .fields import Body, Count, SamplingFields
-from .structured import schema_grammar
+from .tool_calls import Form
+from .tool_grammar import call_of, some_calls, strict_calls
+from .tools import Function, NamedTool, Tool
 
 
 class TextPart(Body):
@@ -57,37 +59,6 @@ class Message(Body):
         )
 
 
-class Function(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    neutral: ClassVar = {"strict": (False,)}
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """Functions are the only tools."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(Body):
-    """By its name."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """tool_choice when one function must be called."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
 class ChatRequest(SamplingFields):
     """With tool_choice `required` or a name the call is structured output; with `auto` it is found in the text."""
 
@@ -126,8 +97,8 @@ class ChatRequest(SamplingFields):
         """The function that must be called, if it is one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
 
-    def message(self, request_id: str) -> GenerateRequest:
-        """To the core; raises InvalidRequest."""
+    def message(self, request_id: str, form: Form) -> GenerateRequest:
+        """To the core, for a model that writes calls in that form; raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -145,31 +116,32 @@ class ChatRequest(SamplingFields):
                 limits.pop() if limits else None,
                 (self.top_logprobs or 0) if self.logprobs else None,
                 self.prompt_logprobs,
-                self._grammar(),
+                self._grammar(form),
             ),
             cache_salt=self.cache_salt,
             priority=self.priority,
         )
 
-    def _grammar(self) -> Grammar | None:
+    def _grammar(self, form: Form) -> Grammar | None:
         asked = self.grammar()
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice needs tools; give them, or leave it out")
-        if self.called == "auto" and any(tool.function.strict for tool in self.tools):
-            raise InvalidRequest(
-                "a strict function needs a call to be certain; set tool_choice to required or to its name, "
-                "or leave strict out"
-            )
-        if self.called not in ("required", "named"):
+        functions = [tool.function for tool in self.tools]
+        strict = self.called == "auto" and any(function.strict for function in functions)
+        if self.called not in ("required", "named") and not strict:
             return asked
         if asked is not None:
-            raise InvalidRequest("tool_choice makes a call of the whole answer; leave response_format and the like out")
+            raise InvalidRequest("response_format and the like do not go with calls that must fit; keep one of them")
         if self.named:
-            return schema_grammar(self._function(self.named).parameters or {"type": "object"})
-        calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(t) for t in self.tools]}}
-        if not self.parallel_tool_calls:
-            calls["maxItems"] = 1
-        return schema_grammar(calls)
+            return call_of(self._function(self.named))
+        if self.called == "required":
+            return some_calls(functions, self.parallel_tool_calls)
+        if form != "hermes":
+            raise InvalidRequest(
+                "this model does not mark its calls, so that a strict function cannot be kept to; set tool_choice to "
+                "required or to its name, or leave strict out"
+            )
+        return strict_calls(functions)
 
     def _function(self, name: str) -> Function:
         for tool in self.tools:
@@ -188,13 +160,3 @@ def chat_message(
         tools=[json.dumps(tool.model_dump(exclude_none=True)) for tool in tools],
         template_arguments=json.dumps(arguments) if arguments else "",
     )
-
-
-def _call(tool: Tool) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }

@@ -6,8 +6,9 @@ from pydantic import Field
 
 from ...proto.coatcheck_pb2 import Chat, TokenizeRequest
 from ...proto.errors import InvalidRequest
-from .chat_request import Message, Tool, chat_message
+from .chat_request import Message, chat_message
 from .fields import Body, TokenId
+from .tools import Tool
 
 
 class TokenizeBody(Body):

@@ -6,8 +6,10 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, GetModelResponse, SamplingParams
+from coatcheck.proto.grammar import Grammar
 from coatcheck.router.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
@@ -155,6 +157,21 @@ async def test_a_forced_call_is_structured_output(open_web: OpenWeb, tool_model:
         )
 
 
+async def test_strict_functions_are_kept_to(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+    """With `auto` a strict function's call must fit its schema, wherever in the text it comes."""
+    group = saying("no call")
+    web = await open_web(group, speaking=tool_model)
+    strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    (choice,) = (await web.openai.chat.completions.create(model="tiny", messages=HELLO, tools=[strict])).choices
+    assert choice.message.content == "no call" and choice.finish_reason == "stop"
+    grammar = Grammar.from_message(group.submits[0].sampling.structured)
+    vocabulary = LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS)
+    opened = 'so <tool_call>\n{"name": "weather", "arguments": {"'
+    for text, fits in ((opened + 'city": "Bonn"}}\n</tool_call> and more', True), (opened + "town", False)):
+        ids = byte_level_tokenizer().encode(text).ids
+        assert (LLMatcher(vocabulary, grammar.compiled()).validate_tokens(ids) == len(ids)) is fits
+
+
 async def test_required_calls_are_a_list(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
     """tool_choice required gives at least one call; without parallel calls, one."""
     web = await open_web(saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), speaking=tool_model)
@@ -176,7 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"messages": HELLO, "tools": [WEATHER]}, "knows no tools"),
     "strict": (
         {"messages": HELLO, "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
-        "strict function",
+        "does not mark its calls",
     ),
     "tool choice": ({"messages": HELLO, "tool_choice": "required"}, "tool_choice needs tools"),
     "template": ({"messages": HELLO, "chat_template_kwargs": {"thinking": True}}, "no variable 'thinking'"),
