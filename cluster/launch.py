@@ -1,10 +1,10 @@
 """Every process of a cluster and every channel between them, in one file.
 
-    client ──gRPC──▶ router-0 ──gRPC (one Attach stream a group)──▶ rank 0 ══torch.distributed══ rank 1 …
-                        ▲                                             ▲
-                        └───────────── supervisor (Ray calls) ────────┘
-                                           ▲
-                                   coatcheck serve (Ray calls)
+    client ──gRPC, HTTP──▶ router-0 ──gRPC (one Attach stream a group)──▶ rank 0 ══torch.distributed══ rank 1 …
+                              ▲                                             ▲
+                              └───────────── supervisor (Ray calls) ────────┘
+                                                 ▲
+                                         coatcheck serve (Ray calls)
 
 All but `coatcheck serve` are detached, named actors in one namespace, so that each is found again by whoever comes
 back: the supervisor is restarted by Ray, ranks and routers by the supervisor. Ray starts and watches; no token passes

@@ -41,7 +41,7 @@ class TokenMasks:
     def masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
         """For rows of these slots: (the constrained rows, a mask for each, int32 [n, ceil(V / 32)] on the device, and
         why a row can have no mask); None when no row is constrained."""
-        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
+        rows = [row for row, slot in enumerate(slots) if slot in self._matchers] if self._matchers else []
         if not rows:
             return None
         self._catch_up()
@@ -61,6 +61,8 @@ class TokenMasks:
 
     def drew(self, slots: Sequence[int], token_ids: Download) -> None:
         """These slots' next tokens, which may still be on their way."""
+        if not self._matchers:
+            return
         followed = [(at, self._matchers[slot]) for at, slot in enumerate(slots) if slot in self._matchers]
         if followed:
             self._drawn.append((token_ids, followed))
