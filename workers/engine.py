@@ -19,8 +19,8 @@ from ..proto.errors import InvalidRequest, NeverFits
 from .block_pool import BlockPool
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
-from .host_tier import HostTier
 from .grammars import Grammars
+from .host_tier import HostTier
 from .model_spec import ModelSpec
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig

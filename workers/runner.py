@@ -189,7 +189,7 @@ class ModelRunner:
             reports = report_logprobs(raw, token_ids[reported], list(counts.values()))
             logprobs = {sampled[r]: report for r, report in zip(counts, reports, strict=True)}
         said = {sampled[r]: reason for r, reason in failed.items()}
-        return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs, said)
+        return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs, failed=said)
 
     def _constrain(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
         """Leaves each row the tokens that its structured output can go on with; returns why a row has none."""
