@@ -32,9 +32,9 @@ def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: 
 def request(name: str, prompt: list[int], max_tokens: int = 8, **changes: object) -> Request:
     """A greedy request."""
     resume = changes.pop("resume", {})
-    salt = changes.pop("salt", "")
+    salt, priority = changes.pop("salt", ""), changes.pop("priority", 0)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=7, **changes)  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), params, resume, salt)  # type: ignore[arg-type]
+    return Request(name, tuple(prompt), params, resume, salt, priority)  # type: ignore[arg-type]
 
 
 class Collector:
@@ -252,3 +252,21 @@ def test_stop_tokens_and_limits_are_told_apart() -> None:
     ends = Collector(engine).run().ends
     assert (ends["stop", 0].finish_reason, ends["stop", 0].stop_token_id) == (FinishReason.STOP, said[2])
     assert (ends["length", 0].finish_reason, ends["length", 0].stop_token_id) == (FinishReason.LENGTH, None)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_lowest_priority_number_goes_first(depth: int) -> None:
+    """Of what waits, the lowest number is admitted first, equal ones in order of arrival; and it is the last to lose
+    its blocks to another."""
+    engine, _ = make_engine(num_blocks=12, depth=depth, seqs=2)
+    collector = Collector(engine)
+    for number, priority in enumerate((0, 5, 5, -1, 0, -1)):
+        engine.submit(request(f"r{number}", [number + 1] * 12, max_tokens=20, priority=priority))
+        if number == 1:
+            collector.step()
+    collector.run()
+    order = [name for name, _ in collector.first]
+    assert order == ["r0", "r1", "r3", "r5", "r4", "r2"]
+    for (name, _), tokens in collector.tokens.items():
+        assert tokens == answer([int(name[1:]) + 1] * 12, 20, seed=7)
+    assert engine.stats().preemptions > 0
