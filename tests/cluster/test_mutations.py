@@ -56,7 +56,7 @@ def over_http(web: http.client.HTTPConnection, dice: random.Random) -> str:
     return str(answer.status)
 
 
-def over_grpc(call: grpc.UnaryUnaryMultiCallable[bytes, bytes], dice: random.Random) -> str:
+def over_grpc(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", dice: random.Random) -> str:
     """The status' name."""
     data = bytearray(dice.choice(GOOD).SerializeToString())
     for _ in range(dice.randint(1, 3)):
