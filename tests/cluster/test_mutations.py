@@ -60,7 +60,7 @@ def over_grpc(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", dice: random.R
     """The status' name."""
     data = bytearray(dice.choice(GOOD).SerializeToString())
     for _ in range(dice.randint(1, 3)):
-        place = dice.randrange(len(data))
+        place = dice.randrange(len(data) + 1)
         data[place : place + dice.randint(0, 2)] = dice.randbytes(dice.randint(0, 2))
     try:
         call(bytes(data), timeout=30.0)

@@ -1,5 +1,6 @@
 """Bodies that were good once: a value replaced, a field dropped or invented, or bytes turned over."""
 
+import copy
 import json
 import random
 from typing import Any
@@ -43,9 +44,13 @@ def mutated(dice: random.Random) -> tuple[str, bytes]:
     data = bytearray(json.dumps(body).encode())
     if dice.random() < 0.25:
         for _ in range(dice.randint(1, 4)):
-            place = dice.randrange(len(data))
+            place = dice.randrange(len(data) + 1)
             data[place : place + dice.randint(0, 2)] = dice.randbytes(dice.randint(0, 2))
     return path, bytes(data)
+
+
+def _junk(dice: random.Random) -> Any:
+    return copy.deepcopy(dice.choice(JUNK))
 
 
 def _change(node: Any, dice: random.Random) -> None:
@@ -58,6 +63,6 @@ def _change(node: Any, dice: random.Random) -> None:
     elif dice.random() < 0.2:
         del node[place]
     elif dice.random() < 0.1 and isinstance(node, dict):
-        node[dice.choice(["bogus", "suffix", "best_of", "function_call", "top_a"])] = dice.choice(JUNK)
+        node[dice.choice(["bogus", "suffix", "best_of", "function_call", "top_a"])] = _junk(dice)
     else:
-        node[place] = dice.choice(JUNK)
+        node[place] = _junk(dice)
