@@ -75,6 +75,7 @@ class ServeConfig(BaseModel):
     max_num_seqs: int = Field(256, ge=1, le=2**16)
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
     max_model_len: int | None = Field(None, ge=2, lt=2**31)
+    deterministic: bool = False
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:

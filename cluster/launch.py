@@ -149,6 +149,7 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
         max_model_len=config.max_model_len,
+        deterministic=config.deterministic,
         listen_host="127.0.0.1" if loopback else "0.0.0.0",
     )
 

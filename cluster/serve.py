@@ -70,6 +70,13 @@ def serve(
         int | None, typer.Option(help="Most tokens that a step computes. Default: by device.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's.")] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic",
+            help="The same bits for a request whatever shares its steps, cached or not, preempted or not.",
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: the directory's name or the hub id.")
     ] = None,

@@ -7,8 +7,9 @@ y [..., out_features], dense. The weight is packed once and the plain one droppe
     onednn   other CPUs, bfloat16 or float32: oneDNN's blocked form
     plain    everything else: `F.linear`
 
-In the native form a row's result is the same bits whatever other rows share the call. The module does not know about
-ranks: a shard is just a weight.
+In the native form a row's result is the same bits whatever other rows share the call; libraries choose their order of
+summing by the number of rows. `fixed_rows` gives them the same number at every call, padded, so that the promise holds
+in every form. The module does not know about ranks: a shard is just a weight.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from torch import Tensor, nn
 from . import huge_pages, native
 from .launch_check import refuse, want_device, want_dtype, want_shape
 
+# With `fixed_rows`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
+ROW_TILE = 64
+
 
 class PackedLinear(nn.Module):
     """A linear layer for inference. `weight_shape` and `form` stay readable after the plain weight is gone."""
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, fixed_rows: bool = False) -> None:
         super().__init__()
+        self.fixed_rows = fixed_rows
         if weight.dim() != 2:
             refuse("weight", "shape [out_features, in_features]", list(weight.shape))
         if bias is not None:
@@ -52,11 +57,8 @@ class PackedLinear(nn.Module):
         features, depth = self.weight_shape
         if x.dtype != self.dtype or x.shape[-1] != depth:
             refuse("x", f"[..., {depth}] of {self.dtype}", f"{list(x.shape)} of {x.dtype}")
-        if self.form == "plain":
-            return F.linear(x, self._weight, self.bias)
-        if self.form == "onednn":
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-            return y
+        if self.form != "native":
+            return self._in_tiles(x) if self.fixed_rows else self._product(x)
         if x.device.type != "cpu":
             refuse("x", "a CPU tensor, as the weight is packed for the CPU", x.device)
         rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
@@ -67,6 +69,21 @@ class PackedLinear(nn.Module):
             features, scratch(count * (depth + 1) * 4),
         )  # fmt: skip
         return y
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.form == "plain":
+            return F.linear(x, self._weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return y
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        features, depth = self.weight_shape
+        rows = x.reshape(-1, depth)
+        count = rows.shape[0]
+        padded = F.pad(rows, (0, 0, 0, -count % ROW_TILE))
+        tiles = [self._product(tile.contiguous()) for tile in padded.split(ROW_TILE)] if count else []
+        y = torch.cat(tiles)[:count] if tiles else rows.new_empty((0, features))
+        return y.reshape(*x.shape[:-1], features)
 
     @property
     def pointers(self) -> tuple[int, int]:

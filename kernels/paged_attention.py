@@ -12,9 +12,12 @@ has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 
 cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
 
 A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
-order. CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the
-others), CPU tensors to kernels/csrc/attention_*.c, which read the pool in place, or without the library to the
-reference below. The file does not know what a request is, nor which layer calls.
+order. With `one_order` a query's result is also the same bits in a decode and in a prefill of any length: on CPU it is
+so in any case, on a GPU the prefill kernel then takes all queries, in tiles of one size.
+
+CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the others),
+CPU tensors to kernels/csrc/attention_*.c, which read the pool in place, or without the library to the reference below.
+The file does not know what a request is, nor which layer calls.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    one_order: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
@@ -60,9 +64,10 @@ def paged_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if cache.device.type == "cuda":
         tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
-        launch_decode(*tables, scale, sliding_window, softcap, sinks, out)
-        if max_seqlen_q > 1:
-            launch_prefill(*tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out)
+        if not one_order:
+            launch_decode(*tables, scale, sliding_window, softcap, sinks, out)
+        if max_seqlen_q > 1 or one_order:
+            launch_prefill(*tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, one_order)
         return out
     library = native.library()
     call = None if library is None or cache.device.type != "cpu" else library.attention.get(q.dtype)

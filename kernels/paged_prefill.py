@@ -21,6 +21,8 @@ from .arch import Arch, arch_of
 from .kv_cache import KVCache
 from .quantise import KINDS, _widened
 
+_ANY_LENGTH = 1 << 30
+
 
 class PrefillLaunch(NamedTuple):
     block_m: int
@@ -59,14 +61,14 @@ def _prefill(
     q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
     # The last tiles see the most keys: they start first.
     tile, head, seq = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(cu_seqlens + seq)
     q_len = tl.load(cu_seqlens + seq + 1) - first_token
-    if (q_len <= 1) | (tile * BLOCK_M >= q_len):
+    if ((q_len <= 1) & (not SINGLE)) | (tile * BLOCK_M >= q_len):
         return
     shift = tl.load(seq_lens + seq) - q_len
     rows, dims = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -139,12 +141,16 @@ def _prefill(
 def launch_prefill(
     q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
+    one_order: bool = False,
 ) -> None:  # fmt: skip
+    """`one_order`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`."""
     heads, dim = q.shape[1], q.shape[2]
     if len(seq_lens) == 0 or q.shape[0] == 0:
         return
     arch = arch_of(q.device)
-    launch = pick_launch(max_seqlen_q, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
+    launch = pick_launch(
+        _ANY_LENGTH if one_order else max_seqlen_q, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch
+    )
     _prefill[(-(-max_seqlen_q // launch.block_m), heads, len(seq_lens))](
         q, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
         block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
@@ -153,6 +159,6 @@ def launch_prefill(
         HEADS=heads, GROUP=heads // cache.kv_heads, DIM=dim, SIZE=cache.block_size,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8,
+        KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8, SINGLE=one_order,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

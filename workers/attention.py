@@ -72,6 +72,7 @@ def attend(
         sliding_window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
+        one_order=attention_metadata.one_order,
     )
     return out.unsqueeze(0), None
 

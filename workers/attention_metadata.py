@@ -25,3 +25,5 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor
     max_seqlen_q: int
     max_seq_len: int
+    # Whether a query's result must be the same bits in a decode and in a prefill (kernels/paged_attention.py).
+    one_order: bool = False

@@ -32,6 +32,7 @@ class Communicator:
         self.size = size
         self._ints: dist.ProcessGroup | None = None
         self._shared: SharedMemory | None = None
+        self._in_order = False
         self._meeting = timedelta()
 
     @property
@@ -53,16 +54,19 @@ class Communicator:
         meeting_seconds: float = 300.0,
         listener: socket.socket | None = None,
         share_memory: bool = True,
+        in_order: bool = False,
     ) -> Self:
         """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises: ranks
         compute alike, so that one is never late by more than a layer. Only here and in `meet` do they wait for long.
 
         `listener`: a socket that rank 0 has already bound to that address, so that nobody else can take the port.
-        `share_memory`: false keeps to gloo even where memory could be shared.
+        `in_order`: sums run over ranks in order whatever the size, as those through shared memory always do; NCCL and
+        gloo choose an order by size. `share_memory`: false keeps to gloo even where memory could be shared.
         """
         self = cls(rank, size)
         if size == 1:
             return self
+        self._in_order = in_order
         self._meeting = timedelta(seconds=meeting_seconds)
         timeout = timedelta(seconds=timeout_seconds)
         host, _, port = address.rpartition(":")
@@ -95,6 +99,10 @@ class Communicator:
         """The sum over ranks, written into `x` and returned."""
         if self._shared is not None and self._shared.takes(x):
             self._shared.all_reduce(x)
+        elif self._in_order:
+            parts = [torch.empty_like(x) for _ in range(self.size)]
+            dist.all_gather(parts, x)
+            x.copy_(sum((part.float() for part in parts[1:]), parts[0].float()))
         elif self.size > 1:
             dist.all_reduce(x)
         return x

@@ -50,13 +50,13 @@ class DecoderLayer:
     small kernel. Where the C library can, each half of the layer is one call of it.
     """
 
-    def __init__(self, layer: Any, call: AttentionCall, spec: LayerSpec, family: Family) -> None:
+    def __init__(self, layer: Any, call: AttentionCall, spec: LayerSpec, family: Family, *, fixed_rows: bool) -> None:
         attention = layer.self_attn
         self.spec = spec
         self.scale = call.scale
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self.qkv = joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        self.output, self.reduce = row_parallel(attention.o_proj)
+        self.qkv = joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), fixed_rows=fixed_rows)
+        self.output, self.reduce = row_parallel(attention.o_proj, fixed_rows=fixed_rows)
         self.q_norm = read_norm(getattr(attention, "q_norm", None), family)
         self.k_norm = read_norm(getattr(attention, "k_norm", None), family)
         self.first_norm = needed(read_norm(layer.input_layernorm, family))
@@ -68,7 +68,8 @@ class DecoderLayer:
             self.attention_norm = self.mlp_norm = None
             second_norm = needed(read_norm(layer.post_attention_layernorm, family))
         dense = hasattr(layer.mlp, "down_proj")
-        self.mlp = DenseMlp(layer.mlp, second_norm) if dense else SparseMlp(layer.mlp, second_norm)
+        make_mlp = DenseMlp if dense else SparseMlp
+        self.mlp: DenseMlp | SparseMlp = make_mlp(layer.mlp, second_norm, fixed_rows=fixed_rows)
         self.attention_half = self._native_half()
 
     def __call__(
@@ -120,6 +121,7 @@ class DecoderLayer:
             scale=self.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
+            one_order=metadata.one_order,
         )
         return out.flatten(1)
 
@@ -145,10 +147,10 @@ class DecoderLayer:
 class DenseMlp:
     """down(act(gate(h)) * up(h)) of h = norm(x + residual), and the sum."""
 
-    def __init__(self, mlp: Any, norm: RmsNorm) -> None:
+    def __init__(self, mlp: Any, norm: RmsNorm, *, fixed_rows: bool) -> None:
         self.norm = norm
-        self.gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-        self.down, self.reduce = row_parallel(mlp.down_proj)
+        self.gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"), fixed_rows=fixed_rows)
+        self.down, self.reduce = row_parallel(mlp.down_proj, fixed_rows=fixed_rows)
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
         native = is_native(self.gate_up, self.down)
         self.half = MlpHalf(norm, self.gate_up, self.down, self.activation) if native else None
@@ -165,8 +167,8 @@ class DenseMlp:
 class SparseMlp:
     """A mixture of experts as transformers wrote it, which wants a batch dimension."""
 
-    def __init__(self, mlp: nn.Module, norm: RmsNorm) -> None:
-        pack_linears(mlp)
+    def __init__(self, mlp: nn.Module, norm: RmsNorm, *, fixed_rows: bool) -> None:
+        pack_linears(mlp, fixed_rows=fixed_rows)
         self.norm = norm
         self.experts = mlp
 

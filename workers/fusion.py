@@ -64,8 +64,13 @@ class FusedBody:
         return Turn(cos, sin, StepTables(cos, sin, *tables))
 
 
-def fuse(model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[LayerSpec]) -> FusedBody | None:
-    """The fused body, which takes the model's weights over; None for an architecture that we do not know by heart."""
+def fuse(
+    model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[LayerSpec], *, fixed_rows: bool
+) -> FusedBody | None:
+    """The fused body, which takes the model's weights over; None for an architecture that we do not know by heart.
+
+    `fixed_rows`: linears promise that a row's result does not depend on the others (kernels/linear.py).
+    """
     config: Any = model.config
     family = _FAMILIES.get(config.model_type)
     if family is None or activation_name(config) not in ACTIVATIONS or any(call.has_sinks for call in calls):
@@ -75,6 +80,6 @@ def fuse(model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[Lay
     layers = []
     for index, (call, spec) in enumerate(zip(calls, specs, strict=True)):
         # Layer by layer, so that plain and packed weights never stand side by side for the whole model.
-        layers.append(DecoderLayer(base.layers[index], call, spec, family))
+        layers.append(DecoderLayer(base.layers[index], call, spec, family, fixed_rows=fixed_rows))
         base.layers[index] = nn.Identity()
     return FusedBody(base, layers, kinds, needed(read_norm(base.norm, family)))

@@ -28,6 +28,7 @@ class GroupConfig:
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
+    deterministic: bool = False
     threads: int = 0
     listen_host: str = "127.0.0.1"
     # How far apart ranks may begin and load, and how long one waits for another within a step.

@@ -18,6 +18,7 @@ from .attention import AttentionCall, KVPools, probe_attention
 from .attention_metadata import AttentionMetadata
 from .checkpoint import Checkpoint
 from .communicator import Communicator
+from .determinism import check_deterministic
 from .fusion import fuse
 from .head import Head, probe_head
 from .model_spec import LayerSpec, ModelSpec
@@ -36,9 +37,10 @@ Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, Wanted | None], Ten
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens."""
 
-    def __init__(self, spec: ModelSpec, body: Body, head: Head, directory: Path) -> None:
+    def __init__(self, spec: ModelSpec, body: Body, head: Head, directory: Path, *, deterministic: bool) -> None:
         self.spec = spec
         self.directory = directory  # of its checkpoint
+        self.deterministic = deterministic
         self._body = body
         self._head = head
 
@@ -66,9 +68,9 @@ class Model:
 class TransformersBody:
     """The base model called as transformers wrote it, but for packed linears."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, *, fixed_rows: bool) -> None:
         self.base = base
-        pack_linears(base)
+        pack_linears(base, fixed_rows=fixed_rows)
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
@@ -90,12 +92,14 @@ def load_model(
     dtype: str = "auto",
     device: torch.device | str,
     max_model_len: int | None = None,
+    deterministic: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Reads this rank's slices of a checkpoint, local or from the hub.
 
     `progress(done_bytes, total_bytes)` follows the reading. Raises InvalidModel for a checkpoint that cannot be served,
-    InvalidConfig for a setting that does not fit it.
+    InvalidConfig for a setting that does not fit it. `deterministic`: a token's hidden state is the same bits whatever
+    shares its step, in prefill and in decode, with a cached prefix and without.
     """
     device = torch.device(device)
     with Checkpoint.open(os.fspath(path_or_id)) as checkpoint:
@@ -106,6 +110,8 @@ def load_model(
         causal = build_skeleton(config, model_dtype, device, length)
         calls = probe_attention(causal)
         probe_head(causal)
+        if deterministic:
+            check_deterministic(causal, calls, model_dtype, device)
         named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
         lm_head: Any = causal.get_output_embeddings
         plan = plan_sharding(
@@ -124,9 +130,11 @@ def load_model(
     if shard.size > 1:
         parallelise(causal, plan, calls, config.vocab_size, communicator)
     layers = tuple(_layer_spec(call, shard) for call in calls)
-    body = fuse(causal, calls, layers) or TransformersBody(causal.base_model)
+    body = fuse(causal, calls, layers, fixed_rows=deterministic) or TransformersBody(
+        causal.base_model, fixed_rows=deterministic
+    )
     head = Head(causal)
-    pack_linears(head.model)
+    pack_linears(head.model, fixed_rows=deterministic)
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
@@ -139,7 +147,7 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    return Model(spec, body, head, directory)
+    return Model(spec, body, head, directory, deterministic=deterministic)
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:

@@ -86,6 +86,7 @@ class Rank:
             device=device,
             timeout_seconds=config.collective_timeout_seconds,
             meeting_seconds=config.meeting_seconds,
+            in_order=config.deterministic,
             listener=self._listener,
         )
         model = load_model(
@@ -94,6 +95,7 @@ class Rank:
             dtype=config.dtype,
             device=device,
             max_model_len=config.max_model_len,
+            deterministic=config.deterministic,
             progress=self._loading,
         )
         communicator.meet()

@@ -164,6 +164,7 @@ class ModelRunner:
             cu_seqlens_q=self._int32(cu),
             max_seqlen_q=longest,
             max_seq_len=max_seq_len,
+            one_order=self.model.deterministic,
         )
         ids = self._tokens[token_slots, positions].long()
         return self.model.forward(ids, positions, metadata, self._kv, wanted)

@@ -115,7 +115,8 @@ def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
     )
     constants = dict(
         DIM=dim, SIZE=16, GROUP=4, HEADS=32, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
-        SINKS=True, NATIVE=arch.converts_fp8, PRECISION="ieee" if pool.q == "fp32" else "tf32", **pool.constants,
+        SINKS=True, NATIVE=arch.converts_fp8, PRECISION="ieee" if pool.q == "fp32" else "tf32", SINGLE=False,
+        **pool.constants,
     )  # fmt: skip
     return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
 

@@ -51,6 +51,23 @@ def attention() -> None:
             close(out, batch.reference(window, softcap, sinks))
 
 
+def one_order() -> None:
+    """A query has the same bits alone, in a short chunk and in a whole prompt, with neighbours and without."""
+    for dtype, pool in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float32, torch.int8)):
+        whole = Batch([(45, 45), (3, 20)], 4, 2, 32, dtype, 16, pool)
+        options = (whole.scale, 30, 5.0, torch.randn(4))
+        want, have = torch.empty_like(whole.q), torch.empty_like(whole.q)
+        launch_prefill(whole.q, whole.cache, *whole.tables().values(), 45, *options, want, True)
+        tables = whole.block_tables[:1]
+        for first, last in ((0, 1), (1, 2), (2, 20), (20, 44), (44, 45)):
+            seq_lens = torch.tensor([last], dtype=torch.int32)
+            cu_seqlens = torch.tensor([0, last - first], dtype=torch.int32)
+            rows = (whole.q[first:last].contiguous(), whole.cache, tables, seq_lens, cu_seqlens)
+            launch_prefill(*rows, last - first, *options, have[first:last], True)
+        assert torch.equal(have[:45], want[:45])
+        close(want, whole.reference(*options[1:]))
+
+
 DIMS = (64, 80, 96, 128, 256)
 POOLS = (torch.float32, torch.float16, *QUANTISED)
 HEADS = ((2, 2), (4, 2), (3, 1))  # MHA, GQA, MQA
@@ -285,6 +302,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "matrix": matrix,
     "whole matrix": partial(matrix, whole=True),
     "long": long,
+    "order": one_order,
     "elements": elements,
     "quantised": quantised,
     "rows": rows,

@@ -1,0 +1,38 @@
+"""Determinism: which models can promise the same bits whatever shares a step, and why the others cannot.
+
+The promise: a request's tokens and log-probabilities are the same cold, with a cached prefix, in any chunks, after a
+preemption and in any company, bit for bit, at one tp on one kind of machine. What keeps it: attention adds keys up in
+one order, by absolute position (kernels/paged_attention.py); linears compute each row alone or in tiles of one height
+(kernels/linear.py); ranks are summed in order (communicator.py); a draw depends on seed, choice and position. This file
+only refuses; it does not compute.
+"""
+
+import torch
+from torch import nn
+
+from ..kernels import native
+from ..proto.errors import InvalidConfig
+from .attention import AttentionCall
+
+
+def check_deterministic(model: nn.Module, calls: list[AttentionCall], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InvalidConfig for a model, dtype or machine that cannot keep the promise; says what would."""
+    for name, _ in model.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            raise InvalidConfig(
+                f"deterministic: {name} multiplies the tokens of one expert together, so that a result depends on who "
+                "shares the step; serve a mixture of experts without --deterministic"
+            )
+    if device.type != "cpu":
+        return
+    if native.library() is None or dtype not in native.TYPES:
+        raise InvalidConfig(
+            f"deterministic on CPU takes bfloat16 or float32 and the native kernels (here: {dtype}, "
+            f"{native.native_status()}); set --dtype, install with a C compiler, or leave --deterministic out"
+        )
+    for call in calls:
+        if call.head_dim % 16 or call.head_dim > 256:
+            raise InvalidConfig(
+                f"deterministic on CPU takes heads of a multiple of 16, at most 256 (here: {call.head_dim}); "
+                "leave --deterministic out"
+            )
