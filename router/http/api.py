@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -32,6 +31,7 @@ from .completion_request import CompletionRequest, Prompt
 from .connection import ClientGone, while_connected
 from .error_body import error_body, explain, refusal, retry_headers
 from .event_stream import Answer, EventStream
+from .json_body import JsonBody
 from .merged import begin, merged
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody
@@ -63,7 +63,7 @@ class Api:
         self._tokens = TokenText(tokenizer)
         self._form = form_of(tokenizer.template.source if tokenizer.template is not None else "")
         # The interactive pages load scripts from elsewhere.
-        self.app = FastAPI(title="Coatcheck", docs_url=None, redoc_url=None)
+        self.app = FastAPI(title="Coatcheck", docs_url=None, redoc_url=None, default_response_class=JsonBody)
         self.app.add_middleware(BodyLimit, most_bytes=MESSAGE_BYTES)
         guarded = [Depends(authorize)]
         for method, path, endpoint in (
@@ -81,7 +81,8 @@ class Api:
         self.app.add_exception_handler(HTTPException, _misdirected)
         self.app.add_exception_handler(ClientGone, _nobody)
         self.app.add_exception_handler(CoatcheckError, _refused)
-        self.app.add_exception_handler(Exception, _refused)
+        self.app.add_exception_handler(UnicodeEncodeError, _refused)
+        self.app.add_exception_handler(Exception, _refused)  # the connection of such a one is closed
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Goes on from one or several prompts."""
@@ -140,7 +141,7 @@ class Api:
     async def health(self) -> Response:
         """200 while a new request would be taken."""
         state = self._admin.state
-        return JSONResponse({"status": state}, 200 if state == "serving" else 503)
+        return JsonBody({"status": state}, 200 if state == "serving" else 503)
 
     async def metrics(self) -> Response:
         """In Prometheus' text form."""
@@ -158,7 +159,7 @@ class Api:
         headers = {"x-request-id": name}
         if not stream:
             responses = await while_connected(request.receive, self._all(messages))
-            return JSONResponse(answer.whole(responses), headers=headers)
+            return JsonBody(answer.whole(responses), headers=headers)
         sources = [self._generation.generate_stream(message) for message in messages]
         await while_connected(request.receive, begin(sources))
         streaming: Answer = answer
@@ -218,13 +219,13 @@ def request_id(request: Request) -> str:
 
 async def _refused(request: Request, error: Exception) -> Response:
     status, body = error_body(error)
-    return JSONResponse(body, status, headers=retry_headers(error))
+    return JsonBody(body, status, headers=retry_headers(error))
 
 
 async def _misread(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, field = explain(error.errors())
-    return JSONResponse(refusal(400, message, param=field), 400)
+    return JsonBody(refusal(400, message, param=field), 400)
 
 
 async def _misdirected(request: Request, error: Exception) -> Response:
@@ -232,7 +233,7 @@ async def _misdirected(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     said = {404: f"{what} is no endpoint of this server", 405: f"{what}: this endpoint has another method"}
     body = refusal(error.status_code, said.get(error.status_code, str(error.detail)))
-    return JSONResponse(body, error.status_code, headers=error.headers)
+    return JsonBody(body, error.status_code, headers=error.headers)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .error_body import refusal
+from .json_body import JsonBody
 
 _LINGER_SECONDS = 5.0
 
@@ -56,5 +56,5 @@ class BodyLimit:
                 while more:
                     more = (await receive()).get("more_body", False)
         message = f"the body has more than {self._most_bytes} bytes; send less at once"
-        answer = JSONResponse(refusal(413, message), 413, headers={"connection": "close"})
+        answer = JsonBody(refusal(413, message), 413, headers={"connection": "close"})
         await answer(scope, receive, send)

@@ -52,6 +52,7 @@ def over_http(web: http.client.HTTPConnection, dice: random.Random) -> str:
     web.request("POST", path, body, {"content-type": "application/json"})
     answer = web.getresponse()
     text = answer.read()
+    web.close()  # a slow request of the other protocol may come next, and idle connections are closed
     assert answer.status < 500 and b'"server_error"' not in text, (path, body, text)
     return str(answer.status)
 

@@ -80,6 +80,8 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "no object": ("/v1/completions", [1], 400, "JSON object"),
     "too deep": ("/v1/completions", DEEP, 400, ""),
     "no UTF-8": ("/v1/completions", b'{"prompt":"\xff"}', 400, ""),
+    "half a name": ("/v1/completions", {"prompt": "a", "model": "\ud800"}, 400, "surrogate"),
+    "half a field": ("/v1/completions", {"prompt": "a", "\ud800": 1}, 400, "unicode"),
     "no prompt": ("/v1/completions", {}, 400, "prompt is missing"),
     "prompt null": ("/v1/completions", {"prompt": None}, 400, "prompt is missing"),
     "prompt empty": ("/v1/completions", {"prompt": ""}, 400, "prompt is empty"),

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import random
 from collections import Counter
+from contextlib import closing
 
 import pytest
 
@@ -27,14 +28,13 @@ async def test_mutated_requests_never_break_the_router(open_web: OpenWeb, count:
 def send(address: str, count: int) -> Counter[int]:
     """How many of each status; says which body had one of ours."""
     dice, seen = random.Random(11), Counter[int]()
-    connection = http.client.HTTPConnection(address, timeout=20)
-    for _ in range(count):
-        path, body = mutated(dice)
-        connection.request("POST", path, body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read()
-        assert answer.status < 500, (path, body, text)
-        assert b'"server_error"' not in text, (path, body, text)
-        seen[answer.status] += 1
-    connection.close()
+    with closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+        for _ in range(count):
+            path, body = mutated(dice)
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            assert answer.status < 500, (path, body, text)
+            assert b'"server_error"' not in text, (path, body, text)
+            seen[answer.status] += 1
     return seen
