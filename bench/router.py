@@ -29,6 +29,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     GenerateEvent,
     GenerateRequest,
     GetModelResponse,
+    GroupStatus,
     SamplingParams,
     TokenIds,
 )
@@ -48,8 +49,9 @@ from coatcheck.proto.worker_pb2 import (
 from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.group_address import GroupAddress
-from coatcheck.router.policy import Candidate, choose
-from coatcheck.router.prefix_index import PrefixIndex
+from coatcheck.router.group_load import GroupLoad
+from coatcheck.router.policy import choose
+from coatcheck.router.prefix_index import NOTHING, PrefixIndex
 from coatcheck.router.server import Router
 from coatcheck.router.tokenizer import TokenizerJson
 
@@ -187,14 +189,21 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     rng = random.Random(1)
+    model = GetModelResponse(name="m", block_size=block_size)
+    status = GroupStatus(waiting=1, blocks_total=20_000, prefill_tokens_per_second=5000.0, step_seconds=0.01)
+    loads = {f"g{place}": GroupLoad(Registration(model=model, max_batch_tokens=2048)) for place in range(groups)}
+    for load in loads.values():
+        load.report(Load(status=status, queued_prefill_tokens=1000), now=0.0)
 
     def decision() -> None:
         matched = index.matched_blocks(chain)
-        choose(
-            [Candidate(group, 1000, 5000.0, 0.01, 8, device * block_size) for group, (device, _) in matched.items()],
-            prompt,
-            rng,
-        )
+        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
+        choose(candidates, prompt, rng, regret=index.regret.rate)
+
+    def sending() -> None:
+        expectation = index.expect("g0", chain)
+        assert expectation is not None
+        index.settle(expectation)
 
     return {
         "groups": groups,
@@ -202,6 +211,7 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
         "bytes_per_block_and_group": memory / index.stats().entries,
         "hash_us": min(timeit.repeat(lambda: hash_chain(key, tokens, block_size), number=20, repeat=5)) / 20 * 1e6,
         "match_us": min(timeit.repeat(lambda: index.matched_blocks(chain), number=100, repeat=5)) / 100 * 1e6,
+        "expect_and_settle_us": min(timeit.repeat(sending, number=100, repeat=5)) / 100 * 1e6,
         "decision_us": min(timeit.repeat(decision, number=100, repeat=5)) / 100 * 1e6,
     }
 

@@ -59,7 +59,7 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., tools: _Optional[_Iterable[str]] = ..., template_arguments: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "resume", "cache_salt", "priority")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "resume", "cache_salt", "priority", "session_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -78,7 +79,8 @@ class GenerateRequest(_message.Message):
     resume: _containers.RepeatedCompositeFieldContainer[Resumed]
     cache_salt: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    session_id: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("choice", "token_ids")
@@ -354,7 +356,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second")
+    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +386,7 @@ class GroupStatus(_message.Message):
     DEMOTE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     RESTORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     RESTORE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -413,7 +416,60 @@ class GroupStatus(_message.Message):
     demote_bytes_per_second: float
     restore_bytes_per_second: float
     restore_tokens_per_second: float
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ...) -> None: ...
+    audit: CacheAudit
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ...) -> None: ...
+
+class GroupCost(_message.Message):
+    __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    total_seconds: float
+    queue_seconds: float
+    prefill_seconds: float
+    restore_seconds: float
+    decode_seconds: float
+    eviction_seconds: float
+    delay_seconds: float
+    device_tokens: int
+    host_tokens: int
+    expected_tokens: int
+    def __init__(self, group: _Optional[str] = ..., total_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., eviction_seconds: _Optional[float] = ..., delay_seconds: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("group", "why", "prompt_tokens", "costs")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    why: str
+    prompt_tokens: int
+    costs: _containers.RepeatedCompositeFieldContainer[GroupCost]
+    def __init__(self, group: _Optional[str] = ..., why: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., costs: _Optional[_Iterable[_Union[GroupCost, _Mapping]]] = ...) -> None: ...
+
+class CacheAudit(_message.Message):
+    __slots__ = ("prompts", "foreseen_tokens", "found_tokens", "error_tokens", "divergences")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    FORESEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCES_FIELD_NUMBER: _ClassVar[int]
+    prompts: int
+    foreseen_tokens: int
+    found_tokens: int
+    error_tokens: int
+    divergences: int
+    def __init__(self, prompts: _Optional[int] = ..., foreseen_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., error_tokens: _Optional[int] = ..., divergences: _Optional[int] = ...) -> None: ...
 
 class LatencyStatus(_message.Message):
     __slots__ = ("p50_seconds", "p90_seconds", "p99_seconds", "count")

@@ -290,6 +290,11 @@ class AdminStub:
                 request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainRequest.SerializeToString,
                 response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/coatcheck.v1.Admin/Explain',
+                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.Explanation.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -308,6 +313,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a request would go, and what each group would cost it: a dry run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -320,6 +332,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainRequest.FromString,
                     response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.Explanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -376,6 +393,33 @@ class Admin:
             '/coatcheck.v1.Admin/Drain',
             coatcheck_dot_proto_dot_coatcheck__pb2.DrainRequest.SerializeToString,
             coatcheck_dot_proto_dot_coatcheck__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coatcheck.v1.Admin/Explain',
+            coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+            coatcheck_dot_proto_dot_coatcheck__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,9 +4,10 @@ It does not know gRPC, and it changes nothing but who takes new work.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable
 
-from ..proto.coatcheck_pb2 import DrainRequest, DrainResponse, GroupStatus, StatusRequest, StatusResponse
+from ..proto.coatcheck_pb2 import CacheAudit, DrainRequest, DrainResponse, GroupStatus, StatusRequest, StatusResponse
 from ..proto.errors import InvalidRequest, NotFound
 from .admission import refuse_unknown_fields
 from .config import RouterConfig
@@ -31,7 +32,7 @@ class Admin:
 
     def report(self) -> StatusResponse:
         """Groups as they reported last, and latencies as measured here."""
-        groups = [_link_status(link) for link in self._groups.links]
+        groups = [self._link_status(link) for link in self._groups.links]
         groups += [_address_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
         groups.sort(key=lambda group: group.name)
         response = StatusResponse(
@@ -77,6 +78,12 @@ class Admin:
             return "draining"
         return "serving" if self._groups.serving() else "unavailable"
 
+    def _link_status(self, link: GroupLink) -> GroupStatus:
+        status = _link_status(link)
+        audit = self._groups.audit.stats(link.name)
+        status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
+        return status
+
 
 async def _finishes(waiting: Awaitable[None], timeout: float | None) -> bool:
     try:
@@ -97,7 +104,7 @@ def _link_status(link: GroupLink) -> GroupStatus:
     if status.state == "starting":
         status.state = "serving"  # it has registered, so every rank has run a step
     reported = GroupStatus()
-    reported.CopyFrom(link.load.status)
+    reported.CopyFrom(link.load.last.status)
     for name in ("name", "state", "address", "restarts"):
         reported.ClearField(name)
     status.MergeFrom(reported)

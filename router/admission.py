@@ -116,6 +116,7 @@ def admit(
         resume=resume,
         cache_salt=message.cache_salt,
         priority=message.priority,
+        session_id=message.session_id,
     )
 
 

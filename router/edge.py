@@ -19,6 +19,8 @@ from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as a
 from grpc_status import rpc_status
 
 from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
+from .explanation import is_asked, trailing_metadata
+from .policy import Decision
 
 _log = logging.getLogger(__name__)
 _MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
@@ -27,12 +29,14 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Question = TypeVar("Question", bound=Message)
 
 
-def unary(kind: type[Question], method: Callable[[Question], Awaitable[Message]]) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler for a method that answers once."""
+def unary(
+    kind: type[Question], method: Callable[..., Awaitable[Message]], *, explains: bool = False
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    """A handler for a method that answers once; one that explains takes `on_decision` besides its message."""
 
     async def answer(data: bytes, context: Context) -> bytes:
         try:
-            return (await method(_parse(kind, data))).SerializeToString()
+            return (await method(_parse(kind, data), **_explaining(context, explains))).SerializeToString()
         except Exception as error:  # every request is answered, whatever went wrong
             await refuse(context, error)
 
@@ -40,19 +44,25 @@ def unary(kind: type[Question], method: Callable[[Question], Awaitable[Message]]
 
 
 def streaming(
-    kind: type[Question], method: Callable[[Question], AsyncGenerator[Message, None]]
+    kind: type[Question], method: Callable[..., AsyncGenerator[Message, None]], *, explains: bool = False
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     """A handler for a method that answers with a stream; a client that goes away closes the method's generator."""
 
     async def answer(data: bytes, context: Context) -> None:
         try:
-            async with aclosing(method(_parse(kind, data))) as events:
+            async with aclosing(method(_parse(kind, data), **_explaining(context, explains))) as events:
                 async for event in events:
                     await context.write(event.SerializeToString())
         except Exception as error:  # as above
             await refuse(context, error)
 
     return grpc.unary_stream_rpc_method_handler(answer)
+
+
+def _explaining(context: Context, explains: bool) -> dict[str, Callable[[Decision], None]]:
+    if not explains or not is_asked(context.invocation_metadata()):
+        return {}
+    return {"on_decision": lambda decision: context.set_trailing_metadata(trailing_metadata(decision))}
 
 
 def _parse(kind: type[Question], data: bytes) -> Question:

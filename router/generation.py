@@ -16,6 +16,7 @@ from ..proto.coatcheck_pb2 import (
     Delta,
     DetokenizeRequest,
     DetokenizeResponse,
+    Explanation,
     GenerateEvent,
     GenerateRequest,
     GenerateResponse,
@@ -27,7 +28,9 @@ from ..proto.coatcheck_pb2 import (
 from ..proto.errors import InvalidRequest, Unavailable
 from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
 from .config import RouterConfig
+from .explanation import explanation_of
 from .groups import Groups, capacity
+from .policy import Decision
 from .relay import Relay
 from .request import Request
 from .tokenizer import TokenizerJson
@@ -62,8 +65,11 @@ class Generation:
         """What is served; None until a group has registered."""
         return self._groups.model
 
-    async def generate_stream(self, message: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Started, deltas, Final. Closing it early frees what the request holds."""
+    async def generate_stream(
+        self, message: GenerateRequest, on_decision: Callable[[Decision], None] | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Started, deltas, Final. Closing it early frees what the request holds. At its end `on_decision` is told why
+        it was where it was last."""
         with self._traffic.request():
             arrived = time.monotonic()
             request = await self._admit(message)
@@ -77,14 +83,18 @@ class Generation:
                     yield event
             finally:
                 relay.close()
+                if on_decision is not None and relay.decision is not None:
+                    on_decision(relay.decision)
             self._traffic.answered(relay.usage, ttft, time.monotonic() - arrived)
 
-    async def generate(self, message: GenerateRequest) -> GenerateResponse:
+    async def generate(
+        self, message: GenerateRequest, on_decision: Callable[[Decision], None] | None = None
+    ) -> GenerateResponse:
         """The same answer once it is whole."""
         response = GenerateResponse()
         choices: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
-        async with aclosing(self.generate_stream(message)) as events:
+        async with aclosing(self.generate_stream(message, on_decision)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "started":
@@ -102,6 +112,10 @@ class Generation:
             choices[index].text = "".join(texts[index])
             response.choices.append(choices[index])
         return response
+
+    async def explain(self, message: GenerateRequest) -> Explanation:
+        """Where the request would go now, and what each group would cost it; it is not sent."""
+        return explanation_of(self._groups.explain(await self._admit(message)))
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """A text's or a chat's token ids."""

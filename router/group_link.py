@@ -9,7 +9,6 @@ is ejected: its stream ends, with the reason. It does not know costs, text, or w
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -20,7 +19,6 @@ from ..proto.worker_pb2 import (
     Abort,
     FromGroup,
     Hello,
-    Load,
     Refused,
     Registration,
     SnapshotRequest,
@@ -30,6 +28,7 @@ from ..proto.worker_pb2_grpc import WorkerStub
 from .config import GROUP_MESSAGE_BYTES, RouterConfig
 from .delivery import Delivery
 from .group_address import GroupAddress
+from .group_load import GroupLoad
 from .prefix_index import Outcome, PrefixIndex
 from .request import Request
 from .ticket import Ejected, GroupLost, Ticket
@@ -41,8 +40,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # so that a new attempt does not inherit the last one's backoff
 ]
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
-# A load report may have been on its way when a submission was: only older ones are in it.
-_REPORT_LAG = 0.05
 
 Stream: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
@@ -59,7 +56,7 @@ class GroupLink:
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
-        self.load = Load()
+        self.load = GroupLoad(Registration())
         self.reason = address.reason
         self.draining = False
         self._router = config.name
@@ -68,7 +65,6 @@ class GroupLink:
         self._changed = changed
         self._silence = config.silence_seconds
         self.tickets = Delivery()
-        self._unreported: deque[tuple[float, int]] = deque()  # (when, tokens) sent since the load was measured
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._last_id = 0
         self._heard = 0.0
@@ -79,21 +75,17 @@ class GroupLink:
         """The group's name."""
         return self.address.name
 
-    @property
-    def queued_prefill_tokens(self) -> int:
-        """As the group last reported, and what was sent to it since."""
-        return self.load.queued_prefill_tokens + sum(tokens for _, tokens in self._unreported)
-
     def submit(
         self, request: Request, attempt: int, delivered: Mapping[int, Sequence[int]], uncached_tokens: int
     ) -> Ticket:
-        """Sends a request; the ticket gets its outputs. Raises GroupLost while the group is not attached."""
+        """Sends a request, of whose prompt so much is to be computed; the ticket gets its outputs. Raises GroupLost
+        while the group is not attached."""
         if self.registration is None:
             raise GroupLost(f"group {self.name} is not attached")
         self._last_id += 1
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
-        self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens))
+        self.load.sent(uncached_tokens, asyncio.get_running_loop().time())
         self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered)))
         return ticket
 
@@ -196,7 +188,7 @@ class GroupLink:
             case "events":
                 self._apply(self._index.apply(self.name, message.events))
             case "load":
-                self._report(message.load)
+                self.load.report(message.load, asyncio.get_running_loop().time())
             case "snapshot":
                 self._apply(self._index.apply_snapshot(self.name, message.snapshot))
             case "refused":
@@ -215,28 +207,30 @@ class GroupLink:
             raise Ejected(f"{self.address.address} is group {registration.group!r}, not {self.name!r}")
         if registration.model.name != self._model_name:
             raise Ejected(f"the group serves model {registration.model.name!r}, not {self._model_name!r}")
+        if not registration.model.block_size:
+            raise Ejected("the group registered without a block size")
         self.registration = registration
         self.reason = ""
-        self._index.add_group(self.name, registration.epoch)
+        self.load = GroupLoad(registration)
+        self._index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks)
         self._changed()
 
-    def _report(self, load: Load) -> None:
-        self.load = load
-        until = asyncio.get_running_loop().time() - _REPORT_LAG
-        while self._unreported and self._unreported[0][0] < until:
-            self._unreported.popleft()
+    def ask_snapshot(self, why: str) -> None:
+        """What is known of the group's blocks is to be replaced."""
+        _log.warning("group %s: %s; asking for a snapshot", self.name, why)
+        self._outbox.put_nowait(ToGroup(snapshot=SnapshotRequest()))
 
     def _apply(self, outcome: Outcome) -> None:
         if outcome is Outcome.SNAPSHOT_NEEDED:
-            _log.warning("group %s: a gap in its events; asking for a snapshot", self.name)
-            self._outbox.put_nowait(ToGroup(snapshot=SnapshotRequest()))
+            self.ask_snapshot("a gap in its events")
+        elif outcome is Outcome.IMPOSSIBLE:
+            raise Ejected("the group says that it holds more blocks than it has")
 
     def _lose(self) -> bool:
         """The stream is gone: fails every ticket, forgets every block. Returns whether the group had registered."""
         attached = self.registration is not None
         self.registration = None
-        self.load = Load()
-        self._unreported.clear()
+        self.load = GroupLoad(Registration())
         self._index.remove_group(self.name)
         self.tickets.fail_all(GroupLost(f"group {self.name} is lost: {self.reason}"))
         if attached:

@@ -12,13 +12,14 @@ from collections.abc import Set as AbstractSet
 from ..proto.coatcheck_pb2 import GetModelResponse
 from ..proto.errors import NeverFits, Unavailable
 from ..proto.worker_pb2 import Registration
+from .audit import Audit
 from .config import RouterConfig
 from .group_address import GroupAddress
 from .group_link import GroupLink
+from .placement import Placement
 from .policy import Candidate, Decision, choose
-from .prefix_index import PrefixIndex
+from .prefix_index import NOTHING, Match, PrefixIndex
 from .request import Request
-from .ticket import Ticket
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
@@ -26,31 +27,12 @@ _NO_EQUAL = "its worker group is lost, and none that could go on with it is serv
 _SUSPICION_TOGETHER = 2
 
 
-class Placement:
-    """A request on a group: the ticket, the link to close it on, and why it is there."""
-
-    __slots__ = ("_link", "decision", "model", "ticket")
-
-    def __init__(self, link: GroupLink, ticket: Ticket, decision: Decision, model: GetModelResponse) -> None:
-        self._link = link
-        self.ticket = ticket
-        self.decision = decision
-        self.model = model
-
-    def close(self, finished: bool) -> None:
-        """Nobody takes from the ticket any more; unless the group has finished, it is told."""
-        self._link.close_ticket(self.ticket, finished)
-
-    def clear(self) -> None:
-        """The group has answered: the request is no suspect."""
-        self._link.clear(self.ticket)
-
-
 class Groups:
     """Owns the links and the index."""
 
     def __init__(self, config: RouterConfig, rng: random.Random | None = None) -> None:
         self.index = PrefixIndex()
+        self.audit = Audit()
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
         self._config = config
         self._rng = rng or random.Random()
@@ -163,46 +145,41 @@ class Groups:
         serving: list[tuple[GroupLink, Registration]],
         avoid: AbstractSet[str],
     ) -> Placement:
-        holding = [(link, registration) for link, registration in serving if _holds(registration, request)]
-        if not holding:
-            most = max(capacity(registration) for _, registration in serving)
-            raise NeverFits(
-                f"prompt and max_tokens make {request.max_len} tokens; this server holds {most} tokens per sequence, "
-                "prompt and answer together: shorten the prompt or lower max_tokens"
-            )
-        eligible = [(link, registration) for link, registration in holding if link.name not in avoid] or holding
-        by_name = {link.name: (link, registration) for link, registration in eligible}
-        candidates = self._candidates(request, eligible)
-        decision = choose(candidates, len(request.prompt_token_ids), self._rng)
-        link, registration = by_name[decision.group]
-        cached = next(terms.cached_tokens for terms in decision.terms if terms.group == decision.group)
-        uncached = len(request.prompt_token_ids) - cached
+        eligible = [(link, reg) for link, reg in _holding(serving, request) if link.name not in avoid]
+        decision = self._decide(request, eligible or _holding(serving, request))
+        link = self._links[decision.group]
+        assert link.registration is not None, "what serves is attached"
+        model = link.registration.model
+        chosen = decision.chosen
+        uncached = len(request.prompt_token_ids) - chosen.cached_tokens
         ticket = link.submit(request, attempt, delivered, uncached)
-        return Placement(link, ticket, decision, registration.model)
+        expectation = self.index.expect(link.name, request.chain(model))
+        return Placement(link, ticket, decision, model, self.index, expectation, self.audit)
 
-    def _candidates(self, request: Request, eligible: list[tuple[GroupLink, Registration]]) -> list[Candidate]:
+    def explain(self, request: Request) -> Decision:
+        """Where `place` would send it now, and nothing is sent. Raises Unavailable and NeverFits as that does."""
+        serving = self.serving()
+        if not serving:
+            raise Unavailable(_NO_GROUP)
+        return self._decide(request, _holding(serving, request))
+
+    def _decide(self, request: Request, eligible: list[tuple[GroupLink, Registration]]) -> Decision:
         # Groups of one model share their block names; one walk along the chain matches them all.
-        matched: dict[tuple[str, str, int], dict[str, tuple[int, int]]] = {}
-        candidates = []
+        matched: dict[tuple[str, str, int], dict[str, Match]] = {}
+        candidates: list[Candidate] = []
         for link, registration in eligible:
             model = registration.model
             kind = (model.name, model.fingerprint, model.block_size)
             if kind not in matched:
                 matched[kind] = self.index.matched_blocks(request.chain(model))
-            device, host = matched[kind].get(link.name, (0, 0))
-            status = link.load.status
-            candidates.append(
-                Candidate(
-                    group=link.name,
-                    queued_prefill_tokens=link.queued_prefill_tokens,
-                    prefill_tokens_per_second=status.prefill_tokens_per_second,
-                    step_seconds=status.step_seconds,
-                    running=status.running,
-                    device_tokens=device * model.block_size,
-                    host_tokens=host * model.block_size,
-                )
-            )
-        return candidates
+            candidates.append(link.load.candidate(link.name, matched[kind].get(link.name, NOTHING)))
+        return choose(
+            candidates,
+            len(request.prompt_token_ids),
+            self._rng,
+            regret=self.index.regret.rate,
+            session=request.session_id,
+        )
 
     def notify(self) -> None:
         """Something about who takes new work has changed; wakes whoever waits for that."""
@@ -216,6 +193,18 @@ def capacity(registration: Registration) -> int:
     """Most tokens that one sequence can come to on a group."""
     model = registration.model
     return min(model.max_model_len, registration.num_blocks * model.block_size)
+
+
+def _holding(serving: list[tuple[GroupLink, Registration]], request: Request) -> list[tuple[GroupLink, Registration]]:
+    """Those that can hold it; raises NeverFits when none can."""
+    holding = [(link, registration) for link, registration in serving if _holds(registration, request)]
+    if not holding:
+        most = max(capacity(registration) for _, registration in serving)
+        raise NeverFits(
+            f"prompt and max_tokens make {request.max_len} tokens; this server holds {most} tokens per sequence, "
+            "prompt and answer together: shorten the prompt or lower max_tokens"
+        )
+    return holding
 
 
 def _holds(registration: Registration, request: Request) -> bool:

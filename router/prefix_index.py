@@ -1,19 +1,25 @@
 """PrefixIndex: which group holds which KV blocks, exactly, by block hash and tier.
 
 Fed by each group's events in order. A new epoch, a gap or an incomplete snapshot means that nothing is known of a
-group until its next snapshot is whole: a cold answer is slower, a false one would promise what is not there. It does
-not know tokens, links or costs.
+group until its next snapshot is whole: a cold answer is slower, a false one would promise what is not there. Beside
+what events say stands what is expected: the blocks of prompts that this router has just sent, until the group's own
+events tell of them. It does not know tokens, links or costs.
 
-A group is a bit, a block a pair of bit sets, so that one walk along a prompt's chain matches every group at once.
+A group is a bit, a block three bit sets (device, host, expected), so that one walk along a prompt's chain matches every
+group at once.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final, NamedTuple
 
+from ..proto.block_hash import HASH_BYTES
 from ..proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents, SnapshotChunk
+from .expectations import Expectation, Expectations
+from .regret import Regret
 
-_TIERS = (TIER_DEVICE, TIER_HOST)
+_TIERS: Final = (TIER_DEVICE, TIER_HOST)
 
 
 class Outcome(Enum):
@@ -22,19 +28,41 @@ class Outcome(Enum):
     APPLIED = "applied"
     IGNORED = "ignored"  # old, or of a group that is waiting for its snapshot
     SNAPSHOT_NEEDED = "snapshot needed"
+    IMPOSSIBLE = "impossible"  # it holds more blocks than it has
+
+
+class Match(NamedTuple):
+    """Blocks of a chain that one group holds from its start without a break, by where they are."""
+
+    device: int
+    host: int  # there alone
+    expected: int  # nowhere yet, but to be computed there before anything that is sent now
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.device + self.host + self.expected
+
+
+NOTHING: Final = Match(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixIndexStats:
-    """Counts since the start, except `groups`, `blocks` (distinct) and `entries` (block, group and tier)."""
+    """Counts since the start, except `groups`, `blocks` (distinct), `entries` (block, group and tier) and `expected`.
+
+    `orphans` are blocks stored below one that the group does not hold: they count, and match nothing until it does.
+    """
 
     groups: int
     blocks: int
     entries: int
+    expected: int
     events: int
     snapshots: int
     gaps: int
     ignored: int
+    orphans: int
 
 
 @dataclass(slots=True)
@@ -42,28 +70,33 @@ class _Holding:
     """What is known of one group. `next_sequence` None: nothing until a snapshot has come."""
 
     bit: int
-    epoch: str = ""
+    epoch: str
+    capacity: int  # most entries that it can have; 0: not said
     next_sequence: int | None = None
     tiers: dict[bytes, int] = field(default_factory=dict)  # block hash -> set of tiers, as bits
     staged: list[KvEvent] | None = None  # a snapshot on its way
+    entries: int = 0  # in both tiers
 
 
 class PrefixIndex:
     """Residency of blocks by (group, tier)."""
 
     def __init__(self) -> None:
+        self.regret = Regret()
         self._groups: dict[str, _Holding] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # every group's bit
         self._where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # per tier: block hash -> groups
-        self._events = self._snapshots = self._gaps = self._ignored = 0
+        self._expectations = Expectations()
+        self._events = self._snapshots = self._gaps = self._ignored = self._orphans = 0
 
-    def add_group(self, group: str, epoch: str) -> None:
-        """A group has registered; of an earlier incarnation nothing is left."""
+    def add_group(self, group: str, epoch: str, capacity: int = 0) -> None:
+        """A group has registered, with room for so many blocks (0: not said); of an earlier incarnation nothing is
+        left."""
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
         self._live |= free
-        self._groups[group] = _Holding(free, epoch)
+        self._groups[group] = _Holding(free, epoch, capacity)
         self._names[free] = group
 
     def remove_group(self, group: str) -> None:
@@ -72,6 +105,7 @@ class PrefixIndex:
         if holding is None:
             return
         self._clear(holding)
+        self._expectations.forget(holding.bit)
         self._live &= ~holding.bit
         del self._names[holding.bit]
 
@@ -87,9 +121,9 @@ class PrefixIndex:
             return Outcome.SNAPSHOT_NEEDED
         if known and known >= len(message.events):
             return self._ignore(len(message.events))
-        self._store(holding, message.events[known:])
+        self._store(holding, message.events[known:] if known else message.events)
         holding.next_sequence += len(message.events) - known
-        return Outcome.APPLIED
+        return self._weigh(holding)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> Outcome:
         """Takes a piece of a snapshot; only a whole one counts, and it replaces what was known."""
@@ -103,6 +137,9 @@ class PrefixIndex:
             self._forget(holding)
             return Outcome.SNAPSHOT_NEEDED
         holding.staged.extend(chunk.events)
+        if holding.capacity and len(holding.staged) > holding.capacity:
+            self._forget(holding)
+            return Outcome.IMPOSSIBLE
         if chunk.last:
             staged = holding.staged
             self._forget(holding)
@@ -111,28 +148,55 @@ class PrefixIndex:
             self._snapshots += 1
         return Outcome.APPLIED
 
-    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, tuple[int, int]]:
-        """For each group the blocks that it holds from the start of `chain` without a break: on the device, and on the
-        host alone. Groups that hold not even the first are left out."""
+    def expect(self, group: str, chain: Sequence[bytes]) -> Expectation | None:
+        """A prompt of this chain has been sent to the group: until `settle` its blocks match as expected there."""
+        holding = self._groups.get(group)
+        if holding is None:
+            return None
+        self._expectations.add(holding.bit, chain)
+        return Expectation(group, holding.epoch, chain)
+
+    def settle(self, expectation: Expectation) -> None:
+        """The group's events have told of the prompt's blocks, or never will; call it once."""
+        holding = self._groups.get(expectation.group)
+        if holding is not None and holding.epoch == expectation.epoch:  # else it went with its incarnation
+            self._expectations.remove(holding.bit, expectation.chain)
+
+    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, Match]:
+        """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups
+        that hold not even the first are left out."""
         on_device, on_host = self._where
+        expected = self._expectations.where
         length: dict[int, int] = {}
         host_only: dict[int, int] = {}
+        coming: dict[int, int] = {}
         alive = self._live
         for depth, block in enumerate(chain):
             if not (missing := alive & ~on_device.get(block, 0)):
                 continue
-            hosting = missing & on_host.get(block, 0)
-            for bit in _bits(hosting):
-                host_only[bit] = host_only.get(bit, 0) + 1
-            for bit in _bits(missing ^ hosting):
-                length[bit] = depth
-            alive &= ~missing | hosting
-            if not alive:
-                break
+            lost = missing
+            if on_host and (there := missing & on_host.get(block, 0)):
+                for bit in _bits(there):
+                    host_only[bit] = host_only.get(bit, 0) + 1
+                lost ^= there
+            if expected and (there := lost & expected.get(block, 0)):
+                for bit in _bits(there):
+                    coming[bit] = coming.get(bit, 0) + 1
+                lost ^= there
+            if lost:
+                for bit in _bits(lost):
+                    length[bit] = depth
+                alive ^= lost
+                if not alive:
+                    break
         for bit in _bits(alive):
             length[bit] = len(chain)
-        counts = ((bit, blocks, host_only.get(bit, 0)) for bit, blocks in length.items() if blocks)
-        return {self._names[bit]: (blocks - host, host) for bit, blocks, host in counts}
+        matches = {}
+        for bit, blocks in length.items():
+            if blocks:
+                host, soon = host_only.get(bit, 0), coming.get(bit, 0)
+                matches[self._names[bit]] = Match(blocks - host - soon, host, soon)
+        return matches
 
     def stats(self) -> PrefixIndexStats:
         """Counts as of now."""
@@ -140,11 +204,13 @@ class PrefixIndex:
         return PrefixIndexStats(
             groups=len(self._groups),
             blocks=len(on_device.keys() | on_host.keys()),
-            entries=sum(tiers.bit_count() for holding in self._groups.values() for tiers in holding.tiers.values()),
+            entries=sum(holding.entries for holding in self._groups.values()),
+            expected=len(self._expectations),
             events=self._events,
             snapshots=self._snapshots,
             gaps=self._gaps,
             ignored=self._ignored,
+            orphans=self._orphans,
         )
 
     def check(self) -> None:
@@ -159,21 +225,41 @@ class PrefixIndex:
                     if tiers >> place & 1:
                         expected[block] = expected.get(block, 0) | holding.bit
             assert where == expected, "the shared index and the groups' own disagree"
+        for holding in self._groups.values():
+            assert holding.entries == sum(tiers.bit_count() for tiers in holding.tiers.values()), "entries miscounted"
+        self._expectations.check()
 
     def _store(self, holding: _Holding, events: Iterable[KvEvent]) -> None:
+        held, bit, regret = holding.tiers, holding.bit, self.regret
+        on_device, on_host = self._where
         for event in events:
             self._events += 1
-            if event.tier not in _TIERS or not event.block_hash:
+            block, tier = event.block_hash, event.tier
+            if tier not in _TIERS or len(block) != HASH_BYTES:
                 self._ignored += 1
                 continue
-            place = _TIERS.index(event.tier)
-            where, block, tiers = self._where[place], event.block_hash, holding.tiers.get(event.block_hash, 0)
+            place = tier - 1
+            where, tiers = self._where[place], held.get(block, 0)
             if event.stored:
-                holding.tiers[block] = tiers | 1 << place
-                where[block] = where.get(block, 0) | holding.bit
+                if not tiers >> place & 1:
+                    held[block] = tiers | 1 << place
+                    where[block] = where.get(block, 0) | bit
+                    holding.entries += 1
+                    regret.stored(block)
+                if (parent := event.parent_hash) and parent not in held:
+                    self._orphans += 1
             elif tiers >> place & 1:
-                _set_or_drop(holding.tiers, block, tiers & ~(1 << place))
-                _set_or_drop(where, block, where[block] & ~holding.bit)
+                _set_or_drop(held, block, tiers & ~(1 << place))
+                _set_or_drop(where, block, where[block] & ~bit)
+                holding.entries -= 1
+                if block not in on_device and block not in on_host:
+                    regret.evicted(block, len(on_device))
+
+    def _weigh(self, holding: _Holding) -> Outcome:
+        if not holding.capacity or holding.entries <= holding.capacity:
+            return Outcome.APPLIED
+        self._forget(holding)
+        return Outcome.IMPOSSIBLE
 
     def _forget(self, holding: _Holding) -> None:
         self._clear(holding)
@@ -186,6 +272,7 @@ class PrefixIndex:
                 if tiers >> place & 1:
                     _set_or_drop(where, block, where[block] & ~holding.bit)
         holding.tiers.clear()
+        holding.entries = 0
 
     def _ignore(self, events: int) -> Outcome:
         self._ignored += events

@@ -12,7 +12,9 @@ from ..proto.worker_pb2 import SequenceOutput
 from .choice import Choice
 from .config import RouterConfig
 from .detokenizer import Detokenizer
-from .groups import Groups, Placement
+from .groups import Groups
+from .placement import Placement
+from .policy import Decision
 from .request import Request
 from .ticket import GroupLost
 
@@ -36,9 +38,15 @@ class Relay:
         self._counted = False  # whether we know what the first group found in its cache
         # Prompt tokens whose log-probabilities were passed on, and that the present group has sent: it begins again.
         self._echoed = self._scored = 0
+        self._decision: Decision | None = None
         self._moves = 0
         self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
         self._deaths = 0  # groups lost in a row, none of which delivered anything since the one before
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last one made, if any was."""
+        return self._decision
 
     @property
     def completion_tokens(self) -> int:
@@ -95,6 +103,7 @@ class Relay:
             avoid=self._left,
             suspicion=self._deaths,
         )
+        self._decision = self._placement.decision
         for choice in self._choices:
             if choice.finish_reason:  # a group cannot know where a stop string ended a choice
                 self._placement.ticket.abort(choice.index)
@@ -138,6 +147,8 @@ class Relay:
         events: list[GenerateEvent] = []
         deltas: dict[int, Delta] = {}
         for output in outputs:
+            if output.HasField("cached"):
+                placement.computed(output.cached)
             if output.HasField("cached") and not self._counted:
                 self._counted = True
                 self.usage.cached_device_tokens = output.cached.device_tokens

@@ -23,6 +23,7 @@ class Request:
     resume: Mapping[int, Sequence[int]] = field(default_factory=dict)
     cache_salt: str = ""
     priority: int = 0
+    session_id: str = ""
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     @property

@@ -109,8 +109,8 @@ class Router:
     def _add_services(self) -> None:
         generation, admin = self.generation, self.admin
         methods = {
-            "Generate": unary(messages.GenerateRequest, generation.generate),
-            "GenerateStream": streaming(messages.GenerateRequest, generation.generate_stream),
+            "Generate": unary(messages.GenerateRequest, generation.generate, explains=True),
+            "GenerateStream": streaming(messages.GenerateRequest, generation.generate_stream, explains=True),
             "Tokenize": unary(messages.TokenizeRequest, generation.tokenize),
             "Detokenize": unary(messages.DetokenizeRequest, generation.detokenize),
             "GetModel": unary(messages.GetModelRequest, generation.get_model),
@@ -118,6 +118,7 @@ class Router:
         administration = {
             "Status": unary(messages.StatusRequest, admin.status),
             "Drain": unary(messages.DrainRequest, admin.drain),
+            "Explain": unary(messages.GenerateRequest, generation.explain),
         }
         self._server.add_generic_rpc_handlers(
             (

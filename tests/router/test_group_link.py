@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import StatusRequest
-from coatcheck.proto.worker_pb2 import FromGroup, Refused, SequenceOutput, StepBatch
+from coatcheck.proto.worker_pb2 import TIER_DEVICE, FromGroup, KvEvent, Refused, SequenceOutput, StepBatch
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.group_link import GroupLink
 from coatcheck.router.prefix_index import PrefixIndex
@@ -32,6 +32,30 @@ async def test_a_group_that_is_another_does_not_serve(open_door: OpenDoor, name:
             pass  # it is still being asked
     assert status.state == "lost" and reason in status.reason
     assert not door.router.groups.serving()
+
+
+async def test_a_group_without_a_block_size_does_not_serve(open_door: OpenDoor) -> None:
+    """Nothing that it holds could be named."""
+    group = FakeGroup()
+    group.model.block_size = 0
+    door = await open_door()
+    door.groups.append(group)
+    await door.router.set_groups([await group.start()])
+    async with asyncio.timeout(10):
+        while (status := (await door.admin.Status(StatusRequest())).groups[0]).state == "starting":
+            pass  # it is still being asked
+    assert status.state == "lost" and status.reason == "the group registered without a block size"
+
+
+async def test_a_group_that_holds_more_than_it_has_is_ejected(open_door: OpenDoor) -> None:
+    """More blocks than it registered with cannot be, and must not fill this router's memory."""
+    group = FakeGroup(num_blocks=64)
+    door = await open_door(group)
+    events = [KvEvent(stored=True, block_hash=bytes([n]) * 16, tier=TIER_DEVICE) for n in range(65)]
+    group.send_events(*events)
+    await door.serving(0)
+    (status,) = (await door.admin.Status(StatusRequest())).groups
+    assert (status.state, status.reason) == ("lost", "the group says that it holds more blocks than it has")
 
 
 async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:

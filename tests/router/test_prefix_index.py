@@ -1,10 +1,12 @@
 """The prefix index: exact by construction, checked against a model that is too simple to be wrong."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED, KvEvent, KvEvents, SnapshotChunk, Tier
+from coatcheck.router.expectations import Expectation
 from coatcheck.router.prefix_index import Outcome, PrefixIndex
 
 CHAIN = [bytes([block]) * 16 for block in range(6)]
@@ -45,6 +47,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.epochs: dict[str, int] = {}
         self.sequences: dict[str, int] = {}
         self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
+        self.sent: list[tuple[Expectation, str, int]] = []  # with its group and how many blocks of the chain
         self.count = 0
 
     @rule(group=NAMES)
@@ -52,12 +55,27 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.count += 1
         self.epochs[group], self.sequences[group], self.held[group] = self.count, 0, None
         self.index.add_group(group, str(self.count))
+        self.sent = [entry for entry in self.sent if entry[1] != group]
 
     @rule(group=NAMES)
     def leave(self, group: str) -> None:
         self.index.remove_group(group)
+        self.sent = [entry for entry in self.sent if entry[1] != group]
         for known in (self.epochs, self.sequences, self.held):
             known.pop(group, None)
+
+    @rule(group=NAMES, blocks=st.integers(0, len(CHAIN)))
+    def send_prompt(self, group: str, blocks: int) -> None:
+        expectation = self.index.expect(group, CHAIN[:blocks])
+        assert (expectation is None) == (group not in self.epochs)
+        if expectation is not None:
+            self.sent.append((expectation, group, blocks))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.sent) - 1))
+        self.index.settle(self.sent.pop(place)[0])
 
     @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
     def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
@@ -98,12 +116,15 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.index.check()
         expected = {}
         for group, held in self.held.items():
-            counts = [0, 0]
+            counts = [0, 0, 0]
+            coming = max((blocks for _, name, blocks in self.sent if name == group), default=0)
             for block in range(len(CHAIN)):
                 if (block, TIER_DEVICE) in (held or ()):
                     counts[0] += 1
                 elif (block, TIER_HOST) in (held or ()):
                     counts[1] += 1
+                elif block < coming:
+                    counts[2] += 1
                 else:
                     break
             if any(counts):
@@ -119,7 +140,7 @@ def test_a_chain_matches_only_without_a_break() -> None:
     """A group that holds the third block and not the second has one block of the prefix."""
     index = following("a")
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(2)]))
-    assert index.matched_blocks(CHAIN) == {"a": (1, 0)}
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
 
 def test_leaving_the_device_does_not_erase_the_host() -> None:
@@ -127,7 +148,7 @@ def test_leaving_the_device_does_not_erase_the_host() -> None:
     index = following("a")
     events = [stored(0), stored(1), stored(1, TIER_HOST), removed(1)]
     index.apply("a", KvEvents(epoch="1", sequence=0, events=events))
-    assert index.matched_blocks(CHAIN) == {"a": (1, 1)}
+    assert index.matched_blocks(CHAIN) == {"a": (1, 1, 0)}
 
 
 def test_an_older_epoch_changes_nothing() -> None:
@@ -137,7 +158,7 @@ def test_an_older_epoch_changes_nothing() -> None:
     index.apply_snapshot("a", snapshot(stored(0), epoch="2"))
     assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is Outcome.IGNORED
     assert index.apply_snapshot("a", snapshot(epoch="1")) is Outcome.IGNORED
-    assert index.matched_blocks(CHAIN) == {"a": (1, 0)}
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
     assert index.stats().ignored == 1
 
 
@@ -175,6 +196,64 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[event]))
     index.check()
     assert index.matched_blocks(CHAIN) == {} and index.stats().ignored == 1
+
+
+def test_what_was_sent_is_known_at_once_and_no_longer_than_until_it_is_settled() -> None:
+    """A prompt on its way counts as expected; events turn its blocks into held ones; what never came is forgotten."""
+    index = following("a")
+    expectation = index.expect("a", CHAIN[:3])
+    assert expectation is not None
+    assert index.matched_blocks(CHAIN) == {"a": (0, 0, 3)}
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(1)]))
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 1)}
+    index.settle(expectation)
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
+    assert index.stats().expected == 0
+
+
+def test_an_expectation_ends_with_its_incarnation() -> None:
+    """What was sent to a group that has restarted is not expected of the new one, and settling it then is harmless."""
+    index = following("a")
+    expectation = index.expect("a", CHAIN)
+    index.add_group("a", "2")
+    assert expectation is not None and index.matched_blocks(CHAIN) == {}
+    index.expect("a", CHAIN[:1])
+    index.settle(expectation)
+    index.check()
+    assert index.matched_blocks(CHAIN) == {"a": (0, 0, 1)}
+    assert index.expect("b", CHAIN) is None
+
+
+def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> None:
+    """A parent never seen gives no false prefix: the child matches once the parent is there too."""
+    index = following("a")
+    orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
+    assert index.matched_blocks(CHAIN) == {} and index.stats().orphans == 1
+    index.apply("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
+
+
+@pytest.mark.parametrize("name", [b"", b"short", bytes(17)])
+def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None:
+    """A hash is 16 bytes; anything else names no block."""
+    index = following("a")
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)]))
+    assert index.stats().ignored == 1 and index.stats().entries == 0
+
+
+@pytest.mark.parametrize("by", ["events", "snapshot"])
+def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
+    """What a group may make this router remember is bounded by the blocks it registered with."""
+    index = PrefixIndex()
+    index.add_group("a", "1", capacity=2)
+    index.apply_snapshot("a", snapshot(stored(0), stored(1)))
+    if by == "events":
+        outcome = index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
+    else:
+        outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
+    assert outcome is Outcome.IMPOSSIBLE
+    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
 
 
 def test_a_hundred_groups_share_the_index() -> None:

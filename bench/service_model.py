@@ -1,0 +1,58 @@
+"""What the routing benchmark assumes of a group's speed, and a request of its trace as a group works on it.
+
+ServiceModel: a step takes a base, a share for each sequence that decodes and for the context it reads, and the prompt
+tokens computed in it at the prefill rate. It does not know queues, caches or clocks.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceModel:
+    """Near a 70B model on four H100: seconds, tokens, and blocks of 512 tokens."""
+
+    blocks: int = 3000
+    host_blocks: int = 0
+    prefill_rate: float = 10_000.0
+    restore_rate: float = 250_000.0
+    step_base: float = 0.012
+    step_per_sequence: float = 0.0001
+    step_per_context_token: float = 35e-9
+    chunk: int = 2048
+    max_sequences: int = 256
+    report_seconds: float = 0.1
+
+    def step(self, sequences: int, context: int) -> float:
+        """Seconds of a step that decodes so many sequences and computes no prompt."""
+        return self.step_base + self.step_per_sequence * sequences + self.step_per_context_token * context
+
+    def work(self, prompt: float, restored: float, context: int, output: int) -> float:
+        """Seconds that a request takes of a group which is never without one to compute."""
+        prefill = prompt / self.prefill_rate + prompt / self.chunk * self.step_base + restored / self.restore_rate
+        return prefill + output * (self.step_per_sequence + self.step_per_context_token * context)
+
+
+@dataclass(slots=True)
+class Job:
+    """One request of the trace. `chain` names its prompt's full blocks."""
+
+    at: float
+    prompt: int
+    output: int
+    chain: tuple[int, ...]
+    group: str = ""
+    waits_for: int = 0  # prompt tokens that it will have to compute, as seen when it came
+    left: int = 0  # of them
+    cached: int = 0
+    restored: int = 0
+    anonymous: int = 0  # blocks held beside the chain's
+    first_token: float = math.nan
+    ended: float = math.nan
+    predicted: int = 0  # cached tokens, as the router saw it
+    on_answer: Callable[[], None] | None = None
+    held: list[int] = field(default_factory=list)
+    promised: frozenset[int] = frozenset()
