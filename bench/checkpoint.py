@@ -18,8 +18,8 @@ EMBEDDING_BYTES = VOCABULARY * HIDDEN * 2
 _MODULES = 300  # of the library, to train the tokenizer on: a few seconds
 
 
-def make_checkpoint(directory: Path) -> Path:
-    """Writes the checkpoint, unless it is already there; 164 MB in bfloat16."""
+def make_checkpoint(directory: Path, max_len: int = 4096) -> Path:
+    """Writes the checkpoint, unless it is already there; 164 MB in bfloat16. `max_len`: the context that it claims."""
     if not (directory / "model.safetensors").exists():
         directory.mkdir(parents=True, exist_ok=True)
         _tokenizer().save_pretrained(directory)
@@ -32,7 +32,7 @@ def make_checkpoint(directory: Path) -> Path:
             intermediate_size=2048,
             vocab_size=VOCABULARY,
             tie_word_embeddings=True,
-            max_position_embeddings=4096,
+            max_position_embeddings=max_len,
             bos_token_id=0,
             eos_token_id=1,
             dtype=torch.bfloat16,

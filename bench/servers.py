@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -45,7 +45,7 @@ class Server:
             raise
         self.seconds_to_ready = time.perf_counter() - started
 
-    def __enter__(self) -> "Server":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -82,21 +82,27 @@ class CoatcheckServer(Server):
 
     name = "coatcheck"
 
-    def __init__(self, checkpoint: Path, scratch: Path) -> None:
+    def __init__(self, checkpoint: Path, scratch: Path, flags: str = f"--kv-memory {KV_GIB}GiB") -> None:
         self._command = Path(sys.executable).with_name("coatcheck")
         self.address = f"127.0.0.1:{free_port()}"
-        self._channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
+        self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
         self.http_address = f"127.0.0.1:{free_port()}"
         ports = [address.rpartition(":")[2] for address in (self.address, self.http_address)]
-        flags = f"--groups 1 --tp 1 --kv-memory {KV_GIB}GiB --grpc-port {ports[0]} --http-port {ports[1]}".split()
-        super().__init__([self._command, "serve", checkpoint, *flags], scratch / "coatcheck.log")
+        words = f"--groups 1 --tp 1 --grpc-port {ports[0]} --http-port {ports[1]} {flags}".split()
+        super().__init__([self._command, "serve", checkpoint, *words], scratch / "coatcheck.log")
 
     def is_ready(self) -> bool:
         try:
-            stub: Any = AdminStub(self._channel)  # type: ignore[no-untyped-call]  # made by protoc
+            stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
             return bool(stub.Status(pb.StatusRequest(), timeout=2.0).state == "serving")
         except grpc.RpcError:
             return False
+
+    def status(self) -> pb.GroupStatus:
+        """What the one group says of itself."""
+        stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
+        group: pb.GroupStatus = stub.Status(pb.StatusRequest(), timeout=10.0).groups[0]
+        return group
 
     def run(self, scenario: Scenario, seed: int) -> Figures:
         command: list[str | Path] = [self._command, "bench", "--address", self.address, "--json"]
@@ -111,7 +117,7 @@ class CoatcheckServer(Server):
         return Figures(report["ttft_ms"]["p50"], report["tpot_ms"]["p50"], report["output_tokens_per_second"])
 
     def stop(self) -> None:
-        self._channel.close()
+        self.channel.close()
         super().stop()
 
 

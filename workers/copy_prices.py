@@ -8,7 +8,7 @@ charge on the copying side, so that the first copies are made, and measured. It 
 from dataclasses import dataclass
 from typing import Final
 
-_SHARE_BESIDE_DECODES: Final = 0.25  # of a decode step's time: what copies may add to other streams' waits
+_SHARE_BESIDE_DECODES: Final = 0.15  # of a decode step's time: what copies may add to other streams' waits
 _ALONE_SECONDS: Final = 0.02  # a longer step would keep a request that arrives meanwhile waiting
 _UNMEASURED_BLOCKS: Final = 8
 

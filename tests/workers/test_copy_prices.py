@@ -33,9 +33,9 @@ def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
     assert CHEAP.keeps and not DEAR.keeps
 
 
-@pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 50), (CHEAP, False, 200), (DEAR, True, 1)])
+@pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 30), (CHEAP, False, 200), (DEAR, True, 1)])
 def test_a_step_moves_what_it_has_time_for(prices: CopyPrices, beside: bool, blocks: int) -> None:
-    """A quarter of a decode step's time beside decodes, and always at least one block."""
+    """A share of a decode step's time beside decodes, and always at least one block."""
     assert prices.blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
 
 

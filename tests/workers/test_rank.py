@@ -197,3 +197,35 @@ def test_a_setting_that_cannot_be_is_said_by_every_rank(start: Callable[..., Gro
     """A pool too small for a block is an InvalidConfig with what to change, not a crash."""
     for failure in start(tp=2, kv_memory=100).failures():
         assert failure.startswith("InvalidConfig: kv-memory gives 100 bytes a rank")
+
+
+def test_host_memory_that_cannot_be_is_refused(start: Callable[..., Group]) -> None:
+    """More host memory than the machine has is an InvalidConfig with what to change, before anything is allocated."""
+    (failure,) = start(host_kv_memory=float(1 << 50)).failures()
+    assert failure.startswith("InvalidConfig: host-kv-memory asks for 1,125,899,906,842,624 bytes")
+    assert failure.endswith("lower host-kv-memory, or set it to 0")
+
+
+def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[..., Group]) -> None:
+    """A rank's memory is larger than that of one without pools by just their bytes, within 1%, and stays so under
+    load that evicts, demotes and restores."""
+    small, large = start(kv_memory=1 << 20), start(kv_memory=4 << 20, host_kv_memory=1 << 30)
+    addresses = [group.wait_ready() for group in (small, large)]
+    reserved = 0
+    for address, sign in zip(addresses, (-1, 1), strict=True):
+        with grpc.insecure_channel(address) as channel:
+            answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10)
+        blocks = answer.registration.num_blocks + answer.registration.host_blocks
+        reserved += sign * blocks * answer.status.bytes_per_block
+        generate(address, list(range(3, 150)), 8)
+    before = [resident(group) for group in (small, large)]
+    assert before[1] - before[0] == pytest.approx(reserved, rel=0.01)
+    for i in range(40):
+        generate(addresses[1], [(i * 7 + j * (i % 5 + 1)) % 190 + 3 for j in range(200)], 20)
+    assert resident(large) - before[1] < 0.01 * reserved
+
+
+def resident(group: Group) -> int:
+    """Bytes of memory of its own that the group's one process holds."""
+    status = Path(f"/proc/{group.processes[0].pid}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
