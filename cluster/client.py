@@ -33,7 +33,7 @@ class Client:
     seconds in a row it looks for a router.
     """
 
-    def __init__(self, addresses: Sequence[str], *, max_resumes: int = 32, patience: float = 15.0) -> None:
+    def __init__(self, addresses: Sequence[str], *, max_resumes: int = 128, patience: float = 120.0) -> None:
         if not addresses:
             raise ValueError("a client needs at least one address, host:port")
         self._addresses = tuple(addresses)

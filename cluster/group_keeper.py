@@ -6,10 +6,12 @@ does not know routers, nor other groups.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -24,7 +26,14 @@ from .cluster_state import GroupState
 POLL_SECONDS = 0.1
 _STOP_SECONDS = 5.0
 _LONGEST_BACKOFF = 30.0
-_STEADY_SECONDS = 60.0
+_STEADY_SECONDS = 5.0
+# Between two looks at ranks that serve; then how many waits for an answer, and how long ones, a rank may let pass.
+# Several short ones: a supervisor that was itself held up finds the answers before it has counted them all.
+_LOOK_SECONDS = 1.0
+_WAIT_SECONDS = 0.5
+_WAITS = 6
+# While it starts, a rank imports torch, which answers nobody for a while.
+_WAITS_WHILE_STARTING = 120
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +77,15 @@ class GroupKeeper:
     async def adopt(self) -> None:
         """Takes over ranks that a former supervisor has started, if all of them serve; else ends what is left."""
         incarnation, self._actors = launch.find_ranks(self._config.name, self._config.tp)
-        self.state = replace(self.state, restarts=incarnation)
-        if not self._actors:
+        if incarnation is None:
             return
-        try:
-            await self._read_progress()
-            await self._read_logs()
-            serves = len(self._actors) == self._config.tp and self._all_serve()
-        except RankEnded:
-            serves = False
+        self.state = replace(self.state, restarts=incarnation)
+        serves = False
+        if len(self._actors) == self._config.tp:
+            with suppress(RankEnded):
+                await self._read_logs(_WAITS)
+                await self._read_progress(_WAITS)
+                serves = self._all_serve()
         if serves:
             self._lives = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
             self.state = replace(self.state, state="serving", address=self.state.ranks[0].address)
@@ -89,15 +98,16 @@ class GroupKeeper:
         """Holds the group up until cancelled; gives up only on one that has never served."""
         failures = 0
         while True:
-            began = time.monotonic()
+            serving_since = math.inf
             try:
                 if not self._lives:
                     await self._start()
                 self._has_served = True
+                serving_since = time.monotonic()
                 self._change(state="serving", address=self.state.ranks[0].address, reason="")
-                await self._first_end()
+                await self._watch()
             except RankEnded as ended:
-                failures = 0 if time.monotonic() - began > _STEADY_SECONDS else failures + 1
+                failures = 0 if time.monotonic() - serving_since > _STEADY_SECONDS else failures + 1
                 _log.error("%s is lost: %s", self._config.name, ended)
                 # The router is told first: each moment that it knows nothing costs requests.
                 self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
@@ -116,10 +126,12 @@ class GroupKeeper:
             if self._lives:
                 await asyncio.wait(self._lives, timeout=_STOP_SECONDS)
         self._kill()
+        launch.forget_incarnations(self._config.name)
 
     async def _start(self) -> None:
         """Returns once every rank serves; raises RankEnded when one cannot."""
         config, incarnation = self._config, self.state.restarts
+        launch.note_incarnation(config.name, incarnation)
         try:
             for rank in range(config.tp):
                 actor = launch.start_rank(
@@ -133,17 +145,30 @@ class GroupKeeper:
                 self._actors.append(actor)
         except ValueError as error:  # Ray has not freed the name of a former rank yet
             raise RankEnded(f"rank {len(self._actors)} could not start: {_brief(error)}") from None
-        await self._read_logs()
-        try:
-            rendezvous = await self._actors[0].rendezvous.remote()
-        except RayError as error:
-            raise RankEnded(self._explain(0, error)) from None
+        await self._read_logs(_WAITS_WHILE_STARTING)
+        (rendezvous,) = await self._ask(self._actors[:1], "rendezvous", _WAITS_WHILE_STARTING)
         self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
         while not self._all_serve():
             ended, _ = await asyncio.wait(self._lives, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if ended:
                 await self._first_end()
-            await self._read_progress()
+            await self._read_progress(_WAITS_WHILE_STARTING)
+
+    async def _watch(self) -> None:
+        """Waits until a rank ends or hangs, and raises RankEnded: a stopped process keeps its connections."""
+        end, look = asyncio.ensure_future(self._first_end()), asyncio.ensure_future(self._look())
+        try:
+            done, _ = await asyncio.wait([end, look], return_when=asyncio.FIRST_COMPLETED)
+            await (end if end in done else look)
+        finally:
+            end.cancel()
+            look.cancel()
+            await asyncio.gather(end, look, return_exceptions=True)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            await self._read_progress(_WAITS)
 
     async def _first_end(self) -> None:
         """Waits until a rank ends, and raises RankEnded with the best reason that any rank gives."""
@@ -156,18 +181,30 @@ class GroupKeeper:
         rank = told[0] if told else first
         raise RankEnded(self._explain(rank, self._lives[rank].exception()))
 
-    async def _read_progress(self) -> None:
-        try:
-            said = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
-        except RayError as error:
-            raise RankEnded(f"a rank has ended: {_brief(error)}") from None
-        self.state = replace(self.state, ranks=tuple(said))
+    async def _read_progress(self, waits: int) -> None:
+        self.state = replace(self.state, ranks=tuple(await self._ask(self._actors, "progress", waits)))
 
-    async def _read_logs(self) -> None:
+    async def _read_logs(self, waits: int) -> None:
+        self._logs = await self._ask(self._actors, "log_file", waits)
+
+    async def _ask(self, actors: list[launch.Actor], method: str, waits: int) -> list[Any]:
+        """Every answer, in order; raises RankEnded for a rank that has ended, or has not answered after `waits`."""
+        answers = [asyncio.ensure_future(getattr(actor, method).remote()) for actor in actors]
+        silent: set[asyncio.Future[Any]] = set(answers)
         try:
-            self._logs = await asyncio.gather(*(actor.log_file.remote() for actor in self._actors))
-        except RayError as error:
-            raise RankEnded(f"a rank has ended: {_brief(error)}") from None
+            for _ in range(waits):
+                answered, silent = await asyncio.wait(silent, timeout=_WAIT_SECONDS)
+                for answer in answered:
+                    if error := answer.exception():
+                        raise RankEnded(f"rank {answers.index(answer)} has ended: {_brief(error)}")
+                if not silent:
+                    return [answer.result() for answer in answers]
+            rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
+            raise RankEnded(f"rank {rank} hangs: it has not answered for {waits * _WAIT_SECONDS:g} s")
+        finally:
+            for answer in answers:
+                # What it still has to say is no longer news to anybody.
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _explain(self, rank: int, error: BaseException | None) -> str:
         """A line for people: our own errors as they are, everything else with the rank."""

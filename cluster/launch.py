@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -172,14 +173,28 @@ def rank_name(group: str, incarnation: int, rank: int) -> str:
     return f"{group}.{incarnation}.rank-{rank}"
 
 
-def find_ranks(group: str, tp: int) -> tuple[int, list[Actor]]:
-    """The newest incarnation of a group that still runs, and its ranks in order; fewer than `tp` when it is broken."""
-    names = ray.util.list_named_actors()
-    mine = [name for name in names if name.startswith(f"{group}.") and ".rank-" in name]
-    newest = max((int(name.split(".")[1]) for name in mine), default=0)
-    # One may end between the listing and the look-up.
+def find_ranks(group: str, tp: int) -> tuple[int | None, list[Actor]]:
+    """The newest incarnation of a group (None: it has had none), and those of its ranks that still run, in order."""
+    noted: bytes | None = internal_kv._internal_kv_get(_incarnation_key(group))
+    if noted is None:
+        return None, []
+    newest = int(noted)
     found = [find_actor(rank_name(group, newest, rank)) for rank in range(tp)]
     return newest, [actor for actor in found if actor is not None]
+
+
+def note_incarnation(group: str, incarnation: int) -> None:
+    """Kept by Ray, for a supervisor that comes when no rank is left to ask."""
+    internal_kv._internal_kv_put(_incarnation_key(group), str(incarnation))
+
+
+def forget_incarnations(group: str) -> None:
+    """The group is no more."""
+    internal_kv._internal_kv_del(_incarnation_key(group))
+
+
+def _incarnation_key(group: str) -> str:
+    return f"{NAMESPACE}/{group}/incarnation"
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,11 +28,12 @@ class RouterConfig:
     http_host: str = "127.0.0.1"
     http_port: int | None = None  # None: no HTTP
     # How long a new request waits for a first group, and an accepted one for another after its own was lost.
+    # The latter is no less than a start may take (GroupConfig.meeting_seconds), since all may be lost together.
     admission_wait_seconds: float = 0.0
-    move_wait_seconds: float = 30.0
-    # A group that says nothing for this long is lost: it reports its load at least once a second.
-    silence_seconds: float = 5.0
-    max_moves: int = 3
+    move_wait_seconds: float = 600.0
+    # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
+    # as often, so that a stream has moved within 5 s.
+    silence_seconds: float = 4.0
     tokenizer_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -45,7 +46,6 @@ class RouterConfig:
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds >= 0, name, seconds, "at least 0")
         _require(1.0 <= self.silence_seconds < math.inf, "silence_seconds", self.silence_seconds, "at least 1")
-        _require(self.max_moves >= 0, "max_moves", self.max_moves, "at least 0")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
     @property

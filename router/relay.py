@@ -56,7 +56,9 @@ class Relay:
     async def events(self) -> AsyncIterator[GenerateEvent]:
         """Started, then deltas, then one Final; raises CoatcheckError where the request cannot go on."""
         request = self.request
-        placement = await self._place(self._config.admission_wait_seconds)
+        # One that resumes was accepted by another router, or by this one before it was started again.
+        wait = self._config.move_wait_seconds if request.resume else self._config.admission_wait_seconds
+        placement = await self._place(wait)
         yield GenerateEvent(
             started=Started(
                 request_id=request.request_id,
@@ -125,19 +127,20 @@ class Relay:
     async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
         """To another group, unless the last three were lost before they delivered any of it.
 
-        After one or two losses it may have ended them, or another request that ran there, or none: nothing that a
-        group says before it ends tells which. So it goes on, the third time with no other suspect beside it (see
-        Groups.place), and only that loss is held against it.
+        A stream that comes further in between may move as often as it must. After one or two losses in a row it may
+        have ended them, or another request that ran there, or none: nothing that a group says before it ends tells
+        which. So it goes on, the third time with no other suspect beside it (see Groups.place), and only that loss is
+        held against it.
         """
         placement.close(finished=True)
         self._placement = None
         self._left.add(placement.ticket.group)
         self._scored = 0
         self._deaths += 1
-        if self._deaths >= _MOST_DEATHS_IN_A_ROW or self._moves >= self._config.max_moves:
+        if self._deaths >= _MOST_DEATHS_IN_A_ROW:
             raise Poisoned(
-                f"{self._moves + 1} groups were lost while they ran this request, {placement.ticket.group} the last; "
-                "it is not sent to another"
+                f"{self._deaths} groups in a row were lost while they ran this request, {placement.ticket.group} the "
+                "last; it is not sent to another"
             ) from lost
         self._moves += 1
         return await self._place(self._config.move_wait_seconds, placement)

@@ -164,7 +164,7 @@ async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(open_doo
 
 @pytest.mark.parametrize(("setting", "value"), [
     ("model", ""), ("port", 70000), ("port", -1), ("silence_seconds", 0.0), ("admission_wait_seconds", float("nan")),
-    ("max_moves", -1), ("tokenizer_threads", 0),
+    ("move_wait_seconds", -1.0), ("tokenizer_threads", 0),
 ])  # fmt: skip
 def test_a_bad_setting_is_refused_by_name(setting: str, value: object) -> None:
     """A configuration that cannot be is an error when it is made."""
