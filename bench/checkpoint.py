@@ -22,7 +22,7 @@ def make_checkpoint(directory: Path, max_len: int = 4096) -> Path:
     """Writes the checkpoint, unless it is already there; 164 MB in bfloat16. `max_len`: the context that it claims."""
     if not (directory / "model.safetensors").exists():
         directory.mkdir(parents=True, exist_ok=True)
-        _tokenizer().save_pretrained(directory)
+        train_tokenizer().save_pretrained(directory)
         torch.manual_seed(0)
         config = LlamaConfig(
             num_hidden_layers=12,
@@ -41,7 +41,8 @@ def make_checkpoint(directory: Path, max_len: int = 4096) -> Path:
     return directory
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """Of VOCABULARY tokens, byte level."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

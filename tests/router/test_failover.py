@@ -122,7 +122,7 @@ async def test_a_poisonous_request_is_not_sent_to_a_fourth(open_door: OpenDoor) 
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await door.generation.Generate(ask())
     assert refused.value.code() is grpc.StatusCode.ABORTED
-    assert "3 groups were lost" in (refused.value.details() or "")
+    assert "3 groups in a row were lost" in (refused.value.details() or "")
     assert sum(len(group.submits) for group in groups) == 3
 
 
