@@ -19,6 +19,7 @@ from coatcheck.proto import coatcheck_pb2 as pb
 
 KINDS = ("rank", "rank 0", "group", "router", "supervisor", "serve", "stop")
 MOMENTS = ("any", "prefill", "any", "failover")
+_BESIDE_GROUPS = ("router", "supervisor", "serve")
 _PATIENCE = 180.0
 _LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
 
@@ -56,7 +57,10 @@ class Striker:
             made.append(("rank", "any"))
             await self._hit("rank", next(group for group in groups if group.name == victim))
             await asyncio.sleep(self._rng.uniform(0.0, 0.5))
-            groups = [group for group in groups if group.name != victim] or await self._serving_groups()
+            others = [group for group in groups if group.name != victim]
+            if not others and kind not in _BESIDE_GROUPS:
+                others = await self._serving_groups()
+            groups = others or groups
             victim = groups[0].name
         group = next((group for group in groups if group.name == victim), groups[0])
         await self._hit(kind, group)

@@ -1,0 +1,19 @@
+"""One small cluster, and streams with known answers, for all tests of this room."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from coatcheck.bench.chaos_cluster import ChaosCluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
+    """Two groups of two ranks; `serve` only watches, so that it too can be killed."""
+    from tests.router.tiny_tokenizer import write_model
+    from tests.workers.checkpoints import tiny_checkpoint
+
+    directory = tmp_path_factory.mktemp("chaos")
+    model = write_model(tiny_checkpoint("llama", directory, vocab_size=600, max_position_embeddings=2048))
+    with ChaosCluster(model, directory) as cluster:
+        yield cluster
