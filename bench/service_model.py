@@ -5,7 +5,6 @@ tokens computed in it at the prefill rate. It does not know queues, caches or cl
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 BLOCK = 512
@@ -52,7 +51,5 @@ class Job:
     anonymous: int = 0  # blocks held beside the chain's
     first_token: float = math.nan
     ended: float = math.nan
-    predicted: int = 0  # cached tokens, as the router saw it
-    on_answer: Callable[[], None] | None = None
     held: list[int] = field(default_factory=list)
     promised: frozenset[int] = frozenset()

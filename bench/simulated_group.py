@@ -82,6 +82,10 @@ class SimulatedGroup:
     def blocks_held(self) -> int:
         return self.model.blocks - self.free
 
+    @property
+    def host_blocks_held(self) -> int:
+        return len(self._host)
+
     def submit(self, job: Job, now: float) -> None:
         """A request has come."""
         self._remember(now)

@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": "generate",
     "status": "status",
     "drain": "status",
+    "explain": "explain",
     "bench": "bench",
     "plan": "plan",
 }

@@ -64,7 +64,7 @@ def generate(
         prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
     request = pb.GenerateRequest(model=model, cache_salt=cache_salt)
-    _put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
+    put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     streams_text = not as_json and (n is None or n == 1)
     try:
         request.sampling.CopyFrom(_sampling(given))
@@ -107,7 +107,7 @@ def _sampling(given: dict[str, Any]) -> pb.SamplingParams:
         raise InvalidRequest(f"a number does not fit its field: {error}") from None
 
 
-def _put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str | None, token_ids: bool) -> None:
+def put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str | None, token_ids: bool) -> None:
     if token_ids and chat:
         raise typer.BadParameter("--token-ids and --chat exclude each other")
     if system is not None and not chat:

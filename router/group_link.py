@@ -86,7 +86,7 @@ class GroupLink:
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
         self.load.sent(uncached_tokens, asyncio.get_running_loop().time())
-        self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered)))
+        self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens)))
         return ticket
 
     def close_ticket(self, ticket: Ticket, finished: bool) -> None:

@@ -171,7 +171,9 @@ class Groups:
             model = registration.model
             kind = (model.name, model.fingerprint, model.block_size)
             if kind not in matched:
-                matched[kind] = self.index.matched_blocks(request.chain(model))
+                # A prompt whose log-probabilities are wanted is computed whole, whatever is cached.
+                whole = request.sampling.prompt_logprobs is not None
+                matched[kind] = {} if whole else self.index.matched_blocks(request.chain(model))
             candidates.append(link.load.candidate(link.name, matched[kind].get(link.name, NOTHING)))
         return choose(
             candidates,

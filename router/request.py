@@ -40,7 +40,9 @@ class Request:
             self._chains[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
         return self._chains[kind]
 
-    def submit(self, id: int, attempt: int, delivered: Mapping[int, Sequence[int]]) -> Submit:
+    def submit(
+        self, id: int, attempt: int, delivered: Mapping[int, Sequence[int]], uncached_tokens: int | None = None
+    ) -> Submit:
         """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""
         return Submit(
             id=id,
@@ -50,6 +52,7 @@ class Request:
             sampling=self._group_sampling(),
             resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
             cache_salt=self.cache_salt,
+            uncached_tokens=uncached_tokens,
             priority=self.priority,
         )
 

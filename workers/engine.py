@@ -148,7 +148,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts as of now."""
         pool = self.scheduler.pool.stats()
-        unplanned = [s.num_uncomputed for s in (*self.scheduler.waiting, *self.scheduler.running)]
+        unplanned = [s.num_uncomputed for s in self.scheduler.running]
+        unplanned += [s.num_foreseen for s in self.scheduler.waiting]
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),

@@ -22,3 +22,4 @@ class Request:
     resume: dict[int, tuple[int, ...]] = field(default_factory=dict)
     cache_salt: str = ""
     priority: int = 0  # the lowest goes first
+    uncached_tokens: int | None = None  # of the prompt, as its router foresees; None: all

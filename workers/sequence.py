@@ -65,6 +65,16 @@ class Sequence:
         return self.num_tokens - self.num_scheduled
 
     @property
+    def num_foreseen(self) -> int:
+        """While it waits: tokens that it will have computed when its turn has come, as far as anyone knows now."""
+        if self.leader is not None and not self.leader.gone:
+            return 1  # the leader computes its prompt
+        foreseen = self.request.uncached_tokens
+        if foreseen is None or self.num_preemptions:
+            return self.num_uncomputed
+        return min(self.num_uncomputed, foreseen + self.num_outputs)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether its prompt must be computed whole, cache or no cache."""
         return self.choice == 0 and self.request.sampling.prompt_logprobs is not None

@@ -288,7 +288,11 @@ class WorkerService(WorkerServicer):
             if _is_idle(stats, sent) and time.monotonic() - sent_at < QUIET_LOAD_SECONDS - LOAD_SECONDS:
                 continue
             sent, sent_at = stats, time.monotonic()
-            load = wire.Load(status=self._status(stats), queued_prefill_tokens=stats.queued_prefill_tokens)
+            load = wire.Load(
+                status=self._status(stats),
+                queued_prefill_tokens=stats.queued_prefill_tokens,
+                prefill_seconds=stats.prefill_seconds,
+            )
             message = wire.FromGroup(load=load)
             # In its turn: behind the registration of a router that has just attached.
             self._loop.call_soon(

@@ -89,6 +89,7 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     steps: int
+    prefill_seconds: float
     prefill_tokens_per_second: float
     step_seconds: float
     host_blocks_total: int = 0

@@ -16,6 +16,7 @@ class ThroughputCounts(TypedDict):
     cached_host_tokens: int
     generated_tokens: int
     steps: int
+    prefill_seconds: float
     prefill_tokens_per_second: float
     step_seconds: float
 
@@ -29,6 +30,7 @@ class Throughput:
         self.cached_host_tokens = 0
         self.generated_tokens = 0
         self.steps = 0
+        self.prefill_seconds = 0.0
         self.prefill_tokens_per_second = 0.0
         self.step_seconds = 0.0
 
@@ -45,6 +47,7 @@ class Throughput:
         if not plan.rows:
             return
         prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        self.prefill_seconds += seconds if prefill else 0.0
         if not prefill:
             self.step_seconds = self._mix(self.step_seconds, seconds)
         elif prefill >= 32:  # shorter ones measure the step's overhead
@@ -59,6 +62,7 @@ class Throughput:
             cached_host_tokens=self.cached_host_tokens,
             generated_tokens=self.generated_tokens,
             steps=self.steps,
+            prefill_seconds=self.prefill_seconds,
             prefill_tokens_per_second=self.prefill_tokens_per_second,
             step_seconds=self.step_seconds,
         )

@@ -24,6 +24,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
         resume={resumed.choice: tuple(resumed.token_ids) for resumed in submit.resume},
         cache_salt=submit.cache_salt,
         priority=submit.priority,
+        uncached_tokens=submit.uncached_tokens if submit.HasField("uncached_tokens") else None,
     )
 
 

@@ -1,5 +1,6 @@
 """The engine with a fake model that reads its KV back: every plan must be right for the answers to be."""
 
+import dataclasses
 import random
 
 import pytest
@@ -270,3 +271,22 @@ def test_the_lowest_priority_number_goes_first(depth: int) -> None:
     for (name, _), tokens in collector.tokens.items():
         assert tokens == answer([int(name[1:]) + 1] * 12, 20, seed=7)
     assert engine.stats().preemptions > 0
+
+
+def test_the_load_counts_what_is_foreseen_to_be_computed() -> None:
+    """A waiting prompt weighs what its router foresees of it, a running one what is left, and further choices nothing:
+    their leader computes the prompt. The seconds spent on prompts are counted, those of decodes are not."""
+    engine, _ = make_engine(seqs=1)
+    engine.submit(dataclasses.replace(request("a", [1] * 40), uncached_tokens=1))
+    assert engine.stats().queued_prefill_tokens == 0  # a single token is a decode's worth
+    engine.submit(dataclasses.replace(request("b", [2] * 40, n=3), uncached_tokens=12))
+    engine.submit(request("c", [3] * 40))
+    assert engine.stats().queued_prefill_tokens == 12 + 40
+    collector = Collector(engine)
+    collector.step()
+    spent = engine.stats().prefill_seconds
+    assert spent > 0
+    collector.step()
+    assert engine.stats().prefill_seconds == spent and engine.stats().step_seconds > 0
+    collector.run()
+    assert engine.stats().queued_prefill_tokens == 0

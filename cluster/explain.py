@@ -1,0 +1,74 @@
+"""`coatcheck explain`: where a prompt would go now, and what each group would cost it. Nothing is sent to a group.
+
+It does not know how a router decides.
+"""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToDict
+
+from ..proto import coatcheck_pb2 as pb
+from ..proto.coatcheck_pb2_grpc import AdminStub
+from .config import DEFAULT_PORT
+from .generate import put_prompt
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ASK_SECONDS = 60.0  # a long prompt takes its time to tokenise
+
+
+def explain(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="As for `generate`: groups too small for it are left out.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message for the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before it (with --chat).")] = None,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
+    cache_salt: Annotated[str, typer.Option(help="Prefixes are shared only under the same salt.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show which group would answer PROMPT and each group's cost in seconds, term by term; sends nothing."""
+    request = pb.GenerateRequest(cache_salt=cache_salt, sampling=pb.SamplingParams(max_tokens=max_tokens))
+    put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
+            told: pb.Explanation = stub.Explain(request, timeout=_ASK_SECONDS)
+        except grpc.RpcError as error:
+            unreachable = error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or "").lower()
+            said = f"no router answers at {address}" if unreachable else error.details()
+            print(f"coatcheck explain: {said}", file=sys.stderr)
+            raise typer.Exit(1) from None
+    if as_json:
+        said = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        print(json.dumps(said))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(told.why, highlight=False)
+    console.print(_table(told))
+
+
+def _table(told: pb.Explanation) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    terms = ("cost", "queue", "prefill", "restore", "decode", "evict", "delay")
+    cached = "cached: device, host, coming"
+    table = Table("group", *terms, cached, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for cost in told.costs:
+        seconds = (
+            cost.total_seconds, cost.queue_seconds, cost.prefill_seconds, cost.restore_seconds, cost.decode_seconds,
+            cost.eviction_seconds, cost.delay_seconds,
+        )  # fmt: skip
+        held = f"{cost.device_tokens}, {cost.host_tokens}, {cost.expected_tokens}"
+        table.add_row(cost.group, *(f"{term:.3f}" for term in seconds), held)
+    return table

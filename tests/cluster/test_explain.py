@@ -1,0 +1,85 @@
+"""`coatcheck explain`: a router's dry run, for people and for scripts."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from coatcheck.cluster.cli import build_app
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+
+TOLD = pb.Explanation(
+    group="group-1",
+    why="group-1: 0.250 s (queue 0.000 + prefill 0.250)",
+    prompt_tokens=7,
+    costs=[
+        pb.GroupCost(group="group-1", total_seconds=0.25, prefill_seconds=0.25, device_tokens=4),
+        pb.GroupCost(group="group-0", total_seconds=1.5, queue_seconds=1.5, host_tokens=16),
+    ],
+)
+
+
+class Explaining(AdminServicer):
+    """Answers with TOLD, or refuses."""
+
+    def __init__(self) -> None:
+        self.asked: list[pb.GenerateRequest] = []
+        self.address = ""
+
+    def Explain(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.Explanation:
+        self.asked.append(request)
+        if not request.text and not request.token_ids.ids:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is empty; give at least one token")
+        return TOLD
+
+
+@pytest.fixture
+def router() -> Iterator[Explaining]:
+    """One that listens."""
+    service = Explaining()
+    server = grpc.server(ThreadPoolExecutor(1))
+    add_AdminServicer_to_server(service, server)
+    service.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield service
+    server.stop(None).wait()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit status and all that is printed."""
+    done = CliRunner().invoke(build_app(["explain"]), ["explain", *arguments])
+    return done.exit_code, done.output
+
+
+def test_people_get_a_row_per_group(router: Explaining) -> None:
+    """The reason, then each group's terms, cheapest first; the prompt goes as it was given."""
+    status, printed = run("hello", "--address", router.address, "--cache-salt", "mine", "--max-tokens", "9")
+    assert status == 0 and printed.startswith("group-1: 0.250 s")
+    assert printed.index("group-1 ", 9) < printed.index("group-0 ")
+    assert "1.500" in printed and "16" in printed
+    (asked,) = router.asked
+    assert (asked.text, asked.cache_salt, asked.sampling.max_tokens) == ("hello", "mine", 9)
+
+
+def test_scripts_get_every_field(router: Explaining) -> None:
+    """One JSON object, zeros too."""
+    status, printed = run("1,2,3", "--token-ids", "--json", "--address", router.address)
+    told = json.loads(printed)
+    assert status == 0 and list(router.asked[0].token_ids.ids) == [1, 2, 3]
+    assert told["group"] == "group-1" and told["costs"][0]["queue_seconds"] == 0.0
+
+
+def test_a_refusal_is_one_line(router: Explaining) -> None:
+    """What the router says of a bad request, and exit 1."""
+    status, printed = run("", "--address", router.address)
+    assert (status, printed) == (1, "coatcheck explain: the prompt is empty; give at least one token\n")
+
+
+def test_nobody_there_is_one_line() -> None:
+    """Where no router listens the address is named."""
+    status, printed = run("hello", "--address", "127.0.0.1:1")
+    assert (status, printed) == (1, "coatcheck explain: no router answers at 127.0.0.1:1\n")
