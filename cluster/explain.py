@@ -47,8 +47,8 @@ def explain(
             print(f"coatcheck explain: {said}", file=sys.stderr)
             raise typer.Exit(1) from None
     if as_json:
-        said = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        print(json.dumps(said))
+        answer = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        print(json.dumps(answer))
         return
     from rich.console import Console
 
