@@ -43,6 +43,7 @@ types: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt torch
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
 	mkdir -p .venv/import && ln -sfn ../.. .venv/import/coatcheck
+	$(BIN)/python tests/helm/unpack_helm.py $(BIN)/helm
 	touch $@
 
 # On x86 these releases of torch come with CUDA alone, several GB, and do not load without it.

@@ -65,6 +65,8 @@ class ServeConfig(BaseModel):
     http_host: str = "127.0.0.1"
     # Unset: the usual port, or any free one where gRPC takes any.
     http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = None
+    # A Ray resource: the router runs only where a node offers it.
+    router_resource: str | None = Field(None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"] = "auto"

@@ -37,6 +37,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 # A larger step computes prompts no faster, and holds every running decode up for as long as it takes.
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
+# Of its node's resource; small, so that the next router need not wait until Ray has taken the last one's back.
+_ROUTER_SHARE = 0.01
+
 Actor = Any  # Ray's handles answer to whatever methods the class has
 
 
@@ -127,10 +130,19 @@ def start_rank(
     return options.remote(config, rank, ranks_on_host=ranks_on_host, loopback=loopback)
 
 
-def start_router(config: RouterConfig) -> Actor:
-    """One process: the public gRPC service, OpenAI's endpoints over HTTP, and a stream to rank 0 of every group."""
+def start_router(config: RouterConfig, resource: str | None = None) -> Actor:
+    """One process: the public gRPC service, OpenAI's endpoints over HTTP, and a stream to rank 0 of every group.
+
+    Waits for a node that offers `resource`, where one is named.
+    """
     made_actor: Any = RouterActor  # Ray's decorator has made it an actor class, unknown to type checkers
-    options = made_actor.options(name=config.name, namespace=NAMESPACE, lifetime="detached", max_restarts=0)
+    options = made_actor.options(
+        name=config.name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=0,
+        resources={resource: _ROUTER_SHARE} if resource else None,
+    )
     return options.remote(config)
 
 

@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 class RouterKeeper:
     """`address` (gRPC's) and `http_address` are host:port while the router serves; `failure` why it never will."""
 
-    def __init__(self, config: RouterConfig, *, has_served: bool) -> None:
+    def __init__(self, config: RouterConfig, *, has_served: bool, resource: str | None = None) -> None:
         self.address = ""
         self.http_address = ""
         self.failure = ""
         self._config = config
+        self._resource = resource  # of the nodes where it may run; None: any
         self._has_served = has_served  # also before this keeper's time: then it is started again whatever happens
         self._actor: launch.Actor | None = None
         self._groups: list[GroupAddress] | None = None  # not yet known
@@ -40,7 +41,7 @@ class RouterKeeper:
         """Holds the router up until cancelled; gives up only on one that has never served."""
         while True:
             try:
-                self._actor = launch.find_actor(self._config.name) or launch.start_router(self._config)
+                self._actor = launch.find_actor(self._config.name) or launch.start_router(self._config, self._resource)
                 address = await self._actor.start.remote()
                 self.http_address = await self._actor.http_address.remote()
                 self.address = address

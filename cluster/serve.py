@@ -46,6 +46,9 @@ def serve(
         str | None,
         typer.Option(help=f"OpenAI's API. 0: any free port; none: no HTTP. Default {DEFAULT_HTTP_PORT}."),
     ] = None,
+    router_resource: Annotated[
+        str | None, typer.Option(help="A Ray resource of the nodes where the router may run. Default: any node.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default): GPUs where there are any.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or auto (default): the checkpoint's.")

@@ -38,7 +38,11 @@ class Supervisor:
         self._groups: list[GroupKeeper] = []
         self._reserved: list[PlacementGroup] = []
         self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._router = RouterKeeper(launch.router_config(config, config.grpc_port), has_served=self._is_restarted)
+        self._router = RouterKeeper(
+            launch.router_config(config, config.grpc_port),
+            has_served=self._is_restarted,
+            resource=config.router_resource,
+        )
         self._failure = ""
         self._life = asyncio.create_task(self._supervise())
 

@@ -1,0 +1,158 @@
+{{- define "coatcheck.name" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}{{ end -}}
+{{- end }}
+
+{{- define "coatcheck.labels" -}}
+app.kubernetes.io/name: coatcheck
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- /* The labels that the operator itself puts on the pods of a group. */ -}}
+{{- define "coatcheck.pods" -}}
+ray.io/cluster: {{ include "coatcheck.name" .root }}
+ray.io/group: {{ .group }}
+{{- end }}
+
+{{- define "coatcheck.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end }}
+
+{{- define "coatcheck.serviceAccount" -}}
+{{ if .Values.serviceAccount.create }}{{ default (include "coatcheck.name" .) .Values.serviceAccount.name }}
+{{- else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}
+{{- end }}
+
+{{- /* Ranks in a worker pod, and groups in one. */ -}}
+{{- define "coatcheck.ranks" -}}
+{{ if .Values.worker.gpus }}{{ .Values.worker.gpus }}{{ else }}{{ div .Values.model.tp .Values.worker.hosts }}{{ end }}
+{{- end }}
+
+{{- define "coatcheck.replicas" -}}
+{{- $ranks := mul (include "coatcheck.ranks" . | int) .Values.worker.hosts -}}
+{{ div (mul .Values.model.groups .Values.model.tp) $ranks }}
+{{- end }}
+
+{{- /* What the schema cannot say: how values must agree. */ -}}
+{{- define "coatcheck.check" -}}
+{{- $tp := .Values.model.tp | int }}{{ $gpus := .Values.worker.gpus | int }}{{ $hosts := .Values.worker.hosts | int -}}
+{{- if gt $hosts 1 }}
+  {{- if mod $tp $hosts }}{{ fail (printf "model.tp is %d, which does not divide over worker.hosts %d" $tp $hosts) }}{{ end }}
+  {{- if and $gpus (ne (mul $gpus $hosts) (int64 $tp)) }}
+    {{- fail (printf "a group over %d hosts with %d GPUs each has %d ranks; set model.tp to that (it is %d), or worker.gpus to %d" $hosts $gpus (mul $gpus $hosts) $tp (div $tp $hosts)) }}
+  {{- end }}
+{{- else if mod $gpus $tp }}
+  {{- fail (printf "worker.gpus is %d, not a multiple of model.tp %d; set it to %d, or spread a group with worker.hosts" $gpus $tp $tp) }}
+{{- end }}
+{{- $ranks := mul (include "coatcheck.ranks" . | int) $hosts }}
+{{- if mod (mul .Values.model.groups $tp) $ranks }}
+  {{- fail (printf "a pod holds %d groups, and model.groups %d is not a multiple of that; set worker.gpus to %d" (div $ranks $tp) (int .Values.model.groups) $tp) }}
+{{- end }}
+{{- $path := .Values.model.name }}
+{{- if and .Values.model.inImage (not (hasPrefix "/" $path)) }}{{ fail (printf "model.inImage needs an absolute path in model.name, not %s" $path) }}{{ end }}
+{{- if and (hasPrefix "/" $path) (not .Values.model.inImage) }}
+  {{- if not .Values.storage.existingClaim }}{{ fail (printf "model.name %s is a path, and nothing is mounted there; set storage.existingClaim, or model.inImage" $path) }}{{ end }}
+  {{- if not (hasPrefix (printf "%s/" .Values.storage.mountPath) $path) }}{{ fail (printf "model.name %s is not below storage.mountPath %s" $path .Values.storage.mountPath) }}{{ end }}
+{{- end }}
+{{- if eq (int .Values.service.grpcPort) (int .Values.service.httpPort) }}{{ fail (printf "service.grpcPort and service.httpPort are both %d" (int .Values.service.grpcPort)) }}{{ end }}
+{{- if and .Values.autoscaling.enabled (lt (int .Values.autoscaling.maxReplicas) (include "coatcheck.replicas" . | int)) }}
+  {{- fail (printf "autoscaling.maxReplicas is %d; the groups need %s" (int .Values.autoscaling.maxReplicas) (include "coatcheck.replicas" .)) }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "coatcheck.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.security.runAsUser }}
+runAsGroup: {{ .Values.security.runAsUser }}
+fsGroup: {{ .Values.security.runAsUser }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- /* The root file system is read-only: whatever is written goes below /tmp or /cache. */ -}}
+{{- define "coatcheck.env" -}}
+- {name: HOME, value: /cache}
+- {name: HF_HOME, value: /cache/hub}
+- {name: TRITON_CACHE_DIR, value: /cache/triton}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- if .Values.hubToken.name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .Values.hubToken.name }}, key: {{ .Values.hubToken.key }}}}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: ray-logs, mountPath: /tmp/ray}
+- {name: shm, mountPath: /dev/shm}
+- {name: cache, mountPath: /cache}
+{{- if .Values.storage.existingClaim }}
+- {name: models, mountPath: {{ .Values.storage.mountPath }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: ray-logs
+  emptyDir: {}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
+- name: cache
+  emptyDir: {sizeLimit: {{ .root.Values.storage.cacheSize }}}
+{{- if .root.Values.storage.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ .root.Values.storage.existingClaim }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- /* A raylet that has joined; the operator adds liveness and, where we have none, readiness of the same kind. */ -}}
+{{- define "coatcheck.startup" -}}
+startupProbe:
+  httpGet: {path: /api/local_raylet_healthz, port: 52365}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add .Values.worker.startupSeconds 9) 10 }}
+{{- end }}
+
+{{- define "coatcheck.pod" -}}
+securityContext: {{- include "coatcheck.podSecurity" .root | nindent 2 }}
+{{- /* The autoscaler, in the head pod, needs an account that may scale: the operator makes it. */ -}}
+{{- if not .scales }}
+automountServiceAccountToken: false
+serviceAccountName: {{ include "coatcheck.serviceAccount" .root }}
+{{- end }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .place.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .place.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+volumes: {{- include "coatcheck.volumes" . | nindent 2 }}
+{{- end }}
+
+{{- define "coatcheck.container" -}}
+image: {{ include "coatcheck.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext: {{- include "coatcheck.containerSecurity" . | nindent 2 }}
+env: {{- include "coatcheck.env" . | nindent 2 }}
+{{- end }}

