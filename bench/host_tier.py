@@ -31,7 +31,7 @@ _PREFIX = 8192
 _CONTEXT = 32_768
 _GIB_OF_PREFIXES = 11  # of 100.7 MB each
 _CHATS = 4
-_LOAD = Scenario(16, 64, 512, 32)
+_LOAD = Scenario(16, 32, 512, 32)
 
 
 def main(

@@ -162,6 +162,19 @@ class Engine:
             **self.scheduler.tiers.counts(),
         )
 
+    def price(self, copies: CopyReport | None) -> None:
+        """Takes how fast ranks copy (None: as before) and compute into what copies are weighed by."""
+        tiers, rate = self.scheduler.tiers, self.throughput.prefill_tokens_per_second
+        if tiers.host is None:
+            return
+        tiers.prices = CopyPrices(
+            self.block_size,
+            demote=copies.demote_seconds if copies else tiers.prices.demote,
+            restore=copies.restore_seconds if copies else tiers.prices.restore,
+            prefill=1 / rate if rate else 0.0,
+            step=self.throughput.step_seconds,
+        )
+
     def snapshot(self) -> list[KvEvent]:
         """Every prefix block held; events drained before it are part of it."""
         return self.scheduler.tiers.snapshot()
@@ -249,23 +262,11 @@ class Engine:
         now = self._clock()
         seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
-        self._price(result.copies)
+        self.price(result.copies)
         prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
         decodes = done.plan.num_tokens - prefill
         events = self.scheduler.tiers.drain_events()
         return StepOutput(done.plan.step, outputs, events, prefill, decodes, seconds, refused)
-
-    def _price(self, copies: CopyReport | None) -> None:
-        tiers, rate = self.scheduler.tiers, self.throughput.prefill_tokens_per_second
-        if tiers.host is None:
-            return
-        tiers.prices = CopyPrices(
-            self.block_size,
-            demote=copies.demote_seconds if copies else tiers.prices.demote,
-            restore=copies.restore_seconds if copies else tiers.prices.restore,
-            prefill=1 / rate if rate else 0.0,
-            step=self.throughput.step_seconds,
-        )
 
     def _name_blocks(self, sequence: Sequence) -> None:
         size = self.block_size

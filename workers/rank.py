@@ -23,6 +23,7 @@ from ..proto.errors import InvalidConfig
 from .block_layout import BlockLayout
 from .communicator import Communicator
 from .copier import Copier, CpuCopier
+from .copy_report import CopyReport
 from .engine import Engine
 from .engine_loop import EngineLoop
 from .free_memory import free_bytes, peak_bytes
@@ -72,6 +73,7 @@ class Rank:
         self._host = host
         self._listener = listener
         self._stopping = False
+        self._copies: CopyReport | None = None  # what the first of them took
         self._loop: EngineLoop | None = None
 
     def run(self, rendezvous: str) -> None:
@@ -170,8 +172,8 @@ class Rank:
         for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
             runner.launch(plan).wait()
         for plan in copy_warm_up_plans(min(host_blocks, len(runner.pool))):
-            runner.launch(plan).wait()
-        runner.settle_copies()
+            self._copies = runner.launch(plan).wait().copies or self._copies
+            runner.settle_copies()
         facts = gather(
             communicator, device, {"node": socket.gethostname()[:200], "pid": os.getpid(), "peak": peak_bytes(device)}
         )
@@ -207,6 +209,7 @@ class Rank:
             pipeline_depth=1 if on_gpu else 0,
             grammars=grammars,
         )
+        engine.price(self._copies)
         kernels = "triton" if on_gpu else native_status()
         registration = self._registration(spec, engine, num_blocks, host_blocks)
         service = WorkerService(registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block)

@@ -215,6 +215,7 @@ def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[...,
     for address, sign in zip(addresses, (-1, 1), strict=True):
         with grpc.insecure_channel(address) as channel:
             answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10)
+        assert (answer.status.restore_tokens_per_second > 0) == (sign > 0), "the first copies are a price already"
         blocks = answer.registration.num_blocks + answer.registration.host_blocks
         reserved += sign * blocks * answer.status.bytes_per_block
         generate(address, list(range(3, 150)), 8)
