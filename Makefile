@@ -1,8 +1,10 @@
 # Every target works as the very first command in a fresh clone: it makes .venv when that is missing or stale.
+# BENCH_OUT: where `make bench` leaves its figures. bench/results holds those that were published; git keeps them.
 # Needs python3 (3.11 or later, with venv), make and gcc.
 
 PYTHON ?= python3
 BIN := .venv/bin
+BENCH_OUT ?= bench/out
 NATIVE := $(shell find kernels -name '*.[ch]')
 # Triton 3.6's interpreter breaks on numpy 2.4.
 FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
@@ -26,8 +28,8 @@ test-floor: .venv-floor/installed
 	.venv-floor/bin/python -m pytest tests/kernels tests/workers
 
 bench: .venv/installed
-	$(BIN)/python bench/engine.py --json bench/results/engine.json
-	$(BIN)/python bench/serve.py --json bench/results/serve.json
+	$(BIN)/python bench/engine.py --json $(BENCH_OUT)/engine.json
+	$(BIN)/python bench/serve.py --json $(BENCH_OUT)/serve.json
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -39,6 +41,7 @@ types: .venv/installed
 # torch goes first and alone, so that nothing else's range decides which build of it comes.
 # mypy does not follow an editable install's finder, so a link gives the root its import name.
 .venv/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
+	@echo "Installing into .venv, which takes a few minutes: 2.8 GB with PyTorch's CPU build, several GB more with CUDA's."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt torch
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'

@@ -1,9 +1,13 @@
-"""What this machine can do at most: how fast it reads memory, and how fast it multiplies bfloat16 matrices."""
+"""What this machine can do at most: how fast it reads memory, and how fast it multiplies bfloat16 matrices.
+
+python bench/roof.py [--threads 2]
+"""
 
 import time
 from collections.abc import Callable
 
 import torch
+import typer
 
 
 def read_bandwidth() -> float:
@@ -31,3 +35,14 @@ def best_seconds(work: Callable[[], object], times: int) -> float:
         work()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
+
+
+def main(threads: int = 0) -> None:
+    """Print what this machine can do at most; `threads` 0: as many as torch takes."""
+    if threads:
+        torch.set_num_threads(threads)
+    print(f"memory: {read_bandwidth() / 1e9:.1f} GB/s; bfloat16 matrices: {matrix_throughput() / 1e9:.0f} GFLOP/s")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,6 +1,9 @@
 """The servers that bench/serve.py measures: ours and a peer, each started, loaded and ended by its own commands.
 
 Both run as a user would run them, with their own load generators. Neither knows the scenarios' targets.
+
+Both cache prefixes, as they do by default, and neither finds one of an earlier run: theirs has seeds of its own for
+every run, ours a salt besides. What a scenario's own requests share is found by both.
 """
 
 import json

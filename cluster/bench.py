@@ -6,6 +6,8 @@ or a trace's own). It knows the public service alone, as any client does.
 
 import asyncio
 import json
+import secrets
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -19,14 +21,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
+from .address import DEFAULT_ADDRESS, check_addresses
 from .client import Client
-from .generate import DEFAULT_ADDRESS
-from .load import Load, Recording
+from .load import INTERRUPTED, Load, Recording
 from .report import Report, Sample, measure, summarize
-from .report_plot import plot_report
+from .report_plot import check_plot, plot_report
 from .report_table import report_table
 from .trace import read_trace
 from .workload import Job, Prompts, Workload
+
+_EXIT_INTERRUPTED = 130
 
 
 def bench(
@@ -58,6 +62,14 @@ def bench(
     warmup: Annotated[
         int, typer.Option(min=0, help="Requests sent first and not counted, with prompts of their own.")
     ] = 1,
+    reuse_cache: Annotated[
+        bool,
+        typer.Option(
+            "--reuse-cache",
+            help="Find prompts that an earlier run of the same seed left in the cache. Default: a fresh salt keeps runs"
+            " apart.",
+        ),
+    ] = False,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until a request is given up.")] = None,
@@ -67,12 +79,15 @@ def bench(
     """Put load on a server and measure it."""
     if rate is not None and trace is not None:
         raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own times")
-    addresses = address or [DEFAULT_ADDRESS]
+    addresses = check_addresses(address or [DEFAULT_ADDRESS])
     try:
+        if plot is not None:
+            check_plot(plot)  # now, and not when the run is over
         model = asyncio.run(_model(addresses))
+        salt = "" if reuse_cache else secrets.token_hex(8)
         workload = Workload(
             vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
-            num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature,
+            num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
         )  # fmt: skip
         if trace is not None:
             entries = read_trace(trace, num_requests)
@@ -94,6 +109,8 @@ def bench(
     except CoatcheckError as error:
         print(f"coatcheck bench: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+    if report.unfinished:
+        raise typer.Exit(_EXIT_INTERRUPTED)
     if not report.succeeded:
         raise typer.Exit(1)
 
@@ -122,18 +139,26 @@ async def _run(
         await load.closed(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
         load.recordings, load.finished = [], 0
-        cpu = time.process_time()
+        began, cpu = time.perf_counter(), time.process_time()
         bar = asyncio.create_task(_show_progress(load, len(jobs)))
+        run = asyncio.ensure_future(load.open(jobs, concurrency) if open_loop else load.closed(jobs, concurrency or 1))
+        # What has been measured until then is worth a table.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.cancel)
         try:
-            seconds = await (load.open(jobs, concurrency) if open_loop else load.closed(jobs, concurrency or 1))
+            seconds = await run
+        except asyncio.CancelledError:
+            if not run.cancelled():
+                raise
+            seconds = time.perf_counter() - began
         finally:
             bar.cancel()
             with suppress(asyncio.CancelledError):
                 await bar
         cpu = time.process_time() - cpu
-        measured = [measure(recording) for recording in load.recordings]
+        measured = [measure(recording) for recording in load.recordings if recording.status != INTERRUPTED]
     ttft, tpot = objectives
-    report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu)
+    unfinished = len(jobs) - len(measured)
+    report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu, unfinished=unfinished)
     return report, [sample for sample in measured if isinstance(sample, Sample)]
 
 

@@ -1,10 +1,13 @@
 """The `coatcheck` command. A subcommand's module is imported when it is the one asked for, so that each starts fast."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+if TYPE_CHECKING:
+    import typer
 
 # name -> module in this room with a function of that name
 COMMANDS = {
@@ -18,26 +21,57 @@ COMMANDS = {
 }
 
 
-def build_app(arguments: Sequence[str]) -> typer.Typer:
+def build_app(arguments: Sequence[str]) -> "typer.Typer":
     """The app with the subcommand that `arguments` begin with, or with all of them when they begin with none."""
+    import typer
+
+    from .command import Command, CommandGroup
+
     app = typer.Typer(
+        cls=CommandGroup,
         help="Coatcheck: a distributed serving cluster for large language models.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_callback)  # with a callback, one subcommand alone stays a subcommand
+
+    def start(
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print it.")
+        ] = False,
+    ) -> None:
+        """Coatcheck: a distributed serving cluster for large language models."""
+
+    app.callback()(start)  # with a callback, one subcommand alone stays a subcommand
     wanted = arguments[:1] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     for name in wanted:
         module = importlib.import_module(f".{COMMANDS[name]}", __package__)
-        app.command(name)(getattr(module, name))
+        app.command(name, cls=Command)(getattr(module, name))
     return app
 
 
 def main() -> None:
     """The console script."""
-    build_app(sys.argv[1:])()
+    # Nothing is to be put away until a command says so: Ctrl-C ends it at once, also amid the imports that follow.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from .foreign_flags import find_hint
+
+    arguments = sys.argv[1:]
+    if hint := find_hint(arguments):
+        sys.exit(_refuse(hint))
+    build_app(arguments)()
 
 
-def _callback() -> None:
-    """Coatcheck: a distributed serving cluster for large language models."""
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import typer
+
+        from .. import __version__
+
+        print(f"coatcheck {__version__}")
+        raise typer.Exit
+
+
+def _refuse(hint: str) -> int:
+    print(f"error: {hint}", file=sys.stderr)
+    return 2

@@ -14,6 +14,7 @@ import grpc
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import GenerationStub
 from ..proto.errors import CoatcheckError, Unavailable, error_of
+from .counted import counted
 from .delivered import Delivered
 
 OPTIONS = [
@@ -75,7 +76,7 @@ class Client:
                     return
                 loss: CoatcheckError = Unavailable(f"{self.address} ended the stream before its end")
             except grpc.aio.AioRpcError as error:
-                loss = self._explain(error)
+                loss = explain_error(error, self.address, timeout)
                 if not _may_go_on(error.code(), delivered.started):
                     raise loss from None
             losses += 1
@@ -84,6 +85,8 @@ class Client:
             # Before the first event every router is asked once; a stream that had begun is worth waiting for.
             budget = self._max_resumes if delivered.started else len(self._addresses) - 1
             if losses > budget or time.monotonic() - lost_since > self._patience:
+                if delivered.started:
+                    raise Unavailable(f"lost the router after {counted(delivered.num_tokens, 'token')}: {loss}")
                 raise loss
             self._current += 1
             if losses >= len(self._addresses):
@@ -95,7 +98,7 @@ class Client:
         try:
             model: pb.GetModelResponse = await stub.GetModel(pb.GetModelRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            raise self._explain(error) from None
+            raise explain_error(error, self.address, timeout) from None
         return model
 
     @property
@@ -120,11 +123,15 @@ class Client:
             # A caller that leaves early must not leave a sequence running.
             call.cancel()
 
-    def _explain(self, error: grpc.aio.AioRpcError) -> CoatcheckError:
-        details = error.details() or error.code().name
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
-            return Unavailable(f"no server answers at {self.address}; is `coatcheck serve` running there?")
-        return error_of(error.code().value[0], details)
+
+def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckError:
+    """What a failed call to `address` comes to for a person. `error` is a grpc.RpcError that has a code."""
+    details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
+        return Unavailable(f"no server answers at {address}; is `coatcheck serve` running there?")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
+        return CoatcheckError(f"gave up after {timeout:g} s")
+    return error_of(error.code().value[0], details)
 
 
 def _may_go_on(code: grpc.StatusCode, started: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..workers.rank_progress import RankProgress
+from ..workers.rank_progress import Phase, RankProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +31,14 @@ class ClusterState:
     def is_ready(self) -> bool:
         """Whether the router and every group serve."""
         return bool(self.router and self.groups) and all(group.state == "serving" for group in self.groups)
+
+    @property
+    def stage(self) -> str:
+        """What the slowest rank does; empty while none has begun."""
+        order = list(Phase)
+        slowest = min((rank.phase for group in self.groups for rank in group.ranks), key=order.index, default=order[0])
+        return {
+            Phase.LOADING: "loading weights",
+            Phase.WARMING: "warming up",
+            Phase.SERVING: "waiting for the router",
+        }.get(slowest, "")

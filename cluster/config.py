@@ -21,11 +21,32 @@ FREE_SHARE = {"cpu": 0.1, "cuda": 0.85}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)b?\s*", re.IGNORECASE)
+_MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)(?P<is_bytes>b?)\s*", re.IGNORECASE)
+
+
+# Names of other engines' and of torch's, and ours for them.
+_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+_KV_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8"}
+_NO_MEMORY = "write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)"
+
+
+def parse_dtype(value: object) -> object:
+    """Our name of a dtype; anything else stays what it is."""
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def parse_kv_dtype(value: object) -> object:
+    """Our name of a KV pool's dtype; anything else stays what it is."""
+    return _KV_DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def parse_memory(value: object) -> object:
-    """Bytes from '4GiB', '512MB' or 4294967296; a share of the device from '0.5', 0.5 or '50%'. None stays None."""
+    """Bytes from '4GiB', '512MB' or 4294967296; a share of the device from '0.5', 0.5 or '50%'. None stays None.
+
+    Up to 1 it is a share, above it bytes: so a number between, which could be either, is refused.
+    """
+    if isinstance(value, float) and value > 1 and not value.is_integer():
+        raise ValueError(f"{value:g} is neither a share, which is at most 1, nor a number of bytes; {_NO_MEMORY}")
     if not isinstance(value, str):
         return value
     if value.strip().endswith("%"):
@@ -35,8 +56,13 @@ def parse_memory(value: object) -> object:
         return share
     match = _MEMORY.fullmatch(value)
     if match is None:
-        raise ValueError("write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)")
-    return float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
+        raise ValueError(_NO_MEMORY)
+    if not match["unit"] and not match["is_bytes"]:
+        return parse_memory(float(match["number"]))
+    size = float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
+    if 0 < size < 2:  # up to 1 it would be taken for a share
+        raise ValueError(f"so few bytes hold nothing; {_NO_MEMORY}")
+    return float(int(size))
 
 
 def parse_http_port(value: object) -> object:
@@ -68,8 +94,10 @@ class ServeConfig(BaseModel):
     # A Ray resource: the router runs only where a node offers it.
     router_resource: str | None = Field(None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_dtype: Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = "auto"
+    kv_dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"], BeforeValidator(parse_kv_dtype)] = (
+        "auto"
+    )
     block_size: Literal[8, 16, 32, 64, 128] = 16
     # Unset: FREE_SHARE of the device.
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None
@@ -82,15 +110,20 @@ class ServeConfig(BaseModel):
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
         """Flags (None: not given) over the file's settings; raises InvalidConfig that names the setting."""
-        settings = read_settings(file) if file else {}
-        settings |= {name: value for name, value in flags.items() if value is not None}
+        settings = read_settings(file.expanduser()) if file else {}
+        given = {name for name, value in flags.items() if value is not None}
+        settings |= {name: flags[name] for name in given}
         for name in settings:
             if name not in cls.model_fields:
                 raise InvalidConfig(f"{file}: unknown setting {name!r}; {_suggest(name, list(cls.model_fields))}")
         try:
             return cls(**settings)
         except ValidationError as error:
-            raise InvalidConfig("; ".join(explain(item) for item in error.errors())) from None
+            said = [
+                explain(item) if file is None or _setting(item) in given else f"{file}: {explain(item)}"
+                for item in error.errors()
+            ]
+            raise InvalidConfig("; ".join(said)) from None
 
     @property
     def http_listen_port(self) -> int | None:
@@ -123,7 +156,10 @@ class ServeConfig(BaseModel):
     def check_model_directory(self) -> None:
         """Raises InvalidConfig for what plainly is no checkpoint, long before a rank would find out."""
         path = Path(self.model).expanduser()
+        # A hub id is OWNER/NAME; where OWNER is a directory here, a file's name is mistyped.
+        owner = Path(path.parts[0]) if len(path.parts) > 1 else None
         looks_local = path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1
+        looks_local = looks_local or (owner is not None and owner.is_dir())
         if not path.exists():
             if looks_local:
                 raise InvalidConfig(f"model directory {self.model} does not exist; give a directory or a hub id")
@@ -158,8 +194,12 @@ def _suggest(name: str, known: list[str]) -> str:
 
 def explain(item: Any) -> str:
     """One of pydantic's errors, in the words of the flags."""
-    name = "-".join(str(part) for part in item["loc"][:1]).replace("_", "-")
+    name = _setting(item).replace("_", "-")
     message = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     if item["type"] == "missing":
         return f"{name} is missing; give it as an argument or in the file"
     return f"{name} is {item['input']!r}; {message}"
+
+
+def _setting(item: Any) -> str:
+    return str(item["loc"][0])

@@ -23,6 +23,11 @@ class Delivered:
         """Whether any event has come."""
         return self._started is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come, of all choices."""
+        return sum(map(len, self._ids.values()))
+
     def request(self) -> pb.GenerateRequest:
         """The first request as it was, or, once started, with its seed, its id and the token ids that have come."""
         if self._started is None:

@@ -13,7 +13,8 @@ from google.protobuf.json_format import MessageToDict
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import AdminStub
-from .config import DEFAULT_PORT
+from .address import DEFAULT_ADDRESS, check_addresses
+from .client import explain_error
 from .generate import put_prompt
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _ASK_SECONDS = 60.0  # a long prompt takes its time to tokenise
 
 def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     max_tokens: Annotated[
         int | None, typer.Option(help="As for `generate`: groups too small for it are left out.")
     ] = None,
@@ -37,14 +38,13 @@ def explain(
     """Show which group would answer PROMPT and each group's cost in seconds, term by term; sends nothing."""
     request = pb.GenerateRequest(cache_salt=cache_salt, sampling=pb.SamplingParams(max_tokens=max_tokens))
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
+    check_addresses([address])
     with grpc.insecure_channel(address) as channel:
         try:
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
             told: pb.Explanation = stub.Explain(request, timeout=_ASK_SECONDS)
         except grpc.RpcError as error:
-            unreachable = error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or "").lower()
-            said = f"no router answers at {address}" if unreachable else error.details()
-            print(f"coatcheck explain: {said}", file=sys.stderr)
+            print(f"coatcheck explain: {explain_error(error, address, _ASK_SECONDS)}", file=sys.stderr)
             raise typer.Exit(1) from None
     if as_json:
         answer = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -18,11 +18,9 @@ import typer
 from ..proto import coatcheck_pb2 as pb
 from ..proto.errors import CoatcheckError, InvalidRequest
 from ..proto.sampling import SamplingParams
+from .address import DEFAULT_ADDRESS, check_addresses
 from .answer import Answer
 from .client import Client
-from .config import DEFAULT_PORT
-
-DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def generate(
@@ -64,12 +62,15 @@ def generate(
         prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
     request = pb.GenerateRequest(model=model, cache_salt=cache_salt)
+    if not as_json and (logprobs is not None or prompt_logprobs is not None):
+        raise typer.BadParameter("--logprobs and --prompt-logprobs need --json, which has a place for them")
+    addresses = check_addresses(address or [DEFAULT_ADDRESS])
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     streams_text = not as_json and (n is None or n == 1)
     try:
         request.sampling.CopyFrom(_sampling(given))
         show: Callable[[str], None] = _write if streams_text else lambda text: None
-        answer = asyncio.run(_stream(address or [DEFAULT_ADDRESS], request, timeout, show))
+        answer = asyncio.run(_stream(addresses, request, timeout, show))
         if as_json:
             wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
             _write(json.dumps(wanted, ensure_ascii=False) + "\n")

@@ -26,6 +26,7 @@ from ..router.config import RouterConfig
 from ..workers.actor import CONCURRENCY, RankActor
 from ..workers.group_config import GroupConfig
 from .config import FREE_SHARE, ServeConfig
+from .counted import counted
 from .placement import Placement, Resources
 
 NAMESPACE = "coatcheck"
@@ -103,8 +104,8 @@ def reserve(group: str, placement: Placement, tp: int) -> PlacementGroup:
         found: PlacementGroup = ray.util.get_placement_group(group)
         if found.bundle_count != tp:
             raise InvalidConfig(
-                f"this Ray cluster still holds a placement group {group} of {found.bundle_count} ranks; remove it, or "
-                f"serve with --tp {found.bundle_count}"
+                f"this Ray cluster still holds a placement group {group} of {counted(found.bundle_count, 'rank')}; "
+                f"remove it, or serve with --tp {found.bundle_count}"
             )
     except ValueError:
         bundles = [placement.bundle] * tp

@@ -15,6 +15,7 @@ import grpc
 from .client import OPTIONS
 from .workload import Job
 
+INTERRUPTED = "INTERRUPTED"
 METHOD = "/coatcheck.v1.Generation/GenerateStream"
 
 
@@ -28,7 +29,7 @@ class Recording:
     times: list[float] = field(default_factory=list)
     messages: list[bytes] = field(default_factory=list)
     ended: float = 0.0
-    # A gRPC status name.
+    # A gRPC status name, or INTERRUPTED: the load itself was cancelled.
     status: str = "OK"
     details: str = ""
 
@@ -94,6 +95,9 @@ class Load:
         except grpc.aio.AioRpcError as error:
             recording.status = error.code().name
             recording.details = error.details() or ""
+        except asyncio.CancelledError:
+            recording.status = INTERRUPTED
+            raise
         finally:
             recording.ended = clock() - begin
             self.finished += 1

@@ -26,6 +26,7 @@ class ModelShape:
     dtype: str
     max_model_len: int | None
     notes: tuple[str, ...]
+    names_dtype: bool = True  # whether config.json says what `dtype` is
 
     @classmethod
     def of(cls, config: ModelConfig) -> Self:
@@ -43,8 +44,9 @@ class ModelShape:
             layer, expanded = latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)
         else:
             layer = expanded = LayerSpec(heads, _kv_heads(config, heads), _head_dim(config, heads))
-        dtype = config.values.get("dtype") or config.values.get("torch_dtype")
-        if dtype not in _DTYPES:
+        dtype = str(config.values.get("dtype") or config.values.get("torch_dtype") or "")
+        names_dtype = dtype in _DTYPES
+        if not names_dtype:
             notes.append(f"config.json names {f'dtype {dtype}' if dtype else 'no dtype'}; counted as bfloat16")
             dtype = "bfloat16"
         if config.values.get("quantization_config") is not None:
@@ -56,6 +58,7 @@ class ModelShape:
             dtype=dtype,
             max_model_len=config.number("max_position_embeddings", "n_positions", "n_ctx", default=0) or None,
             notes=tuple(notes),
+            names_dtype=names_dtype,
         )
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidConfig
+from .counted import counted
 
 Resources = Mapping[str, float]
 
@@ -25,8 +26,8 @@ def choose_placement(device: str, groups: int, tp: int, nodes: Sequence[Resource
     needed, free = groups * tp, sum(int(node.get(resource, 0)) for node in nodes)
     if free < needed:
         raise InvalidConfig(
-            f"{groups} groups with tp {tp} need {needed} {resource}s, and this Ray cluster has {free} free "
-            f"on {len(nodes)} nodes; lower --groups or --tp, or add nodes"
+            f"{counted(groups, 'group')} with tp {tp} need {counted(needed, resource)}, and this Ray cluster has "
+            f"{free} free on {counted(len(nodes), 'node')}; lower --groups or --tp, or add nodes"
         )
     # Ranks of a group talk in every layer: one node where one can hold them.
     holds = any(int(node.get(resource, 0)) >= tp for node in nodes)

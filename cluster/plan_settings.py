@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..proto.errors import InvalidConfig
-from .config import FREE_SHARE, explain, parse_memory
+from .config import FREE_SHARE, explain, parse_dtype, parse_kv_dtype, parse_memory
 
 
 def parse_bytes(value: object) -> float:
@@ -48,8 +48,8 @@ class PlanSettings(BaseModel):
     weights: Annotated[float | None, BeforeValidator(parse_bytes)] = None
     context: int | None = Field(None, ge=1, lt=2**31)
     concurrency: int = Field(16, ge=1, le=2**20)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_dtype: str = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = "auto"
+    kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = "auto"
     block_size: Literal[8, 16, 32, 64, 128] = 16
     bandwidth: Annotated[float, BeforeValidator(parse_bandwidth)] = 3.35e12
     lengths: Path | None = None

@@ -61,7 +61,10 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run. `goodput` is requests a second that kept every objective given (None: none was)."""
+    """One run. `goodput` is requests a second that kept every objective given (None: none was).
+
+    `unfinished` requests were running or still to be sent when the run was interrupted; nothing else counts them.
+    """
 
     requests: int
     succeeded: int
@@ -82,6 +85,7 @@ class Report:
     within_slo: float | None
     groups: dict[str, int]
     client_cpu_us_per_token: float
+    unfinished: int
 
     @property
     def success_rate(self) -> float:
@@ -129,6 +133,7 @@ def summarize(
     slo_ttft_ms: float | None = None,
     slo_tpot_ms: float | None = None,
     cpu_seconds: float = 0.0,
+    unfinished: int = 0,
 ) -> Report:
     """One run's report; an answer of one token has no TPOT and keeps any objective on it."""
     samples = [sample for sample in measured if isinstance(sample, Sample)]
@@ -161,6 +166,7 @@ def summarize(
         within_slo=len(kept) / len(measured) if judged and measured else None,
         groups=dict(Counter(sample.group for sample in samples)),
         client_cpu_us_per_token=cpu_seconds / output * 1e6 if output else 0.0,
+        unfinished=unfinished,
     )
 
 

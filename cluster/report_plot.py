@@ -1,5 +1,6 @@
 """The picture of a run: who waited how long, and what came out over time. Needs matplotlib, the `plot` extra."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,24 @@ from ..proto.errors import InvalidConfig
 from .report import Report, Sample
 
 
-def plot_report(report: Report, samples: Sequence[Sample], path: Path) -> None:
-    """Writes a picture of four panels; raises InvalidConfig without matplotlib, or where it cannot write."""
+def check_plot(path: Path) -> None:
+    """Raises InvalidConfig where `plot_report` would: without matplotlib, or with a path that it cannot write."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ImportError:
         raise InvalidConfig("--plot needs matplotlib: pip install 'coatcheck[plot]'") from None
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise InvalidConfig(f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}")
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise InvalidConfig(f"--plot {path} cannot be written; name a file in a directory that is there")
+
+
+def plot_report(report: Report, samples: Sequence[Sample], path: Path) -> None:
+    """Writes a picture of four panels; `check_plot` comes first."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     ((first, gaps), (rate, running)) = figure.subplots(2, 2)

@@ -4,6 +4,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from .counted import counted
 from .report import Latency, Report
 
 ROWS = (
@@ -42,6 +43,10 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"goodput {report.goodput:.2f} requests/s ({report.within_slo:.1%} within the objectives)")
     if len(report.groups) > 1:
         lines.append("requests per group: " + ", ".join(f"{name} {n}" for name, n in sorted(report.groups.items())))
+    if report.unfinished:
+        lines.append(
+            f"interrupted: {counted(report.unfinished, 'request')} had not ended, and nothing here counts them"
+        )
     if report.errors:
         lines.append("not answered: " + ", ".join(f"{name} {n}" for name, n in sorted(report.errors.items())))
     lines.append(f"the client's own CPU: {report.client_cpu_us_per_token:.0f} µs a token")

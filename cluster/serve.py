@@ -5,6 +5,7 @@ again. A Ray that it started ends with it. Ray is imported once the settings are
 """
 
 import math
+import os
 import signal
 import socket
 import sys
@@ -12,14 +13,16 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
+from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, Unavailable
 from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
+from .counted import counted
+from .model_check import check_model
+from .ray_address import find_ray
 from .ray_environment import confine_local_ray, quiet_driver
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
 _STOP_SECONDS = 15.0
-_EXIT_FORCED = 130
+_HESITATES_SECONDS = 10.0
+_EXIT_STOPPED = 130
 
 
 def serve(
@@ -92,11 +96,15 @@ def serve(
     try:
         settings = ServeConfig.build(flags, file)
         settings.check_model_directory()
+        check_model(settings)
         _check_ports(settings)
-    except InvalidConfig as error:
+        if settings.ray_address is not None:
+            settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
+    except (InvalidConfig, InvalidModel) as error:
         _fail(str(error), code=2)
+    except CoatcheckError as error:
+        _fail(str(error))
     try:
-        _check_ray(settings)
         code = Serving(settings, signals).run()
     except CoatcheckError as error:
         _fail(str(error))
@@ -106,21 +114,33 @@ def serve(
 class Signals:
     """The first SIGINT or SIGTERM asks to drain, the second to stop at once.
 
-    Both are only noted here: an exception out of a handler would tear through Ray's own code.
+    Both are only noted: an exception out of a handler would tear through Ray's own code. A thread notes them, since
+    Python's handlers wait for the main thread, which Ray may keep for minutes. `ends_at_once`: as long as nothing is
+    there that has to be put away, the first one ends the process.
     """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.forced = threading.Event()
+        self.ends_at_once = True
+        self._arrivals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        self._wakeup = wakeup  # Python writes each signal's number into it, whatever the main thread does
         self.install()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def install(self) -> None:
         """Ray installs handlers of its own when it connects."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+            signal.signal(number, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        (self.forced if self.asked.is_set() else self.asked).set()
+    def _listen(self) -> None:
+        while True:
+            if self._arrivals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
+                (self.forced if self.asked.is_set() else self.asked).set()
+                if self.ends_at_once:
+                    os._exit(_EXIT_STOPPED)  # a Ray of our own ends with its parent
 
 
 class Serving:
@@ -131,6 +151,8 @@ class Serving:
         self._signals = signals
         self._console = Console(stderr=True, highlight=False)
         self._supervisor: Any = None
+        self._has_served = False
+        self._began = time.monotonic()
 
     def run(self) -> int:
         """Returns the exit status; raises CoatcheckError for what keeps the cluster from serving."""
@@ -139,22 +161,34 @@ class Serving:
             confine_local_ray()
         import ray
 
-        from . import launch
-
         try:
-            with self._console.status("starting Ray" if self._config.ray_address is None else "connecting to Ray"):
-                launch.connect(self._config)
-                self._signals.install()
+            self._connect()
             self._supervisor = self._find_or_start_supervisor()
             state = self._wait_until_ready()
             if state is not None:
-                self._console.print(ready_line(self._config, state), soft_wrap=True)
+                self._has_served = True
+                self._say(ready_line(self._config, state))
                 self._watch(state)
                 self._drain()
         finally:
             self._stop()
             ray.shutdown()
-        return _EXIT_FORCED if self._signals.forced.is_set() else 0
+        return 0 if self._has_served and not self._signals.forced.is_set() else _EXIT_STOPPED
+
+    def _connect(self) -> None:
+        from . import launch
+
+        address = self._config.ray_address
+        self._say(f"connecting to Ray at {address}" if address else "starting Ray")
+        hesitates = f"{address or 'Ray'} has not answered for {_HESITATES_SECONDS:.0f} s; still trying"
+        timer = threading.Timer(_HESITATES_SECONDS, self._say, [hesitates])
+        timer.daemon = True
+        timer.start()
+        try:
+            launch.connect(self._config)
+        finally:
+            timer.cancel()
+        self._signals.install()
 
     def _find_or_start_supervisor(self) -> Any:
         import ray
@@ -165,14 +199,19 @@ class Serving:
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
             launch.require_same(ray.get(running.config.remote()), config)
+            self._signals.ends_at_once = False
             return running
         placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
+        groups, ranks = counted(config.groups, "group"), counted(config.tp, "rank")
+        self._say(f"starting {groups} of {ranks} on {placement.device} ({self._elapsed()})")
+        self._signals.ends_at_once = False
         return launch.start_supervisor(config, placement)
 
     def _wait_until_ready(self) -> "ClusterState | None":
         """Shows each rank's progress; None when told to stop before everything serves."""
         from .progress_bars import ProgressBars
 
+        said = ""
         with ProgressBars(self._console) as bars:
             while not self._signals.asked.wait(_POLL_SECONDS):
                 state = self._state()
@@ -181,6 +220,9 @@ class Serving:
                     raise Unavailable(state.failure)
                 if state.is_ready:
                     return state
+                if state.stage not in (said, ""):
+                    said = state.stage
+                    self._say(f"{said} ({self._elapsed()})")
         return None
 
     def _watch(self, state: "ClusterState") -> None:
@@ -194,7 +236,7 @@ class Serving:
                 if known.get(group.name) != group.state and group.state != "starting":
                     known[group.name] = group.state
                     reason = f": {group.reason}" if group.reason else ""
-                    self._console.print(f"{group.name} is {group.state}{reason}", soft_wrap=True)
+                    self._say(f"{group.name} is {group.state}{reason}")
 
     def _drain(self) -> None:
         with self._console.status("draining: running requests end first; once more to stop at once"):
@@ -208,7 +250,7 @@ class Serving:
         if self._supervisor is None:
             return
         with suppress(RayError):  # of a Ray that is gone: then so is all that ran on it
-            if not self._signals.forced.is_set():
+            if self._has_served and not self._signals.forced.is_set():
                 self._wait_for(self._supervisor.stop.remote(), _STOP_SECONDS)
             elif self._config.ray_address is not None:  # on our own Ray everything ends with it
                 ray.wait([self._supervisor.stop.remote(now=True)], timeout=_STOP_SECONDS)
@@ -222,6 +264,12 @@ class Serving:
         while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
             if self._signals.forced.is_set() or time.monotonic() > deadline:
                 return
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False)
+
+    def _elapsed(self) -> str:
+        return f"after {time.monotonic() - self._began:.1f} s"
 
     def _state(self) -> "ClusterState":
         import ray
@@ -239,17 +287,23 @@ class Serving:
 
 
 def ready_line(config: ServeConfig, state: "ClusterState") -> str:
-    """Where to connect, and what there is."""
-    first = state.groups[0].ranks[0]
-    blocks = sum(group.ranks[0].num_blocks for group in state.groups)
-    at_once = sum(
-        min(config.max_num_seqs, group.ranks[0].num_blocks * config.block_size // group.ranks[0].max_model_len)
-        for group in state.groups
-    )
+    """Where to connect, and what each group holds: the smallest one, where they differ."""
+    rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
+    longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
     http = f" and http://{state.http}" if state.http else ""
+    holds = f"{counted(rank.num_blocks, 'block')} of {config.block_size} tokens"
+    if tokens < rank.model_len:
+        holds += (
+            f", which is too few: no sequence can be longer than {longest} tokens, and the model goes to "
+            f"{rank.model_len}; raise --kv-memory"
+        )
+    else:
+        at_once = counted(min(config.max_num_seqs, tokens // longest), "sequence")
+        holds += f", {at_once} of {longest} tokens at once"
+    groups = counted(config.groups, "group")
     return (
-        f"ready: {config.model_name} ({first.dtype}) at {state.router}{http}, {config.groups} groups x tp {config.tp}, "
-        f"{blocks} blocks of {config.block_size} tokens, {at_once} sequences of {first.max_model_len} tokens at once"
+        f"ready: {config.model_name} ({rank.dtype}) at {state.router}{http}, {groups} x tp {config.tp}, "
+        f"{'each with ' if config.groups > 1 else ''}{holds}"
     )
 
 
@@ -265,17 +319,6 @@ def _check_ports(config: ServeConfig) -> None:
         except OSError as error:
             reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
             raise InvalidConfig(f"cannot listen on {host}:{port}: {reason}; choose another --{flag}-port") from None
-
-
-def _check_ray(config: ServeConfig) -> None:
-    """Raises Unavailable when nothing listens at --ray-address: Ray itself would try for half a minute."""
-    host, _, port = (config.ray_address or "").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except OSError as error:
-        raise Unavailable(f"no Ray cluster answers at {config.ray_address}: {error.strerror or error}") from None
 
 
 def _fail(message: str, *, code: int = 1) -> None:

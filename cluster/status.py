@@ -10,18 +10,19 @@ from google.protobuf.json_format import MessageToDict
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import AdminStub
-from .config import DEFAULT_PORT
+from .address import DEFAULT_ADDRESS, check_addresses
+from .client import explain_error
+from .counted import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 _ASK_SECONDS = 10.0
-_COLOURS = {"serving": "green", "draining": "yellow", "starting": "yellow"}
+_COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow", "starting": "yellow"}
 
 
 def status(
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = _ADDRESS,
+    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show groups, ranks, health, load, block occupancy, hit ratio, TTFT and TPOT."""
@@ -36,31 +37,47 @@ def status(
 
 def drain(
     group: Annotated[str, typer.Argument(help="A group's name; default: the whole router.")] = "",
-    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = _ADDRESS,
+    address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for what runs; default: as long as it takes.")
     ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Send it new work again.")] = False,
 ) -> None:
-    """Send no new work to a group (or to any) and wait until what runs has ended. Exits 1 if something still runs."""
-    answer = _ask(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
+    """Send no new work to a group (or to any) and wait until what runs has ended.
+
+    It stays so until `coatcheck drain [GROUP] --undo`. A drained router refuses every request. Exits 1 if something
+    still runs.
+    """
+    if undo and timeout is not None:
+        raise typer.BadParameter("--undo waits for nothing; leave --timeout out")
     what = group or "the router"
+    if undo:
+        _ask(address, "Drain", pb.DrainRequest(group=group, undo=True), _ASK_SECONDS)
+        print(f"{what} takes new work again")
+        return
+    answer = _ask(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _ASK_SECONDS)
+    # Before the wait: whoever interrupts it should know that nothing is undone by that.
+    again = " ".join(["coatcheck drain", *filter(None, [group]), "--undo"])
+    print(f"{what} takes no new work until `{again}`", file=sys.stderr)
+    if not answer.drained:
+        answer = _ask(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
     if answer.drained:
         print(f"{what} is drained")
-    else:
-        print(f"{what} still has {answer.remaining_streams} streams", file=sys.stderr)
-        raise typer.Exit(1)
+        return
+    running = counted(answer.remaining_streams, "stream")
+    print(f"{what} is not drained: it has {running}, unless that was undone", file=sys.stderr)
+    raise typer.Exit(1)
 
 
 def _ask(address: str, method: str, request: Any, timeout: float | None) -> Any:
     """One call; a failure becomes one line and exit 1."""
+    check_addresses([address])
     with grpc.insecure_channel(address) as channel:
         try:
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
             return getattr(stub, method)(request, timeout=timeout)
         except grpc.RpcError as error:
-            code, details = error.code(), error.details()
-            unreachable = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-            print(f"error: no router answers at {address}" if unreachable else f"error: {details}", file=sys.stderr)
+            print(f"error: {explain_error(error, address, timeout)}", file=sys.stderr)
             raise typer.Exit(1) from None
 
 
@@ -87,7 +104,7 @@ def _print(answer: pb.StatusResponse) -> None:
     console.print(
         f"{answer.router}: {_state(answer.state)}, model {model.name or '?'} "
         f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}), "
-        f"{answer.active_streams} streams, hit ratio {answer.hit_ratio:.1%}",
+        f"{counted(answer.active_streams, 'stream')}, hit ratio {answer.hit_ratio:.1%}",
         highlight=False,
     )
     for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot)):

@@ -29,7 +29,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The settings that every request shares. `prefix_len` tokens of one of `num_prefixes` come before `input_len`."""
+    """The settings that every request shares. `prefix_len` tokens of one of `num_prefixes` come before `input_len`.
+
+    Under another `cache_salt` the same prompts find nothing of each other's in a cache.
+    """
 
     vocab_size: int
     seed: int = 0
@@ -41,6 +44,7 @@ class Workload:
     text: str | None = None
     temperature: float = 0.0
     model: str = ""
+    cache_salt: str = ""
 
     def jobs(self, count: int, *, rate: float | None = None, first: int = 0) -> list[Job]:
         """Requests number `first` and on: all at once, or as a Poisson stream of `rate` a second."""
@@ -82,7 +86,7 @@ class Workload:
         sampling = pb.SamplingParams(max_tokens=output_len, temperature=self.temperature, ignore_eos=True)
         if self.temperature > 0:
             sampling.seed = self.seed
-        request = pb.GenerateRequest(model=self.model, sampling=sampling)
+        request = pb.GenerateRequest(model=self.model, sampling=sampling, cache_salt=self.cache_salt)
         if isinstance(prompt, str):
             request.text = prompt
         else:

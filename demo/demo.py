@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-import grpc
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,12 +22,10 @@ from rich.text import Text
 from coatcheck.cluster.answer import Answer
 from coatcheck.cluster.client import Client
 from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
 from coatcheck.proto.errors import CoatcheckError
 
 MODEL = Path(__file__).parent / "model"
 GROUPS, RANKS, MAX_TOKENS = 2, 2, 48
-START_SECONDS = 120.0
 
 FIRST = '''class LineReader:
     """Reads a text file line by line, and remembers where it is.
@@ -59,9 +58,9 @@ def main() -> None:
     command = Path(sys.executable).with_name("coatcheck")
     flags = f"--groups {GROUPS} --tp {RANKS} --grpc-port {port}".split()
     console.print(f"[bold]$ coatcheck serve demo/model {' '.join(flags)}")
-    server = subprocess.Popen([command, "serve", MODEL, *flags])
+    server = subprocess.Popen([command, "serve", MODEL, *flags], stderr=subprocess.PIPE, text=True)
     try:
-        wait_until_serving(f"127.0.0.1:{port}", server)
+        wait_until_ready(server)
         console.print(f"serving after {time.perf_counter() - began:.1f} s\n")
         answers = asyncio.run(converse(f"127.0.0.1:{port}"))
     except CoatcheckError as error:
@@ -96,22 +95,21 @@ async def ask(client: Client, prompt: str) -> Answer:
     return answer
 
 
-def wait_until_serving(address: str, server: "subprocess.Popen[bytes]") -> None:
-    """Returns once every group serves."""
-    deadline = time.monotonic() + START_SECONDS
-    with grpc.insecure_channel(address, options=[("grpc.max_reconnect_backoff_ms", 200)]) as channel:
-        admin = AdminStub(channel)  # type: ignore[no-untyped-call]  # made by protoc
-        while time.monotonic() < deadline:
-            if server.poll() is not None:
-                raise CoatcheckError(f"coatcheck serve ended with exit code {server.returncode}")
-            try:
-                status = admin.Status(pb.StatusRequest(), timeout=2.0)
-            except grpc.RpcError:
-                status = pb.StatusResponse()
-            if sum(group.state == "serving" for group in status.groups) == GROUPS:
-                return
-            time.sleep(0.1)
-    raise CoatcheckError(f"the groups were not ready within {START_SECONDS:.0f} s")
+def wait_until_ready(server: "subprocess.Popen[str]") -> None:
+    """Shows what the server says until it says that it is ready; what comes later is shown as it comes."""
+    assert server.stderr is not None
+    for line in server.stderr:
+        console.print(line, end="", markup=False, soft_wrap=True)
+        if line.startswith("ready: "):
+            threading.Thread(target=show, args=[server.stderr], daemon=True).start()
+            return
+    raise CoatcheckError(f"coatcheck serve ended with exit code {server.wait()}")
+
+
+def show(lines: Iterable[str]) -> None:
+    """Prints each line as it comes, to the end."""
+    for line in lines:
+        console.print(line, end="", markup=False, soft_wrap=True)
 
 
 def as_table(answers: dict[str, Answer]) -> Table:

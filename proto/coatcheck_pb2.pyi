@@ -504,12 +504,14 @@ class StatusResponse(_message.Message):
     def __init__(self, router: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[_Union[GetModelResponse, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., ttft: _Optional[_Union[LatencyStatus, _Mapping]] = ..., tpot: _Optional[_Union[LatencyStatus, _Mapping]] = ..., active_streams: _Optional[int] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("group", "timeout_seconds")
+    __slots__ = ("group", "timeout_seconds", "undo")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
     group: str
     timeout_seconds: float
-    def __init__(self, group: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    undo: bool
+    def __init__(self, group: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., undo: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("drained", "remaining_streams")

@@ -307,7 +307,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops new work (to one group, or to the whole router) and waits for what runs.
+        """Stops new work (to one group, or to the whole router) and waits for what runs; or, with `undo`, lets it in again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,8 @@ It does not know gRPC, and it changes nothing but who takes new work.
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 
 from ..proto.coatcheck_pb2 import CacheAudit, DrainRequest, DrainResponse, GroupStatus, StatusRequest, StatusResponse
 from ..proto.errors import InvalidRequest, NotFound
@@ -49,58 +50,82 @@ class Admin:
         return response
 
     async def drain(self, message: DrainRequest) -> DrainResponse:
-        """Stops new work to one group, or to all, and waits for what runs."""
+        """Stops new work to one group, or to all, and waits for what runs; or undoes it."""
         refuse_unknown_fields(message)
         timeout = message.timeout_seconds if message.HasField("timeout_seconds") else None
         if timeout is not None and not timeout >= 0:
             raise InvalidRequest(f"timeout_seconds is {timeout}; it must be at least 0")
+        if timeout is not None and message.undo:
+            raise InvalidRequest("timeout_seconds is for a drain, and undo waits for nothing; send one of them")
         if not message.group:
-            drained = await self.drain_router(timeout)
+            if message.undo:
+                self._traffic.draining = False
+                self._groups.notify()
+            drained = not message.undo and await self.drain_router(timeout)
             return DrainResponse(drained=drained, remaining_streams=self._traffic.active)
+        drained = await self._drain_group(message.group, message.undo, timeout)
         link = self._groups.link(message.group)
-        if link is None:
-            raise NotFound(f"there is no group {message.group!r}; `status` lists them")
-        link.draining = True
-        self._groups.notify()
-        drained = await _finishes(link.tickets.idle(), timeout)
-        return DrainResponse(drained=drained, remaining_streams=len(link.tickets))
+        return DrainResponse(drained=drained, remaining_streams=len(link.tickets) if link else 0)
 
     async def drain_router(self, timeout: float | None) -> bool:
         """Stops new work and waits until the last request ends; whether it did in time."""
         self._traffic.draining = True
         self._groups.notify()
-        return await _finishes(self._traffic.idle(), timeout)
+        await self._wait(self._traffic.idle(), lambda: self._traffic.draining, timeout)
+        return self._traffic.draining and not self._traffic.active
 
     @property
     def state(self) -> str:
-        """ "serving", "draining" or "unavailable"."""
+        """ "serving", "draining", "drained" or "unavailable"."""
         if self._traffic.draining:
-            return "draining"
+            return "draining" if self._traffic.active else "drained"
         return "serving" if self._groups.serving() else "unavailable"
 
     def _link_status(self, link: GroupLink) -> GroupStatus:
-        status = _link_status(link)
+        status = _link_status(link, link.name in self._groups.draining)
         audit = self._groups.audit.stats(link.name)
         status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
         return status
 
+    async def _drain_group(self, name: str, undo: bool, timeout: float | None) -> bool:
+        draining, link = self._groups.draining, self._groups.link(name)
+        if link is None and all(absent.name != name for absent in self._groups.absent):
+            raise NotFound(f"there is no group {name!r}; `status` lists them")
+        (draining.discard if undo else draining.add)(name)
+        self._groups.notify()
+        if undo or link is None:
+            return not undo
+        await self._wait(link.tickets.idle(), lambda: name in draining, timeout)
+        return name in draining and not len(link.tickets)
 
-async def _finishes(waiting: Awaitable[None], timeout: float | None) -> bool:
-    try:
-        async with asyncio.timeout(timeout):
-            await waiting
-    except TimeoutError:
-        return False
-    return True
+    async def _wait(
+        self, idle: Coroutine[None, None, None], draining: Callable[[], bool], timeout: float | None
+    ) -> None:
+        """Until nothing runs, the time is up, or the drain is undone."""
+        ended = asyncio.ensure_future(idle)
+        with suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(timeout):
+                    while draining() and not ended.done():
+                        change = asyncio.ensure_future(self._groups.next_change.wait())
+                        try:
+                            await asyncio.wait({ended, change}, return_when=asyncio.FIRST_COMPLETED)
+                        finally:
+                            change.cancel()
+            finally:
+                ended.cancel()
 
 
-def _link_status(link: GroupLink) -> GroupStatus:
+def _link_status(link: GroupLink, draining: bool) -> GroupStatus:
     address = link.address
     if link.registration is None:
         # A supervisor that says "serving" does not know yet what this router has just found out.
         state = "lost" if address.state == "serving" and link.reason else "starting"
         return _address_status(address, state, link.reason or address.reason)
-    status = _address_status(address, "draining" if link.draining else address.state, address.reason)
+    state = address.state
+    if draining:
+        state = "draining" if len(link.tickets) else "drained"
+    status = _address_status(address, state, address.reason)
     if status.state == "starting":
         status.state = "serving"  # it has registered, so every rank has run a step
     reported = GroupStatus()

@@ -58,7 +58,6 @@ class GroupLink:
         self.registration: Registration | None = None
         self.load = GroupLoad(Registration())
         self.reason = address.reason
-        self.draining = False
         self._router = config.name
         self._model_name = config.model_name
         self._index = index

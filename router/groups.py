@@ -34,6 +34,8 @@ class Groups:
         self.index = PrefixIndex()
         self.audit = Audit()
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
+        # By name, so that a group that is lost and started again stays drained.
+        self.draining: set[str] = set()
         self._config = config
         self._rng = rng or random.Random()
         self._links: dict[str, GroupLink] = {}
@@ -66,6 +68,7 @@ class Groups:
         self._version = max(version, self._version)
         wanted = {address.name: address for address in addresses if address.address and address.state != "lost"}
         self._absent = {address.name: address for address in addresses if address.name not in wanted}
+        self.draining &= {*wanted, *self._absent}
         closing = []
         for name, link in list(self._links.items()):
             if name not in wanted or wanted[name].address != link.address.address:
@@ -92,7 +95,7 @@ class Groups:
         return [
             (link, link.registration)
             for link in self._links.values()
-            if link.registration is not None and not link.draining and link.address.state != "draining"
+            if link.registration is not None and link.name not in self.draining and link.address.state != "draining"
         ]
 
     async def place(

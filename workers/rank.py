@@ -220,6 +220,7 @@ class Rank:
             address=f"{self._host}:{address.rpartition(':')[2]}",
             num_blocks=num_blocks,
             max_model_len=engine.max_model_len,
+            model_len=spec.max_model_len,
             dtype=spec.dtype,
         )
         _log.info(

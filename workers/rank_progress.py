@@ -16,7 +16,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """`address` and what follows are known once the group serves; the address is rank 0's."""
+    """`address` and what follows are known once the group serves; the address is rank 0's.
+
+    `max_model_len` is the longest sequence that the group takes, `model_len` what it would be with a larger pool.
+    """
 
     phase: Phase = Phase.STARTING
     done_bytes: int = 0
@@ -24,4 +27,5 @@ class RankProgress:
     address: str = ""
     num_blocks: int = 0
     max_model_len: int = 0
+    model_len: int = 0
     dtype: str = ""

@@ -34,6 +34,7 @@ class FakeRouter(GenerationServicer):
         # No stream says anything before so many run at once.
         self.crowd = 1
         self._crowded = asyncio.Event()
+        self._arrived = asyncio.Event()
         # Set once a caller has left a stream before its end.
         self.left = asyncio.Event()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
@@ -56,6 +57,12 @@ class FakeRouter(GenerationServicer):
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
+    async def crowded(self, count: int) -> None:
+        """Waits until so many streams run."""
+        while self.running < count:
+            await self._arrived.wait()
+            self._arrived.clear()
+
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         return pb.GetModelResponse(name="fake", vocab_size=100, max_model_len=4096, fingerprint=self.fingerprint)
 
@@ -65,6 +72,7 @@ class FakeRouter(GenerationServicer):
             await context.abort(*self.refusal)
         budget = self.losses.pop(0) if self.losses else None
         self.running += 1
+        self._arrived.set()
         self.most_at_once = max(self.most_at_once, self.running)
         if self.running >= self.crowd:
             self._crowded.set()

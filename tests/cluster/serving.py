@@ -14,9 +14,12 @@ from typing import Any, Self
 COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
 
 
-def coatcheck(*arguments: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+def coatcheck(
+    *arguments: str, seconds: float = 60.0, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """A command run to its end."""
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=seconds)
+    env = {**os.environ, **(environment or {})}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=seconds, env=env)
 
 
 def until(holds: Callable[[], bool], what: str, seconds: float = 45.0) -> None:
@@ -61,6 +64,15 @@ class Serving:
             if found := re.search(r"^ready: .* at ([^\s,]+)(?: and (http://[^\s,]+))?,", line):
                 self.address, self.url = found[1], found[2] or ""
                 return line
+        raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
+
+    def wait_line(self, beginning: str) -> None:
+        """Until it prints a line that begins so."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if line.startswith(beginning):
+                return
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
 
     def rest(self) -> str:

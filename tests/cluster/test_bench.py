@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -120,9 +121,13 @@ async def test_open_loop_with_a_limit() -> None:
     assert load.recordings[2].sent - load.recordings[2].due >= 0.35
 
 
-async def run(*arguments: str) -> tuple[int, str, str]:
+async def start(*arguments: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", COMMAND, *arguments, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", COMMAND, *arguments, stdout=pipe, stderr=pipe)
+
+
+async def run(*arguments: str) -> tuple[int, str, str]:
+    process = await start(*arguments)
     out, err = await process.communicate()
     return process.returncode or 0, out.decode(), err.decode()
 
@@ -179,6 +184,39 @@ async def test_command_refuses_to_measure_errors() -> None:
     code, out, err = await run("--address", "127.0.0.1:1")
     assert (code, err.count("\n")) == (1, 1)
     assert "no server answers at 127.0.0.1:1" in err
+
+
+async def test_interrupted_command_prints_what_it_has() -> None:
+    """Ctrl-C ends the run with the figures of what was answered; what was not is counted apart, and is no error."""
+    async with FakeRouter() as router, FakeRouter() as stalled:
+        stalled.stalls_after = 1
+        arguments = ["--address", router.address, "--address", stalled.address, "--warmup", "0", "--concurrency", "2"]
+        process = await start(*arguments, "--num-requests", "8", "--output-len", "3", "--json")
+        await asyncio.wait_for(stalled.crowded(2), 20)
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    report = json.loads(out)
+    assert (process.returncode, err) == (130, b"")
+    assert (report["requests"], report["succeeded"], report["errors"]) == (2, 2, {})
+    assert (report["unfinished"], report["output_tokens"]) == (6, 6)
+
+
+async def test_runs_are_kept_apart() -> None:
+    """Two runs of one seed send the same prompts under different salts, unless they are to find each other's."""
+    async with FakeRouter() as router:
+        for flags in ([], [], ["--reuse-cache"], ["--reuse-cache"]):
+            await run("--address", router.address, "--num-requests", "2", "--warmup", "0", *flags)
+    salts = [request.cache_salt for request in router.requests]
+    assert salts[0] == salts[1] and salts[2] == salts[3] and len({*salts[:4]}) == 2 and salts[4:] == [""] * 4
+    assert [r.token_ids for r in router.requests[:2]] == [r.token_ids for r in router.requests[2:4]]
+
+
+@pytest.mark.parametrize("name", ["none/run.png", "run.gif5", "."])
+async def test_a_plot_that_cannot_be_is_refused_first(tmp_path: Path, name: str) -> None:
+    """A picture that could not be written is refused before anything is sent."""
+    async with FakeRouter() as router:
+        code, out, err = await run("--address", router.address, "--plot", str(tmp_path / name))
+    assert (code, out, router.requests) == (1, "", []) and "--plot" in err
 
 
 async def test_command_refuses_two_models() -> None:

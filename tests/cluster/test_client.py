@@ -79,7 +79,7 @@ async def test_retries_are_bounded() -> None:
     """A stream that breaks again and again without bringing anything new ends with UNAVAILABLE."""
     async with FakeRouter(losses=[2, *[1] * 50]) as router:
         async with Client([router.address], max_resumes=3) as client:
-            with pytest.raises(Unavailable, match="going away"):
+            with pytest.raises(Unavailable, match="lost the router after 1 token: this router is going away"):
                 await gather(client, request())
     assert len(router.requests) == 1 + 3
 
@@ -140,7 +140,7 @@ async def test_timeout_covers_the_whole_stream() -> None:
     """A stream past its time ends with an error, not with a new attempt."""
     async with FakeRouter() as router, Client([router.address]) as client:
         router.stalls_after = 2
-        with pytest.raises(CoatcheckError, match="Deadline"):
+        with pytest.raises(CoatcheckError, match=r"gave up after 0\.2 s"):
             [event async for event in client.generate_stream(request(), timeout=0.2)]
     assert len(router.requests) == 1
 

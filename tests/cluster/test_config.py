@@ -1,12 +1,16 @@
 """What an operator may write, and what each mistake is answered with."""
 
+from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coatcheck.cluster.config import ServeConfig, parse_memory
 from coatcheck.cluster.launch import require_same
+from coatcheck.cluster.model_check import check_model
 from coatcheck.proto.errors import InvalidConfig
+from tests.cluster.model_configs import LLAMA, write_config
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,8 @@ from coatcheck.proto.errors import InvalidConfig
         ("50%", 0.5),
         (0.5, 0.5),
         (2**30, 2**30),
+        ("1", 1.0),
+        ("0GiB", 0.0),
         (None, None),
     ],
 )
@@ -43,6 +49,20 @@ def test_memory_that_is_neither_is_refused(written: str) -> None:
     """What is neither bytes nor a share is refused with the forms that are allowed."""
     with pytest.raises(InvalidConfig, match=r"kv-memory.*4GiB"):
         ServeConfig.build({"model": "m", "kv_memory": written})
+
+
+@pytest.mark.parametrize("written", ["1.5", 1.5, "2000.5", "1B", "0.5b"])
+def test_what_could_be_a_share_or_bytes_is_refused(written: object) -> None:
+    """A number above 1 that is no whole number of bytes, and bytes that would be taken for a share, are refused."""
+    with pytest.raises(InvalidConfig, match=r"kv-memory.*4GiB"):
+        ServeConfig.build({"model": "m", "kv_memory": written})
+
+
+@pytest.mark.parametrize(("written", "meant"), [("half", "float16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_dtypes_have_aliases(written: str, meant: str) -> None:
+    """The short names of dtypes are understood, for the model and for its KV pool."""
+    assert ServeConfig.build({"model": "m", "dtype": written}).dtype == meant
+    assert ServeConfig.build({"model": "m", "kv_dtype": "bfloat16"}).kv_dtype == "bf16"
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
@@ -86,6 +106,17 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
     with pytest.raises(InvalidConfig) as refused:
         ServeConfig.build({}, file)
     assert message in str(refused.value)
+    assert str(file) in str(refused.value)
+
+
+def test_a_mistake_in_a_flag_is_not_the_files(tmp_path: Path) -> None:
+    """The file is named for what it says, and not for what a flag says."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\ntp: 0\ngroups: 2\n")
+    with pytest.raises(InvalidConfig) as refused:
+        ServeConfig.build({"groups": 0}, file)
+    said = str(refused.value)
+    assert f"{file}: tp is 0" in said and "groups is 0" in said and f"{file}: groups" not in said
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -101,6 +132,47 @@ def test_a_directory_is_checked_before_anything_starts(tmp_path: Path) -> None:
         with pytest.raises(InvalidConfig, match=message):
             ServeConfig(model=str(tmp_path / path)).check_model_directory()
     ServeConfig(model="some/model").check_model_directory()
+
+
+def test_a_mistyped_directory_is_no_hub_id(tmp_path: Path) -> None:
+    """OWNER/NAME is a hub id, unless OWNER is a directory here: then it is a path with a mistake in it."""
+    (tmp_path / "demo").mkdir()
+    with chdir(tmp_path):
+        with pytest.raises(InvalidConfig, match="model directory demo/modle does not exist"):
+            ServeConfig(model="demo/modle").check_model_directory()
+        ServeConfig(model="other/modle").check_model_directory()
+
+
+def test_home_is_found(tmp_path: Path) -> None:
+    """The model's path may begin with ~, in the file as on the command line."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: ~/\n")
+    assert ServeConfig.build({}, file).model_source == str(Path.home().resolve())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"tp": 3}, "tp 3 does not divide the attention heads"),
+        ({"max_model_len": 2**20}, "the model goes to 131072; use at most that"),
+        ({"kv_memory": "64KiB"}, "one block of 16 tokens takes 2,097,152; raise kv-memory"),
+        ({"kv_memory": "64MiB", "max_model_len": 4096}, "max-model-len 4096 takes 536,870,912 bytes of KV a rank"),
+    ],
+)
+def test_what_the_config_rules_out_is_refused(tmp_path: Path, setting: dict[str, Any], message: str) -> None:
+    """What config.json alone makes impossible is refused in the words that a rank would use."""
+    write_config(tmp_path, LLAMA)
+    check_model(ServeConfig.build({"model": str(tmp_path)}))
+    with pytest.raises(InvalidConfig, match=message):
+        check_model(ServeConfig.build({"model": str(tmp_path)} | setting))
+
+
+def test_what_the_config_leaves_open_is_the_ranks_affair(tmp_path: Path) -> None:
+    """A scaled context may be asked for, and a config.json of an unknown kind is not refused."""
+    write_config(tmp_path, LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    check_model(ServeConfig.build({"model": str(tmp_path), "max_model_len": 400_000}))
+    write_config(tmp_path, {"model_type": "novel"})
+    check_model(ServeConfig.build({"model": str(tmp_path), "tp": 3, "kv_memory": "64KiB"}))
 
 
 def test_the_model_is_named_after_its_directory(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> N
     assert coatcheck("status", "--address", first.address).returncode == 1
     # Its places are free again: what did not fit beside it fits now.
     with Serving(*arguments, "--tp", "2", environment=_ENVIRONMENT) as next_one:
-        assert "1 groups x tp 2" in next_one.wait_ready()
+        assert "1 group x tp 2" in next_one.wait_ready()
         next_one.process.send_signal(signal.SIGTERM)
         assert next_one.process.wait(30) == 0
 

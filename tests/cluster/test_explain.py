@@ -82,4 +82,5 @@ def test_a_refusal_is_one_line(router: Explaining) -> None:
 def test_nobody_there_is_one_line() -> None:
     """Where no router listens the address is named."""
     status, printed = run("hello", "--address", "127.0.0.1:1")
-    assert (status, printed) == (1, "coatcheck explain: no router answers at 127.0.0.1:1\n")
+    refusal = "coatcheck explain: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?\n"
+    assert (status, printed) == (1, refusal)

@@ -88,7 +88,7 @@ async def test_every_flag_reaches_the_request(router: FakeRouter) -> None:
         "--max-tokens 9 --min-tokens 2 --temperature 0 --top-k 5 --top-p 0.5 --min-p 0.25 --seed 8 --stop a --stop bc "
         "--stop-token-id 4 --stop-token-id 6 --n 1 --logprobs 0 --prompt-logprobs 2 --ignore-eos --cache-salt s "
         "--repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 3=-2.5 --logit-bias 4:1 "
-        "--model fake --token-ids"
+        "--model fake --token-ids --json"
     )
     await run("1, 2 [3]", "--address", router.address, *flags.split())
     sampling = pb.SamplingParams(
@@ -148,6 +148,10 @@ async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None
         (["x", "--logit-bias", "3"], "is not ID=VALUE"),
         (["x", "--logit-bias", "3=a"], "is not ID=VALUE"),
         (["x", "--max-tokens", "many"], "max-tokens"),
+        (["x", "--logprobs", "1"], "need --json"),
+        (["x", "--address", "http://127.0.0.1:50051"], "has a scheme"),
+        (["x", "--address", "127.0.0.1"], "is not host:port"),
+        (["x", "--address", "127.0.0.1:70000"], "is not host:port"),
         ([], "prompt"),
     ],
 )

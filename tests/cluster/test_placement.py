@@ -31,7 +31,7 @@ def test_a_group_stays_on_one_node_where_one_can_hold_it(
 @pytest.mark.parametrize(
     ("device", "nodes", "message"),
     [
-        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 nodes; lower --groups or --tp"),
+        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 node; lower --groups or --tp"),
         ("auto", [CPU_NODE], r"need 8 CPUs, and this Ray cluster has 4 free"),
         ("auto", [{**GPU_NODE, "GPU": 6.0}], r"need 8 GPUs, and this Ray cluster has 6 free"),
         ("cpu", [], r"need 8 CPUs, and this Ray cluster has 0 free on 0 nodes"),

@@ -35,6 +35,7 @@ def serving(tiny_model: Path) -> Iterator[Serving]:
         (["some/model", "--tp", "0"], 2, "tp is 0"),
         (["some/model", "--kv-memory", "lots"], 2, "kv-memory is 'lots'"),
         (["some/model", "--config", "/nowhere.yaml"], 2, "No such file"),
+        (["some/model", "--tensor-parallel-size", "2"], 2, "here it is --tp"),
         ([], 2, "model is missing"),
     ],
 )
@@ -58,16 +59,24 @@ def test_a_taken_port_is_named(tiny_model: Path) -> None:
 def test_what_the_cluster_lacks_is_named(tiny_model: Path) -> None:
     """More GPUs than there are is refused with both numbers, not waited for."""
     done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "2 groups with tp 2 need 4 GPUs, and this Ray cluster has 0 free" in done.stderr
+    assert done.returncode == 1
+    assert "error: 2 groups with tp 2 need 4 GPUs, and this Ray cluster has 0 free" in done.stderr
 
 
 def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
-    """A tp that divides nothing ends the command with the rank's own reason, and nothing stays behind."""
-    with Serving(str(tiny_model), "--grpc-port", "0", "--tp", "3") as serving:
-        said = serving.rest()
+    """What only a rank can find ends the command with the rank's own reason; before it comes a line for each stage."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "900TiB") as serving:
+        *stages, last = serving.rest().splitlines()
         assert serving.process.wait(20) == 1
-    assert said.startswith("error: ") and "tp" in said and "Traceback" not in said
+    assert last.startswith("error: kv-memory asks for") and "are free; lower kv-memory" in last
+    assert stages[0] == "starting Ray" and stages[1].startswith("starting 1 group of 1 rank on ")
+
+
+def test_too_small_a_pool_is_said(tiny_model: Path) -> None:
+    """A pool that shortens what the model could do says so in the ready line, with both lengths."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "16KiB") as serving:
+        line = serving.wait_ready()
+    assert re.search(r"too few: no sequence can be longer than \d+ tokens, and the model goes to \d+; raise --kv", line)
 
 
 def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
@@ -178,9 +187,23 @@ def test_a_drained_group_gets_no_more_work(serving: Serving) -> None:
     """`coatcheck drain GROUP` returns once nothing runs there, and new requests go elsewhere."""
     done = coatcheck("drain", "group-0", "--address", serving.address)
     assert (done.returncode, done.stdout) == (0, "group-0 is drained\n")
+    assert done.stderr == "group-0 takes no new work until `coatcheck drain group-0 --undo`\n"
+    assert serving.group("group-0")["state"] == "drained"
     assert {serving.generate(PROMPT, "--max-tokens", "2")["group"] for _ in range(3)} == {"group-1"}
     missing = coatcheck("drain", "group-9", "--address", serving.address)
     assert missing.returncode == 1 and "group-9" in missing.stderr
+
+
+def test_a_drain_is_undone(serving: Serving) -> None:
+    """`coatcheck drain --undo` has a group, or the whole router, take work again."""
+    assert coatcheck("drain", "group-1", "--address", serving.address).returncode == 0
+    assert coatcheck("drain", "group-1", "--undo", "--address", serving.address).returncode == 0
+    assert serving.group("group-1")["state"] == "serving"
+    assert coatcheck("drain", "--address", serving.address).returncode == 0
+    assert serving.status()["state"] == "drained"
+    done = coatcheck("drain", "--undo", "--address", serving.address)
+    assert (done.returncode, done.stdout) == (0, "the router takes new work again\n")
+    assert serving.generate(PROMPT, "--max-tokens", "2")["usage"]["completion"] == 2
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving) -> None:

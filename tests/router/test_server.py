@@ -1,5 +1,7 @@
 """The server around the service: health, reflection, drain, status, ports and limits."""
 
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -82,7 +84,46 @@ async def test_draining_the_router_lets_streams_end(open_door: OpenDoor) -> None
     await health(door, HealthCheckResponse.NOT_SERVING)
     group.go()
     assert [event async for event in stream][-1].HasField("final")
-    assert (await door.admin.Drain(DrainRequest())).drained
+    assert (await door.admin.Drain(DrainRequest(timeout_seconds=0))).drained
+    assert (await door.admin.Status(StatusRequest())).state == "drained"
+
+
+async def test_draining_is_undone(open_door: OpenDoor) -> None:
+    """Whoever undoes a drain, of the router or a group, ends its wait, and new work is taken again."""
+    group = FakeGroup("a", hold_after=2)
+    door = await open_door(group)
+    stream = aiter(door.generation.GenerateStream(ask()))
+    await anext(stream)
+    for name in ("", "a"):
+        waiting = asyncio.ensure_future(door.admin.Drain(DrainRequest(group=name)))
+        await health(door, HealthCheckResponse.NOT_SERVING)
+        undone = await door.admin.Drain(DrainRequest(group=name, undo=True))
+        assert (undone.drained, undone.remaining_streams) == (False, 1)
+        assert not (await asyncio.wait_for(waiting, 10)).drained
+        assert (await door.admin.Status(StatusRequest())).state == "serving"
+    group.go()
+    assert [event async for event in stream][-1].HasField("final")
+    assert (await door.generation.Generate(ask())).final.group == "a"
+
+
+async def test_a_drained_group_stays_so_when_it_is_started_again(open_door: OpenDoor) -> None:
+    """A drain outlives the group's process, ends with an undo, and is forgotten with the group."""
+    door = await open_door(FakeGroup("a"))
+    link = next(iter(door.router.groups.links))
+    assert (await door.admin.Drain(DrainRequest(group="a"))).drained
+    await door.router.set_groups([GroupAddress("a", "", "lost", "it was killed")])
+    assert not door.router.groups.link("a")
+    await door.router.set_groups([link.address])
+    async with asyncio.timeout(10):
+        while next(iter(door.router.groups.links)).registration is None:
+            await door.router.groups.next_change.wait()
+    status = await door.admin.Status(StatusRequest())
+    assert (status.state, status.groups[0].state) == ("unavailable", "drained")
+    assert not (await door.admin.Drain(DrainRequest(group="a", undo=True))).drained
+    assert (await door.admin.Status(StatusRequest())).state == "serving"
+    await door.admin.Drain(DrainRequest(group="a"))
+    await door.router.set_groups([])
+    assert not door.router.groups.draining
 
 
 async def test_draining_a_group_sends_new_work_elsewhere(open_door: OpenDoor) -> None:
@@ -99,13 +140,14 @@ async def test_draining_a_group_sends_new_work_elsewhere(open_door: OpenDoor) ->
     assert [event async for event in stream][-1].final.group == name
     assert (await door.admin.Drain(DrainRequest(group=name))).drained
     states = {group.name: group.state for group in (await door.admin.Status(StatusRequest())).groups}
-    assert states == {name: "draining", other: "serving"}
+    assert states == {name: "drained", other: "serving"}
 
 
 @pytest.mark.parametrize(("request_", "code"), [
     (DrainRequest(group="nobody"), grpc.StatusCode.NOT_FOUND),
     (DrainRequest(timeout_seconds=-1.0), grpc.StatusCode.INVALID_ARGUMENT),
     (DrainRequest(timeout_seconds=float("nan")), grpc.StatusCode.INVALID_ARGUMENT),
+    (DrainRequest(timeout_seconds=1.0, undo=True), grpc.StatusCode.INVALID_ARGUMENT),
 ])  # fmt: skip
 async def test_bad_drains_are_refused(open_door: OpenDoor, request_: DrainRequest, code: grpc.StatusCode) -> None:
     """A group that is not there, and times that are none; and nothing is drained by them."""

@@ -1,0 +1,55 @@
+"""ForeignFlags: what other engines call our settings, for those whose fingers know them. Pure: words in, a line out."""
+
+from collections.abc import Sequence
+from typing import Final
+
+_ANY: Final = {
+    "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
+    "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
+}
+# command -> what another engine calls it: what to write here.
+_HINTS: Final[dict[str, dict[str, str]]] = {
+    "serve": {
+        **_ANY,
+        "--model": "the first argument: coatcheck serve MODEL",
+        "--model-path": "the first argument: coatcheck serve MODEL",
+        "--tensor-parallel-size": "--tp",
+        "-tp": "--tp",
+        "--tp-size": "--tp",
+        "--data-parallel-size": "--groups",
+        "-dp": "--groups",
+        "--gpu-memory-utilization": "--kv-memory, a share of the memory that is free once the weights are loaded",
+        "--mem-fraction-static": "--kv-memory, a share of the memory that is free once the weights are loaded",
+        "--kv-cache-memory-bytes": "--kv-memory, such as 4GiB",
+        "--kv-cache-dtype": "--kv-dtype",
+        "--max-num-batched-tokens": "--max-batch-tokens",
+        "--context-length": "--max-model-len",
+        "--swap-space": "--host-kv-memory, such as 4GiB",
+        "--enable-prefix-caching": "nothing: prefixes are always cached",
+        "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",
+    },
+    "generate": {"--prompt": "the first argument: coatcheck generate PROMPT"},
+    "bench": {
+        "--num-prompts": "--num-requests",
+        "--max-concurrency": "--concurrency",
+        "--request-rate": "--rate",
+        "--random-input-len": "--input-len",
+        "--random-output-len": "--output-len",
+    },
+    "plan": {"--tensor-parallel-size": "--tp", "-tp": "--tp", "--max-model-len": "--context"},
+}
+for _command in ("generate", "status", "drain", "explain", "bench"):
+    _HINTS.setdefault(_command, {}).update(dict.fromkeys(("--host", "--port", "--base-url"), "--address HOST:PORT"))
+
+
+def find_hint(arguments: Sequence[str]) -> str | None:
+    """A line that says what to write instead; None where no word of another engine's is among the options."""
+    command, *rest = [*arguments, ""]
+    hints = _HINTS.get(command, {})
+    for word in rest:
+        if word == "--":
+            break
+        flag = word.partition("=")[0]
+        if flag in hints:
+            return f"coatcheck {command} has no {flag}; here it is {hints[flag]}"
+    return None

@@ -1,0 +1,98 @@
+"""The `coatcheck` command as a whole: what it says of itself, and to those who know another one's words."""
+
+import importlib.metadata
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from coatcheck.cluster.address import split_address
+from coatcheck.cluster.counted import counted
+from coatcheck.cluster.foreign_flags import find_hint
+from coatcheck.proto.errors import InvalidConfig
+from tests.cluster.serving import COMMAND, coatcheck
+
+
+def test_version() -> None:
+    """--version prints the installed version, and that is the package's own."""
+    done = coatcheck("--version")
+    assert (done.returncode, done.stdout) == (0, f"coatcheck {importlib.metadata.version('coatcheck')}\n")
+
+
+def test_help_is_for_people() -> None:
+    """Help names arguments in capitals, flags without a type, and every command."""
+    wide = {"COLUMNS": "120"}
+    whole, one = (coatcheck(*words, "--help", environment=wide).stdout for words in ((), ("generate",)))
+    assert "<bool>" not in whole + one and "{" not in one
+    assert "generate [OPTIONS] PROMPT" in one
+    assert all(f" {command} " in whole for command in ("serve", "generate", "status", "drain", "bench", "plan"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serve", "m", "--tensor-parallel-size", "2"], "--tp"),
+        (["serve", "m", "--gpu-memory-utilization=0.9"], "--kv-memory"),
+        (["serve", "m", "--port", "80"], "--grpc-port (gRPC) or --http-port"),
+        (["serve", "--model", "m"], "coatcheck serve MODEL"),
+        (["bench", "--num-prompts", "8"], "--num-requests"),
+        (["status", "--host", "h"], "--address HOST:PORT"),
+        (["serve", "m", "--tp", "2"], None),
+        (["generate", "--model", "m", "p"], None),
+        (["generate", "--", "--host"], None),
+        ([], None),
+    ],
+)
+def test_words_of_other_engines(arguments: list[str], hint: str | None) -> None:
+    """A flag that another engine has is answered with ours; ours are left alone."""
+    found = find_hint(arguments)
+    assert found is None if hint is None else found is not None and hint in found
+
+
+@pytest.mark.parametrize("command", [["status"], ["drain"], ["bench"], ["generate", "x"], ["explain", "x"]])
+def test_nobody_there_is_said_alike(command: list[str]) -> None:
+    """Every command says in the same words that no server answers."""
+    done = coatcheck(*command, "--address", "127.0.0.1:1")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "no server answers at 127.0.0.1:1; is `coatcheck serve` running there?" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["drain"], ["bench"], ["explain", "x"]])
+def test_an_address_is_host_and_port(command: list[str]) -> None:
+    """Every command refuses an address that is none as wrong usage."""
+    done = coatcheck(*command, "--address", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "scheme" in done.stderr
+
+
+def test_addresses() -> None:
+    """Names, IPv4 and IPv6 in brackets have a host and a port."""
+    for host in ("localhost", "10.0.0.1", "[::1]", "a-b.example"):
+        assert split_address(f"{host}:50051") == (host, 50051)
+    for wrong in ("", "host", ":1", "host:", "host:0", "host:65536", "::1:5", "a b:1"):
+        with pytest.raises(InvalidConfig, match="HOST:PORT"):
+            split_address(wrong)
+
+
+def test_a_signal_leaves_no_traceback() -> None:
+    """Ctrl-C while a command waits for an answer ends it without a word."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen([*COMMAND, "generate", "x", "--address", address], stderr=subprocess.PIPE) as process:
+            connection, _ = silent.accept()  # it is on its way
+            process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            _, said = process.communicate(timeout=10)
+            connection.close()
+    assert time.monotonic() - began < 5 and said == b"" and process.returncode == -signal.SIGINT
+
+
+def test_singular_and_plural() -> None:
+    """One is one."""
+    assert [counted(number, "group") for number in (0, 1, 2, 1000)] == [
+        "0 groups",
+        "1 group",
+        "2 groups",
+        "1,000 groups",
+    ]
