@@ -48,7 +48,7 @@ class Hello(_message.Message):
     def __init__(self, router: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens")
+    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "traceparent", "tracestate")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     id: int
     attempt: int
     request_id: str
@@ -67,7 +69,9 @@ class Submit(_message.Message):
     cache_salt: str
     priority: int
     uncached_tokens: int
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    tracestate: str
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("id", "choice")
@@ -148,12 +152,16 @@ class SequenceOutput(_message.Message):
     def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_coatcheck_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., cached: _Optional[_Union[Cached, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Cached(_message.Message):
-    __slots__ = ("device_tokens", "host_tokens")
+    __slots__ = ("device_tokens", "host_tokens", "queued_seconds", "prefill_seconds")
     DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     device_tokens: int
     host_tokens: int
-    def __init__(self, device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ...) -> None: ...
+    queued_seconds: float
+    prefill_seconds: float
+    def __init__(self, device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("stored", "block_hash", "parent_hash", "tier")

@@ -222,6 +222,7 @@ class Engine:
             arrival=(request.priority, self._arrivals),
             end_token_ids=frozenset(ends),
             leader=leader,
+            submitted_at=self._clock(),
         )
         key, hashed = self._key(request.cache_salt), len(chain) * self.block_size
         resumed = hash_chain(key, sequence.token_ids[hashed:], self.block_size, chain[-1] if chain else b"")
@@ -241,6 +242,7 @@ class Engine:
         refused: list[tuple[str, str]] = []
         for index, (row, sequence) in enumerate(zip(done.plan.rows, done.sequences, strict=True)):
             sequence.num_pending -= int(row.sample)
+            sequence.started_at = sequence.started_at or done.started
             if sequence.gone:
                 continue
             if index in result.failed:
@@ -297,6 +299,8 @@ class Engine:
             sequence.reported = True
             output.cached_device_tokens = sequence.cached_device_tokens
             output.cached_host_tokens = sequence.cached_host_tokens
+            output.queued_seconds = sequence.started_at - sequence.submitted_at
+            output.prefill_seconds = self._clock() - sequence.started_at
             self.throughput.admitted(sequence)
         return self._end(sequence, output) if sequence.end_after(output.token_ids[-1]) else output
 

@@ -41,6 +41,8 @@ class Sequence:
     awaited_hash: bytes = b""  # the prefix block that another sequence computes for it, as last seen
     num_prompt_logprobs: int = 0  # reported
     reported: bool = False
+    submitted_at: float = 0.0
+    started_at: float = 0.0  # when its first step was planned; 0: not yet
     finish_reason: FinishReason | None = None
     gone: bool = False  # finished or aborted: results still in flight are dropped
 

@@ -33,7 +33,8 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """New tokens of one choice. `cached_*` are set on its first token, -1 otherwise.
+    """New tokens of one choice. `cached_*` are set on its first token, -1 otherwise, and so are the seconds that it
+    waited and that its prompt took.
 
     `prompt_logprobs` come chunk by chunk as the prompt is computed, before the first token or with it.
     """
@@ -47,6 +48,8 @@ class SequenceOutput:
     cached_device_tokens: int = -1
     cached_host_tokens: int = -1
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    queued_seconds: float = 0.0
+    prefill_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def write_output(
     if output.cached_device_tokens >= 0:
         message.cached.device_tokens = output.cached_device_tokens
         message.cached.host_tokens = max(output.cached_host_tokens, 0)
+        message.cached.queued_seconds = output.queued_seconds
+        message.cached.prefill_seconds = output.prefill_seconds
 
 
 def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
