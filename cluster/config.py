@@ -98,6 +98,7 @@ class ServeConfig(BaseModel):
     kv_dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"], BeforeValidator(parse_kv_dtype)] = (
         "auto"
     )
+    eviction: Literal["cost", "lru"] = "cost"
     block_size: Literal[8, 16, 32, 64, 128] = 16
     # Unset: FREE_SHARE of the device.
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None

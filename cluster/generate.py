@@ -17,6 +17,7 @@ import typer
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.errors import CoatcheckError, InvalidRequest
+from ..proto.retention import DEFAULT_TTL_SECONDS, Retention
 from ..proto.sampling import SamplingParams
 from .address import DEFAULT_ADDRESS, check_addresses
 from .answer import Answer
@@ -50,6 +51,13 @@ def generate(
     system: Annotated[str | None, typer.Option(help="A system message before it (with --chat).")] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
     cache_salt: Annotated[str, typer.Option(help="Prefixes are shared only under the same salt.")] = "",
+    retain: Annotated[
+        int | None,
+        typer.Option(help="Keep the prompt cached: priority 0 (first to go) to 100; default: by worth."),
+    ] = None,
+    retain_seconds: Annotated[
+        float | None, typer.Option(help=f"For so long (with --retain); default {DEFAULT_TTL_SECONDS:g}.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the request is given up.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -66,9 +74,14 @@ def generate(
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --json, which has a place for them")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
+    if retain_seconds is not None and retain is None:
+        raise typer.BadParameter("--retain-seconds needs --retain")
     streams_text = not as_json and (n is None or n == 1)
     try:
         request.sampling.CopyFrom(_sampling(given))
+        if retain is not None:
+            ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
+            request.retention.CopyFrom(Retention(retain, ttl).to_message())
         show: Callable[[str], None] = _write if streams_text else lambda text: None
         answer = asyncio.run(_stream(addresses, request, timeout, show))
         if as_json:

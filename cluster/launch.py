@@ -157,6 +157,7 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         device=placement.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        eviction=config.eviction,
         block_size=config.block_size,
         kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
         host_kv_memory=config.host_kv_memory,

@@ -73,6 +73,10 @@ def serve(
         ),
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
+    eviction: Annotated[
+        str | None,
+        typer.Option(help="Which cached block goes first: cost (default; worth least, learned) or lru."),
+    ] = None,
     max_batch_tokens: Annotated[
         int | None, typer.Option(help="Most tokens that a step computes. Default: by device.")
     ] = None,

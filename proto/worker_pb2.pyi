@@ -48,7 +48,7 @@ class Hello(_message.Message):
     def __init__(self, router: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "traceparent", "tracestate")
+    __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate")
     ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     id: int
@@ -69,9 +70,10 @@ class Submit(_message.Message):
     cache_salt: str
     priority: int
     uncached_tokens: int
+    retention: _coatcheck_pb2.Retention
     traceparent: str
     tracestate: str
-    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_coatcheck_pb2.SamplingParams, _Mapping]] = ..., resume: _Optional[_Iterable[_Union[_coatcheck_pb2.Resumed, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., retention: _Optional[_Union[_coatcheck_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("id", "choice")

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from ..proto.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
 from ..proto.errors import InvalidRequest, NeverFits, NotFound
+from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from .conversation import chat_text
 from .request import Request
@@ -84,6 +85,7 @@ def admit(
     """
     sampling = SamplingParams.from_message(message.sampling)
     sampling.check_model(vocab_size)
+    retention = Retention.from_message(message.retention) if message.HasField("retention") else None
     for name in ("request_id", "cache_salt"):  # they are kept, logged and sent on
         if len(getattr(message, name)) > _LONGEST_NAME:
             raise InvalidRequest(
@@ -117,6 +119,7 @@ def admit(
         cache_salt=message.cache_salt,
         priority=message.priority,
         session_id=message.session_id,
+        retention=retention,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..proto.block_hash import block_key, hash_chain
 from ..proto.coatcheck_pb2 import GetModelResponse, Resumed
 from ..proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from ..proto.worker_pb2 import Submit
 
@@ -24,6 +25,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     session_id: str = ""
+    retention: Retention | None = None
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     @property
@@ -54,6 +56,7 @@ class Request:
             cache_salt=self.cache_salt,
             uncached_tokens=uncached_tokens,
             priority=self.priority,
+            retention=self.retention.to_message() if self.retention else None,
         )
 
     def _group_sampling(self) -> SamplingMessage:

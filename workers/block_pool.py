@@ -8,44 +8,54 @@ bytes are, on how many ranks they lie, nor which sequence holds it.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from .eviction import Eviction, LeastRecentlyUsed
+from .eviction import Eviction, EvictionReason
+from .eviction_order import LeastRecentlyUsed
 from .prefix_book import Prefix, PrefixBook
 from .step_output import KvEvent, Tier
 
-_GHOSTS_PER_BLOCK = 4
+# A record is some 500 bytes, a block a megabyte or more: what was evicted is remembered much longer than it was held.
+_GHOSTS_PER_BLOCK: Final = 64
+_MOST_GHOSTS: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPoolStats:
-    """Blocks by state; `evictions` counts cold blocks given away since the start."""
+    """Blocks by state; `evictions` counts cold blocks given away since the start, by why."""
 
     total: int
     used: int
     cold: int
     free: int
-    evictions: int
+    evictions: Mapping[EvictionReason, int]
+
+
+def max_ghosts(num_blocks: int) -> int:
+    """How many records a book for tiers of so many blocks should keep of blocks that nobody holds."""
+    return max(2 * num_blocks, min(_GHOSTS_PER_BLOCK * num_blocks, _MOST_GHOSTS))
 
 
 class BlockPool:
     """Reference-counted blocks 0 to num_blocks - 1 with a prefix cache over the full ones.
 
-    `book` has their records, and may be shared with other tiers; `eviction` is this tier's own.
+    `eviction` is this tier's own; its book of records may be shared with other tiers.
     """
 
-    def __init__(self, num_blocks: int, eviction: Eviction | None = None, book: PrefixBook | None = None) -> None:
+    def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
         self.num_blocks = num_blocks
-        self.book = book or PrefixBook(_GHOSTS_PER_BLOCK * num_blocks)
+        if eviction is None:
+            eviction = Eviction(PrefixBook(max_ghosts(num_blocks)), LeastRecentlyUsed(), num_blocks)
+        self._cold = eviction
+        self.book = self._cold.book
         self._refs = [0] * num_blocks
         self._names: list[Prefix | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cold: Eviction = LeastRecentlyUsed() if eviction is None else eviction
         self._leftovers: dict[int, Prefix] = {}  # in the order of eviction
         self._events: list[KvEvent] = []
-        self._evictions = 0
 
     @property
     def num_available(self) -> int:
@@ -126,7 +136,7 @@ class BlockPool:
     def stats(self) -> BlockPoolStats:
         """Counts as of now."""
         used = self.num_blocks - self.num_available
-        return BlockPoolStats(self.num_blocks, used, len(self._cold), len(self._free), self._evictions)
+        return BlockPoolStats(self.num_blocks, used, len(self._cold), len(self._free), dict(self._cold.by_reason))
 
     def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
         """Raises AssertionError unless every block is in exactly one state and held as often as `tables` say."""
@@ -134,7 +144,7 @@ class BlockPool:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         cold = {block for block, name in enumerate(self._names) if name is not None and name in self._cold}
-        assert len(cold) == len(self._cold), "the eviction has blocks that are not here"
+        self._cold.check(name for block in cold if (name := self._names[block]) is not None)
         for block, refs in enumerate(self._refs):
             name = self._names[block]
             assert refs == held[block], f"block {block}: {refs} references, {held[block]} holders"
@@ -154,6 +164,5 @@ class BlockPool:
             self._names[block] = None
             self._leftovers[block] = name
             self._events.append(KvEvent(False, name.block_hash, b"", Tier.DEVICE))
-            self._evictions += 1
         self._refs[block] = 1
         return block

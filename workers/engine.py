@@ -16,12 +16,15 @@ from typing import Protocol
 
 from ..proto.block_hash import block_key, hash_block, hash_chain
 from ..proto.errors import InvalidRequest, NeverFits
-from .block_pool import BlockPool
+from .block_pool import BlockPool, max_ghosts
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
+from .eviction import Eviction
+from .eviction_order import LeastRecentlyUsed, LeastWorth
 from .grammars import Grammars
 from .host_tier import HostTier
 from .model_spec import ModelSpec
+from .prefix_book import PrefixBook
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
@@ -82,6 +85,7 @@ class Engine:
         max_batch_tokens: int = 512,
         max_model_len: int | None = None,
         host_blocks: int = 0,
+        eviction: str = "cost",
         pipeline_depth: int = 0,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -91,8 +95,10 @@ class Engine:
         # What the pool can hold alone bounds a sequence as the model's context does.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
-        host = HostTier(host_blocks) if host_blocks else None
-        self.scheduler = Scheduler(config, BlockPool(num_blocks), host)
+        self.book = PrefixBook(max_ghosts(num_blocks + host_blocks))
+        pool = BlockPool(num_blocks, self._make_eviction(eviction, num_blocks))
+        host = HostTier(host_blocks, self._make_eviction(eviction, host_blocks)) if host_blocks else None
+        self.scheduler = Scheduler(config, pool, host)
         self.throughput = Throughput()
         self._runner = runner
         self._depth = pipeline_depth
@@ -116,6 +122,8 @@ class Engine:
         leader: Sequence | None = None
         choices = []
         chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
+        self.book.advance(self._clock())
+        self.book.want(chain, request.cache_salt, request.retention)
         for choice in range(request.sampling.n):
             sequence = self._sequence(request, choice, leader, chain)
             leader = leader or sequence
@@ -137,6 +145,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
+        self.book.advance(started)
         plan, sequences = self.scheduler.schedule()
         if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
@@ -185,6 +194,10 @@ class Engine:
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
         queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running)}
         assert queued == known, "a sequence is lost or left behind"
+
+    def _make_eviction(self, kind: str, capacity: int) -> Eviction:
+        """One tier's own; what they learn is shared."""
+        return Eviction(self.book, LeastWorth(self.book.table) if kind == "cost" else LeastRecentlyUsed(), capacity)
 
     def _check(self, request: Request) -> None:
         vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)

@@ -25,6 +25,7 @@ class GroupConfig:
     block_size: int = 16
     kv_memory: float = 0.3
     host_kv_memory: float = 0.0
+    eviction: str = "cost"
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
@@ -43,6 +44,8 @@ class GroupConfig:
             raise InvalidConfig(f"dtype is {self.dtype!r}; use auto, float32, bfloat16 or float16")
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise InvalidConfig(f"kv-dtype is {self.kv_dtype!r}; use auto, {', '.join(KV_DTYPES)}")
+        if self.eviction not in ("cost", "lru"):
+            raise InvalidConfig(f"eviction is {self.eviction!r}; use cost or lru")
         if self.block_size not in (8, 16, 32, 64, 128):
             raise InvalidConfig(f"block-size is {self.block_size}; use 8, 16, 32, 64 or 128")
         if not self.kv_memory > 0:

@@ -9,8 +9,9 @@ being read is *pinned* and stays. It does not know device blocks, bytes, nor whe
 from collections import Counter
 from dataclasses import dataclass
 
-from .eviction import Eviction, LeastRecentlyUsed
-from .prefix_book import Prefix
+from .eviction import Eviction
+from .eviction_order import LeastRecentlyUsed
+from .prefix_book import Prefix, PrefixBook
 from .step_output import KvEvent, Tier
 
 
@@ -39,7 +40,7 @@ class HostTier:
         self._demoting: set[int] = set()
         self._broken: set[int] = set()
         self._pins: Counter[int] = Counter()
-        self._cold: Eviction = LeastRecentlyUsed() if eviction is None else eviction
+        self._cold = Eviction(PrefixBook(num_slots), LeastRecentlyUsed(), num_slots) if eviction is None else eviction
         self._events: list[KvEvent] = []
         self._demotions = self._restores = self._failures = self._evictions = 0
 

@@ -1,23 +1,43 @@
 """PrefixBook: what is known of every prefix block, held or not: where it hangs, whose it is, how it was wanted.
 
 A block's record is one object for as long as any tier holds it, and stays for a bounded while after (a *ghost*), so
-that a block that comes back is known again. Tiers keep the record beside the block and pass it on with it. It does not
-know where a block lies, nor which goes next.
+that a block that comes back is known again. Tiers keep the record beside the block and pass it on with it. Requests
+are noted as they arrive, hit or miss, and the book's life table learns from them. It does not know where a block lies,
+nor which goes next.
 """
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 from weakref import WeakValueDictionary
+
+from ..proto.retention import Retention
+from .life_table import Cohort, LifeTable
+
+# Kinds of lives: blocks wanted once, twice ... ten times or more; and generated ones, wanted by nobody yet.
+_MOST_WANTS: Final = 10
+_GENERATED: Final = _MOST_WANTS
+_MOST_TENANTS: Final = 4096
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Prefix:
-    """One block and all before it; `depth` is how many those are, `tenant` the salt that its hash holds."""
+    """One block and all before it; `depth` is how many those are, `tenant` the salt that its hash holds.
+
+    `wants` counts requests for it; `cohort` is the company in which it awaits the next. It is retained with `priority`
+    until `retained_until`.
+    """
 
     block_hash: bytes
     parent_hash: bytes
     depth: int = 0
     tenant: str = ""
+    wants: int = 0
+    cohort: Cohort | None = None
+    priority: int = 0
+    retained_until: float = 0.0
 
 
 class PrefixBook:
@@ -25,16 +45,82 @@ class PrefixBook:
 
     def __init__(self, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
+        self.table = LifeTable(_MOST_WANTS + 1)
         self._records: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
         self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # what keeps a ghost alive
+        self._asked_at: OrderedDict[str, float] = OrderedDict()  # by tenant
+
+    @property
+    def now(self) -> float:
+        """Seconds, by the clock of whoever calls `advance`."""
+        return self.table.now
+
+    def advance(self, now: float) -> None:
+        """Time has passed."""
+        self.table.advance(now)
+
+    def want(self, hashes: Sequence[bytes], tenant: str = "", retention: Retention | None = None) -> None:
+        """A request asks for this chain, from its root; each request says so once, whatever is held of it."""
+        self._asked_at[tenant] = self.now
+        self._asked_at.move_to_end(tenant)
+        if len(self._asked_at) > _MOST_TENANTS:
+            self._asked_at.popitem(last=False)
+        cohorts: dict[int, Cohort] = {}
+        parent = b""
+        for depth, block_hash in enumerate(hashes):
+            record = self._record(block_hash, parent, depth, tenant)
+            if record.cohort is not None:
+                self.table.end(record.cohort)
+            record.wants += 1
+            kind = min(record.wants, _MOST_WANTS) - 1
+            if (cohort := cohorts.get(kind)) is None:
+                cohort = cohorts[kind] = self.table.begin(kind)
+            self.table.join(cohort)
+            record.cohort = cohort
+            if retention is not None:
+                record.priority = retention.priority
+                record.retained_until = self.now + retention.ttl_seconds
+            parent = block_hash
 
     def name(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
-        """The block's record, made when there is none."""
+        """The record of a block that is computed now; unless a request has asked for it, it was generated."""
+        record = self._record(block_hash, parent_hash, depth, tenant)
+        if not record.wants:
+            record.wants = 1
+            parent = self._records.get(parent_hash)
+            if parent is not None:  # retained as the prompt before it is
+                record.priority, record.retained_until = parent.priority, parent.retained_until
+            record.cohort = self.table.begin(_GENERATED)
+            self.table.join(record.cohort)
+        return record
+
+    def idle_seconds(self, tenant: str) -> float:
+        """How long it has been since the tenant asked for anything."""
+        return self.now - self._asked_at.get(tenant, -math.inf)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        assert len(self._recent) <= self.max_ghosts, "more ghosts than may be"
+        assert all(self._records[block_hash] is record for block_hash, record in self._recent.items()), "two records"
+        sizes = Counter(id(record.cohort) for record in self._records.values() if record.cohort is not None)
+        for record in self._records.values():
+            cohort = record.cohort
+            assert cohort is None or cohort.size == sizes[id(cohort)], "a cohort has other members than it counts"
+
+    def _record(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> Prefix:
         record = self._records.get(block_hash)
         if record is None:
             record = self._records[block_hash] = Prefix(block_hash, parent_hash, depth, tenant)
         self._recent[block_hash] = record
         self._recent.move_to_end(block_hash)
         if len(self._recent) > self.max_ghosts:
-            self._recent.popitem(last=False)
+            self._forget(self._recent.popitem(last=False)[1])
         return record
+
+    def _forget(self, record: Prefix) -> None:
+        if record.cohort is not None:  # whether it would be wanted again is not learned any more
+            self.table.leave(record.cohort)
+            record.cohort = None

@@ -206,6 +206,7 @@ class Rank:
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             max_model_len=config.max_model_len,
+            eviction=config.eviction,
             pipeline_depth=1 if on_gpu else 0,
             grammars=grammars,
         )

@@ -5,6 +5,7 @@ It does not know text, who asked, or which router sent it.
 
 from dataclasses import dataclass, field
 
+from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 
 
@@ -23,3 +24,4 @@ class Request:
     cache_salt: str = ""
     priority: int = 0  # the lowest goes first
     uncached_tokens: int | None = None  # of the prompt, as its router foresees; None: all
+    retention: Retention | None = None

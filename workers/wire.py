@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
+from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from . import step_output
 from .request import Request
@@ -16,7 +17,7 @@ EVENTS_PER_MESSAGE = 6000
 
 
 def request_of(submit: wire.Submit, request_id: str) -> Request:
-    """The engine's form of a submission; raises InvalidRequest for sampling that cannot be."""
+    """The engine's form of a submission; raises InvalidRequest for sampling or a retention that cannot be."""
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
@@ -25,6 +26,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
         cache_salt=submit.cache_salt,
         priority=submit.priority,
         uncached_tokens=submit.uncached_tokens if submit.HasField("uncached_tokens") else None,
+        retention=Retention.from_message(submit.retention) if submit.HasField("retention") else None,
     )
 
 

@@ -88,7 +88,7 @@ async def test_every_flag_reaches_the_request(router: FakeRouter) -> None:
         "--max-tokens 9 --min-tokens 2 --temperature 0 --top-k 5 --top-p 0.5 --min-p 0.25 --seed 8 --stop a --stop bc "
         "--stop-token-id 4 --stop-token-id 6 --n 1 --logprobs 0 --prompt-logprobs 2 --ignore-eos --cache-salt s "
         "--repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 3=-2.5 --logit-bias 4:1 "
-        "--model fake --token-ids --json"
+        "--model fake --token-ids --json --retain 0 --retain-seconds 2.5"
     )
     await run("1, 2 [3]", "--address", router.address, *flags.split())
     sampling = pb.SamplingParams(
@@ -97,7 +97,10 @@ async def test_every_flag_reaches_the_request(router: FakeRouter) -> None:
         presence_penalty=-1, frequency_penalty=0.5, logit_bias={3: -2.5, 4: 1.0},
     )  # fmt: skip
     ids = pb.TokenIds(ids=[1, 2, 3])
-    assert router.requests[1] == pb.GenerateRequest(model="fake", token_ids=ids, sampling=sampling, cache_salt="s")
+    kept = pb.Retention(priority=0, ttl_seconds=2.5)
+    assert router.requests[1] == pb.GenerateRequest(
+        model="fake", token_ids=ids, sampling=sampling, cache_salt="s", retention=kept
+    )
 
 
 async def test_chat_and_standard_input(router: FakeRouter) -> None:

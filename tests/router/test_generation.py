@@ -15,6 +15,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     GenerateRequest,
     GetModelRequest,
     Resumed,
+    Retention,
     SamplingParams,
     TokenIds,
     TokenizeRequest,
@@ -70,6 +71,16 @@ async def test_a_missing_seed_is_drawn_and_sent(open_door: OpenDoor) -> None:
     door = await open_door(group)
     whole = await door.generation.Generate(GenerateRequest(text="a fox", sampling=SamplingParams(max_tokens=2)))
     assert group.submits[0].sampling.seed == whole.started.seed
+
+
+async def test_a_retention_reaches_the_group(open_door: OpenDoor) -> None:
+    """A retention goes to the group with its time filled in, and none where none was asked for."""
+    group = FakeGroup()
+    door = await open_door(group)
+    await door.generation.Generate(GenerateRequest(text="a fox", retention=Retention(priority=7)))
+    await door.generation.Generate(GenerateRequest(text="a fox"))
+    assert group.submits[0].retention == Retention(priority=7, ttl_seconds=300)
+    assert not group.submits[1].HasField("retention")
 
 
 async def test_max_tokens_defaults_to_what_the_context_holds(open_door: OpenDoor) -> None:

@@ -201,6 +201,23 @@ async def test_two_routers_may_use_the_same_ids(group: Group) -> None:
     assert (first, second) == (answer([1] * 4, 3), answer([1] * 9, 3))
 
 
+async def test_a_retained_prompt_outlives_a_flood(group: Group) -> None:
+    """What a router submits with a retention is found again after ten times the pool has gone by."""
+    retained = [1 + token for token in range(8 * BLOCK)]
+    retention = public.Retention(priority=90, ttl_seconds=600)
+    async with Router(group.address) as router:
+        sampling = public.SamplingParams(max_tokens=1)
+        submit = wire.Submit(id=1, prompt_token_ids=retained, sampling=sampling, retention=retention)
+        await router.send(submit=submit)
+        await router.answer()
+        for flood in range(2, 42):
+            await router.submit(flood, [flood + 2 * token for token in range(16 * BLOCK)], max_tokens=1)
+            await router.answer()
+        await router.submit(99, retained, max_tokens=1)
+        ((output,),) = (await router.answer()).values()
+        assert output.cached.device_tokens == 7 * BLOCK
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "code", "message"),
     [

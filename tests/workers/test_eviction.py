@@ -1,0 +1,186 @@
+"""Which cold block goes next: by worth, by use, by tenant and by what requests asked for."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coatcheck.proto.retention import Retention
+from coatcheck.workers.block_pool import BlockPool
+from coatcheck.workers.eviction import RETAINED_SHARE, SHELTER_SECONDS, Eviction, EvictionReason
+from coatcheck.workers.eviction_order import LeastRecentlyUsed, LeastWorth
+from coatcheck.workers.prefix_book import Prefix, PrefixBook
+
+
+def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:
+    """An eviction of its own book."""
+    book = PrefixBook(ghosts)
+    return Eviction(book, LeastWorth(book.table) if order == "cost" else LeastRecentlyUsed(), capacity)
+
+
+def chain_of(text: str, length: int) -> list[bytes]:
+    """Hashes of a prompt's blocks."""
+    return [f"{text}{depth}".encode() for depth in range(length)]
+
+
+def serve(pool: BlockPool, chain: list[bytes], tenant: str = "", retention: Retention | None = None) -> int:
+    """A request's way through the pool; returns how many blocks were found."""
+    pool.book.want(chain, tenant, retention)
+    found: list[int] = []
+    for block_hash in chain:
+        if (block := pool.lookup(block_hash)) is None:
+            break
+        found.append(block)
+    pool.share(found)
+    computed = pool.allocate(len(chain) - len(found))
+    for depth, block in enumerate(computed, len(found)):
+        pool.register(block, chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
+    pool.release([*found, *computed])
+    return len(found)
+
+
+class EvictionMachine(RuleBasedStateMachine):
+    """Chains that fork, by three tenants, come and go and are retained while time passes."""
+
+    order = "cost"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eviction = make_eviction(self.order, 12, ghosts=20)
+        self.cold: dict[bytes, Prefix] = {}
+
+    @rule(tenant=st.sampled_from("abc"), branch=st.integers(0, 2), length=st.integers(1, 6), data=st.data())
+    def insert(self, tenant: str, branch: int, length: int, data: st.DataObject) -> None:
+        chain = [f"{tenant}{depth if depth < 2 else (branch, depth)}".encode() for depth in range(length)]
+        retention = data.draw(st.none() | st.builds(Retention, st.integers(0, 3), st.sampled_from([1.0, 50.0])))
+        book = self.eviction.book
+        book.want(chain, tenant, retention)
+        for depth in reversed(range(length)):
+            if chain[depth] not in self.cold:
+                record = book.name(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
+                self.cold[chain[depth]] = record
+                self.eviction.insert(record)
+
+    @precondition(lambda self: self.cold)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        block_hash = data.draw(st.sampled_from(sorted(self.cold)))
+        self.eviction.remove(self.cold.pop(block_hash))
+
+    @precondition(lambda self: self.cold)
+    @rule()
+    def pop(self) -> None:
+        parents = {prefix.parent_hash for prefix in self.cold.values()}
+        gone = self.eviction.pop()
+        assert self.cold.pop(gone.block_hash) is gone
+        assert gone.block_hash not in parents
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        self.eviction.book.advance(self.eviction.book.now + seconds)
+
+    @invariant()
+    def holds(self) -> None:
+        self.eviction.check(self.cold.values())
+        self.eviction.book.check()
+
+
+class LruMachine(EvictionMachine):
+    """The same in order of use."""
+
+    order = "lru"
+
+
+TestEvictionByWorth = EvictionMachine.TestCase
+TestEvictionByWorth.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEvictionByUse = LruMachine.TestCase
+TestEvictionByUse.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_wanted_again_stays_through_a_scan() -> None:
+    """A prompt that comes back outlives a flood of prompts that never do, which least recently used cannot give."""
+    found = {}
+    for order in ("lru", "cost"):
+        pool = BlockPool(20, make_eviction(order, 20))
+        found[order] = 0
+        for second in range(300):
+            pool.book.advance(float(second))
+            if second % 10 == 0:
+                found[order] += serve(pool, chain_of("again", 5))
+            else:
+                serve(pool, chain_of(f"once {second} ", 4))
+    assert found["lru"] == 0
+    assert found["cost"] > 100
+
+
+@pytest.mark.parametrize("order", ["lru", "cost"])
+def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
+    """A tenant that asks for 50 times the pool leaves a quiet one half of its equal share of what is cold, until
+    that one has asked for nothing for long."""
+    pool = BlockPool(40, make_eviction(order, 40))
+    quiet = chain_of("quiet", 10)
+    serve(pool, quiet, "quiet")
+    for number in range(500):
+        serve(pool, chain_of(f"flood {number} ", 4), "flood")
+    assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are cold while the flood's newest prompt runs
+    assert pool.stats().evictions[EvictionReason.OVER_SHARE] > 0
+    pool.book.advance(SHELTER_SECONDS + 1)
+    for number in range(20):
+        serve(pool, chain_of(f"later {number} ", 4), "flood")
+    assert serve(pool, quiet, "quiet") == 0
+
+
+@pytest.mark.parametrize("order", ["lru", "cost"])
+def test_a_retained_prompt_stays_until_its_time_is_over(order: str) -> None:
+    """A prompt retained for 60 seconds is there after a flood of the same tenant within them, and goes after them."""
+    pool = BlockPool(40, make_eviction(order, 40))
+    kept = chain_of("kept", 8)
+    serve(pool, kept, retention=Retention(50, 60.0))
+    for number in range(100):
+        pool.book.advance(number * 0.5)
+        serve(pool, chain_of(f"flood {number} ", 4))
+    assert all(pool.lookup(block_hash) is not None for block_hash in kept)
+    pool.book.advance(61.0)
+    for number in range(100):
+        serve(pool, chain_of(f"late {number} ", 4))
+    assert pool.lookup(kept[0]) is None
+
+
+@pytest.mark.parametrize("order", ["lru", "cost"])
+def test_of_retained_prompts_the_lowest_priority_goes_beyond_the_cap(order: str) -> None:
+    """Whoever retains more than the cap starves nobody: the highest priorities stay within it, the others count no
+    more than those that asked for nothing."""
+    capacity = 40
+    pool = BlockPool(capacity, make_eviction(order, capacity))
+    prompts = [chain_of(f"kept {priority} ", 5) for priority in (10, 90, 20, 80, 30, 40)]
+    for chain, priority in zip(prompts, (10, 90, 20, 80, 30, 40), strict=True):
+        serve(pool, chain, retention=Retention(priority, 1000.0))
+    for number in range(50):
+        serve(pool, chain_of(f"flood {number} ", 5))
+    there = [sum(pool.lookup(block_hash) is not None for block_hash in chain) for chain in prompts]
+    assert there == [0, 5, 0, 5, 0, 0]
+    assert sum(there) == capacity * RETAINED_SHARE
+
+
+def test_what_is_not_wanted_again_goes_first() -> None:
+    """A prompt of priority 0 goes before those that are older."""
+    pool = BlockPool(12, make_eviction("cost", 12))
+    old, discarded = chain_of("old", 6), chain_of("discarded", 6)
+    serve(pool, old)
+    serve(pool, discarded, retention=Retention(0))
+    serve(pool, chain_of("new", 6))
+    assert pool.lookup(old[5]) is not None
+    assert pool.lookup(discarded[0]) is None
+    assert pool.stats().evictions == {EvictionReason.UNWANTED: 6}
+
+
+def test_ghosts_are_bounded() -> None:
+    """The book forgets who was evicted longest ago, and knows those again that it has not forgotten."""
+    pool = BlockPool(8, make_eviction("cost", 8, ghosts=100))
+    for number in range(200):
+        serve(pool, chain_of(f"prompt {number} ", 4))
+        pool.book.check()
+    assert len(pool.book) <= 108
+    pool.book.want(chain_of("prompt 180 ", 4))
+    assert pool.book.name(b"prompt 180 0", b"").wants == 2
+    assert pool.book.name(b"prompt 0 0", b"").wants == 1
