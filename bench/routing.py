@@ -131,11 +131,18 @@ def speed_up(
 
 
 def run(
-    cell: Cell, rule: str, entries: Sequence[TraceEntry], *, groups: int = GROUPS, routers: int = 1, seed: int = 0
+    cell: Cell,
+    rule: str,
+    entries: Sequence[TraceEntry],
+    *,
+    groups: int = GROUPS,
+    routers: int = 1,
+    seed: int = 0,
+    hits: Sequence[int] | None = None,
 ) -> tuple[Outcome, float]:
-    """One rule in one cell, and the pooled cache's hit ratio."""
+    """One rule in one cell, and the pooled cache's hit ratio; `hits` are those of `pooled_hits`, if they are known."""
     model = ServiceModel(blocks=cell.blocks, host_blocks=cell.host_blocks)
-    hits = pooled_hits(entries, (cell.blocks + cell.host_blocks) * groups)
+    hits = hits or pooled_hits(entries, (cell.blocks + cell.host_blocks) * groups)
     speed = speed_up(entries, hits, model, groups, cell.load)
     jobs = [Job(entry.at / speed, entry.input_len, max(entry.output_len, 1), _chain(entry)) for entry in entries]
     members = [SimulatedGroup(f"g{place}", model) for place in range(groups)]
@@ -174,10 +181,11 @@ def _outcome(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], model: Servi
 def _run_cell(task: tuple[Cell, Path, int]) -> tuple[Cell, float, dict[str, Outcome]]:
     cell, traces, routers = task
     entries = read_trace(traces / FILES[cell.trace])
+    hits = pooled_hits(entries, (cell.blocks + cell.host_blocks) * GROUPS)
     outcomes: dict[str, Outcome] = {}
     pooled = 0.0
     for rule in (*rules(), OURS):
-        outcomes[rule], pooled = run(cell, rule, entries, routers=routers if rule == OURS else 1)
+        outcomes[rule], pooled = run(cell, rule, entries, routers=routers if rule == OURS else 1, hits=hits)
     return cell, pooled, outcomes
 
 
@@ -220,11 +228,11 @@ def main(
             tally = [count + ok for count, ok in zip(tally, reached, strict=True)]
             rows = {rule: asdict(outcome) for rule, outcome in outcomes.items()}
             results.append({"cell": cell.name, "pooled_hit_ratio": pooled, "rules": rows})
+            if json_path is not None:
+                json_path.write_text(json.dumps({"model": asdict(ServiceModel()), "cells": results}, indent=1) + "\n")
     names = ("p90 at or below", "p99 within 2%", "goodput at or above", "work at most 1.15", "p90 10% below")
     print(f"of {len(cells)}: " + ", ".join(f"{name} in {count}" for name, count in zip(names, tally, strict=True)))
     print(f"{time.perf_counter() - began:.0f} s")
-    if json_path is not None:
-        json_path.write_text(json.dumps({"model": asdict(ServiceModel()), "cells": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
