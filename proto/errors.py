@@ -3,8 +3,11 @@
     CoatcheckError
     ├── InvalidRequest      the request is wrong as written        INVALID_ARGUMENT    400
     │   └── NeverFits       right, but larger than this server     INVALID_ARGUMENT    400
+    ├── Unauthenticated     no key, or not one of ours             UNAUTHENTICATED     401
+    ├── PermissionDenied    a key that may not do this             PERMISSION_DENIED   403
     ├── NotFound            no such model or group                 NOT_FOUND           404
     ├── Overloaded          would fit later; try again             RESOURCE_EXHAUSTED  429
+    ├── SlowReader          its client reads too slowly            RESOURCE_EXHAUSTED  429
     ├── Unavailable         no group serves just now               UNAVAILABLE         503
     ├── Draining            this server takes no new work          UNAVAILABLE         503
     ├── Poisoned            ended several groups; not tried again  ABORTED             500
@@ -30,6 +33,14 @@ class NeverFits(InvalidRequest):
     """The request is well formed but larger than this server can ever hold."""
 
 
+class Unauthenticated(CoatcheckError):
+    """Nobody is known by what came as a key; the message never repeats it."""
+
+
+class PermissionDenied(CoatcheckError):
+    """Whoever asks may not do this."""
+
+
 class NotFound(CoatcheckError):
     """The named model or group does not exist here."""
 
@@ -40,6 +51,10 @@ class Overloaded(CoatcheckError):
     def __init__(self, message: str, retry_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_seconds = retry_seconds
+
+
+class SlowReader(CoatcheckError):
+    """A stream was ended because nobody took what it brought."""
 
 
 class Unavailable(CoatcheckError):
@@ -65,8 +80,11 @@ class InvalidConfig(CoatcheckError):
 # name -> (google.rpc code, HTTP status); a subclass without a row takes its parent's.
 STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
     InvalidRequest: (3, 400),
+    Unauthenticated: (16, 401),
+    PermissionDenied: (7, 403),
     NotFound: (5, 404),
     Overloaded: (8, 429),
+    SlowReader: (8, 429),
     Unavailable: (14, 503),
     Poisoned: (10, 500),
     InvalidModel: (9, 500),

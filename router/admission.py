@@ -18,6 +18,7 @@ from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from .conversation import chat_text
 from .request import Request
+from .tenant import ANYONE, Tenant
 from .tokenizer import TokenizerJson
 
 _LONGEST_NAME: Final = 256
@@ -78,6 +79,7 @@ def admit(
     vocab_size: int,
     capacity: int,
     rng: random.Random,
+    tenant: Tenant = ANYONE,
 ) -> Request:
     """Checks everything that needs no group to answer, and fills in max_tokens, seed and request id.
 
@@ -95,6 +97,10 @@ def admit(
         raise InvalidRequest(_EMPTY)
     check_token_ids(token_ids, vocab_size)
     length = len(token_ids)
+    if tenant.max_prompt_tokens is not None and length > tenant.max_prompt_tokens:
+        raise NeverFits(
+            f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
+        )
     if length >= capacity:
         raise NeverFits(
             f"the prompt has {length} tokens; this server holds {capacity} tokens per sequence, "
@@ -116,10 +122,11 @@ def admit(
         prompt_token_ids=token_ids,
         sampling=dataclasses.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed),
         resume=resume,
-        cache_salt=message.cache_salt,
-        priority=message.priority,
+        cache_salt=tenant.salted(message.cache_salt),
+        priority=tenant.ranked(message.priority),
         session_id=message.session_id,
         retention=retention,
+        tenant=tenant,
     )
 
 

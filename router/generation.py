@@ -33,6 +33,7 @@ from .groups import Groups, capacity
 from .policy import Decision
 from .relay import Relay
 from .request import Request
+from .tenant import ANYONE, Tenant
 from .tokenizer import TokenizerJson
 from .traffic import Traffic
 
@@ -66,13 +67,16 @@ class Generation:
         return self._groups.model
 
     async def generate_stream(
-        self, message: GenerateRequest, on_decision: Callable[[Decision], None] | None = None
+        self,
+        message: GenerateRequest,
+        on_decision: Callable[[Decision], None] | None = None,
+        tenant: Tenant = ANYONE,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Started, deltas, Final. Closing it early frees what the request holds. At its end `on_decision` is told why
         it was where it was last."""
-        with self._traffic.request():
+        with self._traffic.request(tenant):
             arrived = time.monotonic()
-            request = await self._admit(message)
+            request = await self._admit(message, tenant)
             skip = request.sampling.skip_special_tokens
             relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
             ttft: float | None = None
@@ -88,13 +92,16 @@ class Generation:
             self._traffic.answered(relay.usage, ttft, time.monotonic() - arrived)
 
     async def generate(
-        self, message: GenerateRequest, on_decision: Callable[[Decision], None] | None = None
+        self,
+        message: GenerateRequest,
+        on_decision: Callable[[Decision], None] | None = None,
+        tenant: Tenant = ANYONE,
     ) -> GenerateResponse:
         """The same answer once it is whole."""
         response = GenerateResponse()
         choices: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
-        async with aclosing(self.generate_stream(message, on_decision)) as events:
+        async with aclosing(self.generate_stream(message, on_decision, tenant)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "started":
@@ -113,9 +120,9 @@ class Generation:
             response.choices.append(choices[index])
         return response
 
-    async def explain(self, message: GenerateRequest) -> Explanation:
+    async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
         """Where the request would go now, and what each group would cost it; it is not sent."""
-        return explanation_of(self._groups.explain(await self._admit(message)))
+        return explanation_of(self._groups.explain(await self._admit(message, tenant)))
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """A text's or a chat's token ids."""
@@ -144,7 +151,7 @@ class Generation:
         """Ends the tokeniser's threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _admit(self, message: GenerateRequest) -> Request:
+    async def _admit(self, message: GenerateRequest, tenant: Tenant) -> Request:
         refuse_unknown_fields(message)
         check_model_name(message.model, self._config.model_name)
         most = self._capacity(self._model())
@@ -159,6 +166,7 @@ class Generation:
             vocab_size=model.vocab_size,
             capacity=self._capacity(model),
             rng=self._rng,
+            tenant=tenant,
         )
         if request.sampling.structured is not None:
             await self._aside(request.sampling.structured.check)

@@ -12,6 +12,7 @@ from ..proto.coatcheck_pb2 import SamplingParams as SamplingMessage
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from ..proto.worker_pb2 import Submit
+from .tenant import ANYONE, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Request:
     priority: int = 0
     session_id: str = ""
     retention: Retention | None = None
+    tenant: Tenant = ANYONE
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     @property

@@ -5,13 +5,14 @@ It does not know requests or groups; it counts.
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from ..proto.coatcheck_pb2 import LatencyStatus, Usage
-from ..proto.errors import Draining
+from ..proto.errors import Draining, Overloaded
+from .tenant import ANYONE, Tenant
 
 _WINDOW_SECONDS: Final = 300.0
 _MOST_SAMPLES: Final = 8192
@@ -48,22 +49,32 @@ class Traffic:
         self.draining = False
         self.ttft = LatencyWindow()
         self.tpot = LatencyWindow()
+        self._streams: Counter[str] = Counter()  # open ones, by tenant
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts one request while it is open; raises Draining when no new ones are taken."""
+    def request(self, tenant: Tenant = ANYONE) -> Iterator[None]:
+        """Counts one request while it is open; raises Draining when no new ones are taken, and Overloaded when the
+        tenant has as many open as it may."""
         if self.draining:
             raise Draining("this router is draining and takes no new requests; send this one to another")
+        if tenant.max_streams is not None and self._streams[tenant.name] >= tenant.max_streams:
+            raise Overloaded(
+                f"{tenant.name!r} has {tenant.max_streams} requests open, as many as it may; try again when one ends"
+            )
         self.active += 1
+        self._streams[tenant.name] += 1
         self._idle.clear()
         try:
             yield
         finally:
             self.active -= 1
+            self._streams[tenant.name] -= 1
+            if not self._streams[tenant.name]:
+                del self._streams[tenant.name]
             if not self.active:
                 self._idle.set()
 

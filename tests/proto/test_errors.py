@@ -9,8 +9,11 @@ from coatcheck.proto.errors import CoatcheckError, Overloaded, error_of, status_
 TABLE = [
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400),
     (errors.NeverFits, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, 401),
+    (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED, 403),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND, 404),
     (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    (errors.SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (errors.Draining, grpc.StatusCode.UNAVAILABLE, 503),
     (errors.Poisoned, grpc.StatusCode.ABORTED, 500),
