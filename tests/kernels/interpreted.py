@@ -182,8 +182,11 @@ def quantised_store(dtype: torch.dtype, kv: torch.dtype) -> None:
         else:
             launch_store_kv(k, v, have, slots)
             store_kv_reference(k, v, want, slots)
-        changed = (pool_of(have) != pool_of(want)).sum()
-        assert changed <= 3, f"{changed} bytes differ"
+        ours, theirs = pool_of(have), pool_of(want)
+        changed = ours != theirs
+        if kv == torch.float8_e4m3fn:  # Triton 3.6's interpreter negates 0 to 0
+            changed &= (ours | theirs) & 0x7F != 0
+        assert changed.sum() <= 3, f"{changed.sum()} bytes differ"
         blocks = torch.arange(4)
         for ours, theirs in zip(have.rows_reference(blocks), want.rows_reference(blocks), strict=True):
             largest = theirs.nan_to_num().abs().amax(-1, keepdim=True)
