@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..proto.errors import InvalidConfig
+from ..proto.plane_certificate import PlaneCertificate
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
@@ -35,6 +36,15 @@ class RouterConfig:
     # as often, so that a stream has moved within 5 s.
     silence_seconds: float = 4.0
     tokenizer_threads: int = 2
+    # Files on the router's host. Without a certificate there is no TLS; with `tls_client_ca` clients need one, too.
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    keys_file: str | None = None  # None: no keys are asked for
+    # A client that takes nothing for so long has its stream ended, and its blocks freed.
+    slow_reader_seconds: float = 30.0
+    # What shows groups that this is a router of theirs, and routers that those are groups; None: plain connections.
+    plane: PlaneCertificate | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, naming the setting, its value and what it may be."""
@@ -46,6 +56,11 @@ class RouterConfig:
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds >= 0, name, seconds, "at least 0")
         _require(1.0 <= self.silence_seconds < math.inf, "silence_seconds", self.silence_seconds, "at least 1")
+        _require(
+            1.0 <= self.slow_reader_seconds < math.inf, "slow_reader_seconds", self.slow_reader_seconds, "at least 1"
+        )
+        _require(bool(self.tls_cert) == bool(self.tls_key), "tls_key", self.tls_key, "given with tls_cert, or neither")
+        _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
     @property

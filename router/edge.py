@@ -4,6 +4,7 @@ Bytes are parsed here and not by gRPC, so that a message that does not parse is 
 This module does not know what the methods do.
 """
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,9 +19,10 @@ from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untype
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as above
 from grpc_status import rpc_status
 
-from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
+from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReader, status_of
 from .explanation import is_asked, trailing_metadata
-from .policy import Decision
+from .gate import Gate
+from .tenant import Scope, Tenant
 
 _log = logging.getLogger(__name__)
 _MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
@@ -29,40 +31,78 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Question = TypeVar("Question", bound=Message)
 
 
-def unary(
-    kind: type[Question], method: Callable[..., Awaitable[Message]], *, explains: bool = False
-) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler for a method that answers once; one that explains takes `on_decision` besides its message."""
+class Edge:
+    """Makes handlers for methods; a caller is let in by the gate before anything is read of what it sent.
 
-    async def answer(data: bytes, context: Context) -> bytes:
+    A method that `knows` its caller takes `tenant` besides its message, one that explains `on_decision`.
+    """
+
+    def __init__(self, gate: Gate, slow_reader_seconds: float) -> None:
+        self._gate = gate
+        self._patience = slow_reader_seconds
+
+    def unary(
+        self,
+        kind: type[Question],
+        method: Callable[..., Awaitable[Message]],
+        scope: Scope = "generate",
+        *,
+        knows: bool = False,
+        explains: bool = False,
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """A handler for a method that answers once."""
+
+        async def answer(data: bytes, context: Context) -> bytes:
+            try:
+                asked = _asked(context, self._admit(context, scope), knows, explains)
+                return (await method(_parse(kind, data), **asked)).SerializeToString()
+            except Exception as error:  # every request is answered, whatever went wrong
+                await refuse(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+    def streaming(
+        self,
+        kind: type[Question],
+        method: Callable[..., AsyncGenerator[Message, None]],
+        scope: Scope = "generate",
+        *,
+        knows: bool = False,
+        explains: bool = False,
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """A handler for a method that answers with a stream; a client that goes away closes the method's generator,
+        and so does one that takes nothing for so long that it might as well have."""
+
+        async def answer(data: bytes, context: Context) -> None:
+            try:
+                asked = _asked(context, self._admit(context, scope), knows, explains)
+                async with aclosing(method(_parse(kind, data), **asked)) as events:
+                    async for event in events:
+                        await self._write(context, event)
+            except Exception as error:  # as above
+                await refuse(context, error)
+
+        return grpc.unary_stream_rpc_method_handler(answer)
+
+    def _admit(self, context: Context, scope: Scope) -> Tenant:
+        keys = (value for key, value in context.invocation_metadata() or () if key == "authorization")
+        return self._gate.admit(next((key for key in keys if isinstance(key, str)), None), scope)
+
+    async def _write(self, context: Context, event: Message) -> None:
         try:
-            return (await method(_parse(kind, data), **_explaining(context, explains))).SerializeToString()
-        except Exception as error:  # every request is answered, whatever went wrong
-            await refuse(context, error)
-
-    return grpc.unary_unary_rpc_method_handler(answer)
-
-
-def streaming(
-    kind: type[Question], method: Callable[..., AsyncGenerator[Message, None]], *, explains: bool = False
-) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler for a method that answers with a stream; a client that goes away closes the method's generator."""
-
-    async def answer(data: bytes, context: Context) -> None:
-        try:
-            async with aclosing(method(_parse(kind, data), **_explaining(context, explains))) as events:
-                async for event in events:
-                    await context.write(event.SerializeToString())
-        except Exception as error:  # as above
-            await refuse(context, error)
-
-    return grpc.unary_stream_rpc_method_handler(answer)
+            async with asyncio.timeout(self._patience):
+                await context.write(event.SerializeToString())
+        except TimeoutError:
+            raise SlowReader(
+                f"nothing was taken from this stream for {self._patience:g} s; read it as it comes, or ask for less"
+            ) from None
 
 
-def _explaining(context: Context, explains: bool) -> dict[str, Callable[[Decision], None]]:
-    if not explains or not is_asked(context.invocation_metadata()):
-        return {}
-    return {"on_decision": lambda decision: context.set_trailing_metadata(trailing_metadata(decision))}
+def _asked(context: Context, tenant: Tenant, knows: bool, explains: bool) -> dict[str, Any]:
+    asked: dict[str, Any] = {"tenant": tenant} if knows else {}
+    if explains and is_asked(context.invocation_metadata()):
+        asked["on_decision"] = lambda decision: context.set_trailing_metadata(trailing_metadata(decision))
+    return asked
 
 
 def _parse(kind: type[Question], data: bytes) -> Question:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import grpc
 
 from ..proto.errors import error_of
+from ..proto.plane_certificate import plane_channel
 from ..proto.worker_pb2 import (
     Abort,
     FromGroup,
@@ -60,6 +61,7 @@ class GroupLink:
         self.reason = address.reason
         self._router = config.name
         self._model_name = config.model_name
+        self._plane = config.plane
         self._index = index
         self._changed = changed
         self._silence = config.silence_seconds
@@ -124,7 +126,7 @@ class GroupLink:
         """One stream from its beginning to its end; returns whether the group had registered. Raises Ejected."""
         self._outbox = asyncio.Queue()
         try:
-            async with grpc.aio.insecure_channel(self.address.address, options=_CHANNEL_OPTIONS) as channel:
+            async with plane_channel(self.address.address, self._plane, _CHANNEL_OPTIONS) as channel:
                 stream: Stream = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
                 await self._converse(stream)
                 self.reason = "the group ended the stream"

@@ -24,13 +24,15 @@ from ..proto import coatcheck_pb2 as messages
 from ..proto.errors import InvalidConfig
 from .admin import Admin
 from .config import MESSAGE_BYTES, RouterConfig
-from .edge import streaming, unary
+from .edge import Edge
+from .gate import Gate
 from .generation import Generation
 from .group_address import GroupAddress
 from .groups import Groups
 from .http.api import Api
 from .http.server import HttpServer
 from .metrics import Metrics
+from .server_certificate import ServerCertificate
 from .tokenizer import TokenizerJson
 from .traffic import Traffic
 
@@ -55,6 +57,8 @@ class Router:
     def __init__(self, config: RouterConfig, tokenizer: TokenizerJson | None = None) -> None:
         """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
         self.config = config
+        self._gate = Gate(config.keys_file)
+        self._certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.groups = Groups(config)
         self.traffic = Traffic()
         self.http_address = ""  # host:port once it listens, if it does
@@ -62,7 +66,11 @@ class Router:
         self.generation = Generation(config, tokenizer, self.groups, self.traffic)
         self.admin = Admin(config, self.groups, self.traffic)
         self.metrics = Metrics(self.admin)
-        self._http = HttpServer(Api(self.generation, self.admin, tokenizer, self.metrics).app)
+        self._http = HttpServer(
+            Api(self.generation, self.admin, tokenizer, self.metrics, self._gate).app,
+            self._certificate,
+            config.slow_reader_seconds,
+        )
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = HealthServicer()
         self._health_watch: asyncio.Task[None] | None = None
@@ -71,7 +79,7 @@ class Router:
         """Listens; returns gRPC's "host:port". Raises InvalidConfig when a port is taken."""
         self._add_services()
         try:
-            port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+            port = self._listen(f"{self.config.host}:{self.config.port}")
         except RuntimeError as error:
             raise InvalidConfig(
                 f"cannot listen on {self.config.host}:{self.config.port}, which is taken or not ours; "
@@ -106,19 +114,26 @@ class Router:
         await self.groups.close()
         self.generation.close()
 
+    def _listen(self, address: str) -> int:
+        if self._certificate is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._certificate.grpc_credentials())
+
     def _add_services(self) -> None:
         generation, admin = self.generation, self.admin
+        edge = Edge(self._gate, self.config.slow_reader_seconds)
+        asked = messages.GenerateRequest
         methods = {
-            "Generate": unary(messages.GenerateRequest, generation.generate, explains=True),
-            "GenerateStream": streaming(messages.GenerateRequest, generation.generate_stream, explains=True),
-            "Tokenize": unary(messages.TokenizeRequest, generation.tokenize),
-            "Detokenize": unary(messages.DetokenizeRequest, generation.detokenize),
-            "GetModel": unary(messages.GetModelRequest, generation.get_model),
+            "Generate": edge.unary(asked, generation.generate, knows=True, explains=True),
+            "GenerateStream": edge.streaming(asked, generation.generate_stream, knows=True, explains=True),
+            "Tokenize": edge.unary(messages.TokenizeRequest, generation.tokenize),
+            "Detokenize": edge.unary(messages.DetokenizeRequest, generation.detokenize),
+            "GetModel": edge.unary(messages.GetModelRequest, generation.get_model),
         }
         administration = {
-            "Status": unary(messages.StatusRequest, admin.status),
-            "Drain": unary(messages.DrainRequest, admin.drain),
-            "Explain": unary(messages.GenerateRequest, generation.explain),
+            "Status": edge.unary(messages.StatusRequest, admin.status, "observe"),
+            "Drain": edge.unary(messages.DrainRequest, admin.drain, "manage"),
+            "Explain": edge.unary(asked, generation.explain, "observe", knows=True),
         }
         self._server.add_generic_rpc_handlers(
             (

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidConfig
+from ..proto.plane_certificate import PlaneCertificate
 from .kv_dtype import KV_DTYPES
 
 
@@ -32,6 +33,8 @@ class GroupConfig:
     deterministic: bool = False
     threads: int = 0
     listen_host: str = "127.0.0.1"
+    # What rank 0 shows routers, and which it believes; None: plain connections.
+    plane: PlaneCertificate | None = None
     # How far apart ranks may begin and load, and how long one waits for another within a step.
     meeting_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0

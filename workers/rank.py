@@ -213,7 +213,9 @@ class Rank:
         engine.price(self._copies)
         kernels = "triton" if on_gpu else native_status()
         registration = self._registration(spec, engine, num_blocks, host_blocks)
-        service = WorkerService(registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block)
+        service = WorkerService(
+            registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block, plane=config.plane
+        )
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
         address = service.start(loop, f"{config.listen_host}:0")
         self._note(

@@ -17,8 +17,10 @@ from functools import partial
 import grpc.aio
 
 from ..proto import coatcheck_pb2 as public
+from ..proto import plane_certificate
 from ..proto import worker_pb2 as wire
 from ..proto.errors import CoatcheckError, InvalidRequest, status_of
+from ..proto.plane_certificate import PlaneCertificate
 from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from .engine import Engine
 from .engine_loop import HEARTBEAT_SECONDS, EngineLoop
@@ -58,8 +60,10 @@ class WorkerService(WorkerServicer):
         kernels: str = "",
         bytes_per_block: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
+        plane: PlaneCertificate | None = None,
     ) -> None:
         self.address = ""
+        self._plane = plane
         self._registration = registration
         self._ranks = ranks
         self._kernels = kernels
@@ -168,7 +172,7 @@ class WorkerService(WorkerServicer):
             ]
         )
         add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # protoc writes no types
-        port = self._server.add_insecure_port(listen)
+        port = plane_certificate.listen(self._server, listen, self._plane)
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._server.start()
         self._load_task = asyncio.create_task(self._publish_load())

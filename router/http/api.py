@@ -1,16 +1,16 @@
 """Api: OpenAI's endpoints, and a few of other engines', over the same core as the gRPC service.
 
 A body becomes GenerateRequests, their events become OpenAI's objects; nothing is decided here that gRPC would decide
-otherwise. It does not know how bytes are served, nor who may ask: `authorize` does, and raises.
+otherwise. It does not know how bytes are served, nor who may ask: the gate does, before anything comes here.
 """
 
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -19,8 +19,10 @@ from ...proto.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateR
 from ...proto.errors import CoatcheckError, InvalidRequest, NotFound
 from ..admin import Admin
 from ..config import MESSAGE_BYTES
+from ..gate import Gate
 from ..generation import Generation
 from ..metrics import CONTENT_TYPE, Metrics
+from ..tenant import Tenant
 from ..tokenizer import TokenizerJson
 from .answer import Head
 from .body_limit import BodyLimit
@@ -31,18 +33,14 @@ from .completion_request import CompletionRequest, Prompt
 from .connection import ClientGone, while_connected
 from .error_body import error_body, explain, refusal, retry_headers
 from .event_stream import Answer, EventStream
+from .gate import HttpGate
 from .json_body import JsonBody
 from .merged import begin, merged
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody
 from .tool_calls import ToolCalls, form_of
 
-Authorize = Callable[[Request], Awaitable[None]]
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
-
-
-async def anyone(request: Request) -> None:
-    """Lets everybody in."""
 
 
 class Api:
@@ -54,7 +52,7 @@ class Api:
         admin: Admin,
         tokenizer: TokenizerJson,
         metrics: Metrics,
-        authorize: Authorize = anyone,
+        gate: Gate,
     ) -> None:
         self._generation = generation
         self._admin = admin
@@ -65,7 +63,7 @@ class Api:
         # The interactive pages load scripts from elsewhere.
         self.app = FastAPI(title="Coatcheck", docs_url=None, redoc_url=None, default_response_class=JsonBody)
         self.app.add_middleware(BodyLimit, most_bytes=MESSAGE_BYTES)
-        guarded = [Depends(authorize)]
+        self.app.add_middleware(HttpGate, gate=gate)  # the last one added is asked first
         for method, path, endpoint in (
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
@@ -74,7 +72,7 @@ class Api:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ):
-            self.app.add_api_route(path, endpoint, methods=[method], dependencies=guarded, response_model=None)
+            self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
         self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
         self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _misread)
@@ -157,16 +155,17 @@ class Api:
         name: str,
     ) -> Response:
         headers = {"x-request-id": name}
+        tenant: Tenant = request.scope["tenant"]
         if not stream:
-            responses = await while_connected(request.receive, self._all(messages))
+            responses = await while_connected(request.receive, self._all(messages, tenant))
             return JsonBody(answer.whole(responses), headers=headers)
-        sources = [self._generation.generate_stream(message) for message in messages]
+        sources = [self._generation.generate_stream(message, tenant=tenant) for message in messages]
         await while_connected(request.receive, begin(sources))
         streaming: Answer = answer
         return EventStream(merged(sources), streaming, headers)
 
-    async def _all(self, messages: Sequence[GenerateRequest]) -> list[GenerateResponse]:
-        tasks = [asyncio.create_task(self._generation.generate(message)) for message in messages]
+    async def _all(self, messages: Sequence[GenerateRequest], tenant: Tenant) -> list[GenerateResponse]:
+        tasks = [asyncio.create_task(self._generation.generate(message, tenant=tenant)) for message in messages]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -1,14 +1,10 @@
 """BodyLimit: a request's body may have so many bytes, whether its client says how many there are or not."""
 
-import asyncio
-import contextlib
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .error_body import refusal
 from .json_body import JsonBody
-
-_LINGER_SECONDS = 5.0
+from .unread import answer_unread
 
 
 class BodyLimit:
@@ -50,11 +46,5 @@ class BodyLimit:
                 await self._refuse(scope, receive, send, more)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, more: bool) -> None:
-        # A client that is still sending reads no answer: the rest is taken, and dropped, for as long as it may take.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while more:
-                    more = (await receive()).get("more_body", False)
         message = f"the body has more than {self._most_bytes} bytes; send less at once"
-        answer = JsonBody(refusal(413, message), 413, headers={"connection": "close"})
-        await answer(scope, receive, send)
+        await answer_unread(scope, receive, send, JsonBody(refusal(413, message), 413), more=more)

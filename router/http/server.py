@@ -9,17 +9,21 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ...proto.errors import InvalidConfig
+from ..server_certificate import ServerCertificate
 
 _SHORTEST_GRACE = 0.2  # for connections that are merely kept open
 
 
 class _Quiet(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, certificate: ServerCertificate | None) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._certificate = certificate
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says when it is done."""
+        if self._certificate is not None:
+            self.config.ssl = self._certificate.ssl_context()
         await super().startup(sockets)
         self.listening.set()
 
@@ -32,10 +36,12 @@ class _Quiet(uvicorn.Server):
 class HttpServer:
     """`start`, then `stop`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._server = _Quiet(
-            uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None)
-        )
+    def __init__(
+        self, app: ASGIApp, certificate: ServerCertificate | None = None, slow_reader_seconds: float = 30.0
+    ) -> None:
+        config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None)
+        self._server = _Quiet(config, certificate)
+        self._slow_reader_seconds = slow_reader_seconds
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -49,6 +55,8 @@ class HttpServer:
         # Connections inherit it; asyncio sets it only on sockets that name their protocol, which these do not. An
         # answer is more than one write, and without it the second waits for a delayed acknowledgement, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # As they inherit this: the kernel itself ends connections whose client takes nothing, whatever is amid what.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * self._slow_reader_seconds))
         self._task = asyncio.create_task(self._server.serve([listener]), name="http")
         listening = asyncio.create_task(self._server.listening.wait())
         await asyncio.wait((self._task, listening), return_when=asyncio.FIRST_COMPLETED)

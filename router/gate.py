@@ -1,0 +1,65 @@
+"""Gate: who may come in. It knows keys by their hashes, and the file that holds those, which may change at any time.
+
+It does not know how a key is carried, but for the two forms of HTTP's `authorization`, which gRPC shares.
+"""
+
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Callable
+
+from ..proto.errors import InvalidConfig, Unauthenticated
+from .key_file import hash_key, read_keys
+from .tenant import ANYONE, Scope, Tenant
+from .watched_files import WatchedFiles
+
+_log = logging.getLogger(__name__)
+_HOW = "send a key as `authorization: Bearer KEY`"
+
+
+class Gate:
+    """Without a file of keys everybody is ANYONE."""
+
+    def __init__(self, keys_file: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises InvalidConfig when the file cannot be read."""
+        self._file = keys_file
+        self._watched = WatchedFiles([keys_file] if keys_file else [], clock)
+        self._tenants = read_keys(keys_file) if keys_file else {}
+
+    def admit(self, authorization: str | None, scope: Scope, *, basic: bool = False) -> Tenant:
+        """Whose key it is; raises Unauthenticated, or PermissionDenied where the scope is not theirs.
+
+        `basic`: a key may also come as the password of HTTP's basic authentication, which is all that browsers have.
+        """
+        if self._file is None:
+            return ANYONE
+        if self._watched.changed():
+            self._read_again(self._file)
+        if not authorization:
+            raise Unauthenticated(f"this server asks for a key; {_HOW}")
+        tenant = self._tenants.get(hash_key(_key_in(authorization, basic)))
+        if tenant is None:
+            raise Unauthenticated("this key is not known here; it may have been withdrawn, or be another server's")
+        tenant.require(scope)
+        return tenant
+
+    def _read_again(self, file: str) -> None:
+        try:
+            self._tenants = read_keys(file)
+            _log.info("the keys file was read again")
+        except InvalidConfig as error:
+            _log.error("the keys file has changed and cannot be read; its former keys stay: %s", error)
+
+
+def _key_in(authorization: str, basic: bool) -> str:
+    scheme, _, key = authorization.strip().partition(" ")
+    key = key.strip()
+    if scheme.lower() == "bearer" and key:
+        return key
+    if basic and scheme.lower() == "basic":
+        try:
+            return base64.b64decode(key, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            pass
+    raise Unauthenticated(f"the authorization is none that this server knows; {_HOW}")

@@ -1,0 +1,44 @@
+"""HttpGate: lets in whoever has a key for what they ask, before any of the body is read.
+
+It does not know keys (see router/gate.py); it knows which paths need what, and how HTTP refuses.
+"""
+
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...proto.errors import PermissionDenied, Unauthenticated
+from ..gate import Gate
+from ..tenant import Scope as Needed
+from .error_body import error_body
+from .json_body import JsonBody
+from .unread import answer_unread
+
+_OPEN: Final = {"/health"}  # probes have no keys, and learn one word
+_GENERATE: Final = ("/v1/", "/tokenize", "/detokenize")
+# Browsers ask for a key when they are offered `Basic`, and only where there is a page to see.
+_CHALLENGE: Final = {"generate": "Bearer", "observe": 'Bearer, Basic realm="coatcheck"'}
+
+
+class HttpGate:
+    """An ASGI application around another, which finds the tenant in its scope."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            needed: Needed = "generate" if scope["path"].startswith(_GENERATE) else "observe"
+            basic = needed == "observe" and scope["method"] in ("GET", "HEAD")
+            try:
+                authorization = Headers(scope=scope).get("authorization")
+                scope["tenant"] = self._gate.admit(authorization, needed, basic=basic)
+            except (Unauthenticated, PermissionDenied) as error:
+                status, body = error_body(error)
+                headers = {"www-authenticate": _CHALLENGE[needed]} if status == 401 else {}
+                await answer_unread(scope, receive, send, JsonBody(body, status, headers=headers))
+                return
+        await self._app(scope, receive, send)

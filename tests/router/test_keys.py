@@ -1,0 +1,288 @@
+"""Keys: who comes in by gRPC and HTTP, what they may do there, and what an operator may write into the file."""
+
+import asyncio
+import base64
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import InvalidConfig, Unauthenticated
+from coatcheck.router.gate import Gate
+from coatcheck.router.key_file import hash_key, read_keys
+from coatcheck.router.watched_files import WatchedFiles
+from tests.router.conftest import OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.http.conftest import Web
+
+SEARCH, OPS, EYES = "cc-search-key", "cc-ops-key", "cc-eyes-key"
+
+
+def write_keys(file: Path, **others: Any) -> str:
+    """Three tenants: a user, an admin, a monitor."""
+    tenants = [
+        {"name": "search", "keys": [hash_key(SEARCH)], **others},
+        {"name": "ops", "keys": [hash_key(OPS)], "role": "admin"},
+        {"name": "eyes", "keys": [hash_key(EYES)], "role": "monitor"},
+    ]
+    file.write_text(json.dumps({"tenants": tenants}))
+    return str(file)
+
+
+def bearer(key: str) -> list[tuple[str, str]]:
+    """As gRPC's metadata."""
+    return [("authorization", f"Bearer {key}")]
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> str:
+    """The file on disk."""
+    return write_keys(tmp_path / "keys.yaml")
+
+
+def _request() -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="the lazy dog", sampling=pb.SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (None, "this server asks for a key; send a key as `authorization: Bearer KEY`"),
+        (bearer("cc-wrong"), "this key is not known here"),
+        ([("authorization", SEARCH)], "none that this server knows"),
+        ([("authorization", "Bearer ")], "none that this server knows"),
+        ([("authorization", "Basic " + base64.b64encode(f"a:{SEARCH}".encode()).decode())], "none that this server"),
+    ],
+)
+async def test_without_a_key_of_ours_grpc_is_unauthenticated(
+    open_door: OpenDoor, keys_file: str, metadata: Any, said: str
+) -> None:
+    """Every method refuses, streams too, and nothing reaches a group; health alone is open."""
+    group = FakeGroup()
+    door = await open_door(group, keys_file=keys_file)
+    calls = [
+        door.generation.Generate(_request(), metadata=metadata),
+        door.generation.GenerateStream(_request(), metadata=metadata).read(),
+        door.generation.Tokenize(pb.TokenizeRequest(text="a"), metadata=metadata),
+        door.generation.Detokenize(pb.DetokenizeRequest(token_ids=[5]), metadata=metadata),
+        door.generation.GetModel(pb.GetModelRequest(), metadata=metadata),
+        door.admin.Status(pb.StatusRequest(), metadata=metadata),
+        door.admin.Drain(pb.DrainRequest(), metadata=metadata),
+        door.admin.Explain(_request(), metadata=metadata),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert said in (refused.value.details() or "") and "cc-" not in (refused.value.details() or "")
+    assert group.submits == [] and door.router.traffic.active == 0 and not door.router.traffic.draining
+
+
+async def test_admin_is_apart_from_public(open_door: OpenDoor, keys_file: str) -> None:
+    """A user's key generates and no more, a monitor's looks and no more; an admin's does all."""
+    group = FakeGroup()
+    door = await open_door(group, keys_file=keys_file)
+
+    async def code(call: Any) -> grpc.StatusCode:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    able = {}
+    for key in (SEARCH, EYES, OPS):
+        able[key] = [
+            await code(door.generation.Generate(_request(), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(door.admin.Status(pb.StatusRequest(), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(door.admin.Explain(_request(), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(door.admin.Drain(pb.DrainRequest(undo=True), metadata=bearer(key))) is grpc.StatusCode.OK,
+        ]
+    assert able == {
+        SEARCH: [True, False, False, False],
+        EYES: [False, True, True, False],
+        OPS: [True, True, True, True],
+    }
+    denied = await code(door.admin.Drain(pb.DrainRequest(), metadata=bearer(SEARCH)))
+    assert denied is grpc.StatusCode.PERMISSION_DENIED and not door.router.traffic.draining
+
+
+async def test_tenants_do_not_share_a_cache(open_door: OpenDoor, keys_file: str) -> None:
+    """The same prompt and the same salt of two tenants go to the group under two salts."""
+    group = FakeGroup()
+    door = await open_door(group, keys_file=keys_file)
+    message = _request()
+    message.cache_salt = "6:search"
+    for key in (SEARCH, OPS):
+        await door.generation.Generate(message, metadata=bearer(key))
+    assert [submit.cache_salt for submit in group.submits] == ["6:search6:search", "3:ops6:search"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status"),
+    [
+        ("GET", "/health", None, 200),
+        ("GET", "/v1/models", None, 401),
+        ("GET", "/v1/models", "cc-wrong", 401),
+        ("GET", "/v1/models", SEARCH, 200),
+        ("GET", "/v1/models", EYES, 403),
+        ("POST", "/v1/completions", None, 401),
+        ("POST", "/v1/chat/completions", "cc-wrong", 401),
+        ("POST", "/tokenize", None, 401),
+        ("POST", "/detokenize", None, 401),
+        ("GET", "/metrics", None, 401),
+        ("GET", "/metrics", SEARCH, 403),
+        ("GET", "/metrics", EYES, 200),
+        ("GET", "/openapi.json", None, 401),
+        ("GET", "/nowhere", None, 401),
+        ("GET", "/nowhere", OPS, 404),
+    ],
+)
+async def test_what_http_answers_to_a_key(
+    open_door: OpenDoor, keys_file: str, method: str, path: str, key: str | None, status: int
+) -> None:
+    """401 without a key of ours, 403 for what the key may not do, both in OpenAI's form; probes need none."""
+    web = Web(await open_door(FakeGroup(), keys_file=keys_file, http_port=0))
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    got, answered, text = await web.ask(method, path, b"{}" if method == "POST" else None, headers)
+    assert got == status, text
+    if status in (401, 403):
+        kind = {401: "authentication_error", 403: "permission_error"}[status]
+        error = json.loads(text)["error"]
+        assert error["type"] == kind and error["message"] and "cc-" not in text
+        assert ("Bearer" in answered.get("www-authenticate", "")) == (status == 401)
+    await web.openai.close()
+
+
+async def test_openai_s_client_has_a_key(open_door: OpenDoor, keys_file: str) -> None:
+    """Its api_key is all that it needs; a wrong one is its own AuthenticationError."""
+    group = FakeGroup()
+    door = await open_door(group, keys_file=keys_file, http_port=0)
+    base = f"http://{door.router.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key=SEARCH, max_retries=0) as client:
+        await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=2)
+    assert group.submits[0].cache_salt == "6:search"
+    async with openai.AsyncOpenAI(base_url=base, api_key="cc-wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError, match="this key is not known here"):
+            await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=2)
+
+
+async def test_a_browser_sends_the_key_as_a_password(open_door: OpenDoor, keys_file: str) -> None:
+    """Where there is something to look at, HTTP's basic authentication does; for requests it does not, since any page
+    could have a browser send them."""
+    web = Web(await open_door(FakeGroup(), keys_file=keys_file, http_port=0))
+    basic = {"authorization": "Basic " + base64.b64encode(f"me:{OPS}".encode()).decode()}
+    assert (await web.ask("GET", "/metrics", None, basic))[0] == 200
+    assert (await web.ask("POST", "/v1/completions", {"prompt": "a"}, basic))[0] == 401
+    assert (await web.ask("GET", "/metrics", None, {"authorization": "Basic ?"}))[0] == 401
+    await web.openai.close()
+
+
+async def test_a_body_without_a_key_is_not_kept(open_door: OpenDoor, keys_file: str) -> None:
+    """Even one that is still coming, and larger than any body may be, is answered 401."""
+    web = Web(await open_door(FakeGroup(), keys_file=keys_file, http_port=0))
+    status, _, _ = await web.ask("POST", "/v1/completions", b"x" * (40 << 20))
+    assert status == 401
+    await web.openai.close()
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A withdrawn key is refused within a second or so; a file that cannot be read leaves the former keys."""
+    now = 0.0
+    file = tmp_path / "keys.yaml"
+    gate = Gate(write_keys(file), clock=lambda: now)
+    assert gate.admit(f"Bearer {SEARCH}", "generate").name == "search"
+    file.write_text(json.dumps({"tenants": [{"name": "ops", "keys": [hash_key(OPS)]}]}))
+    assert gate.admit(f"Bearer {SEARCH}", "generate").name == "search"
+    now = 1.0
+    with pytest.raises(Unauthenticated):
+        gate.admit(f"Bearer {SEARCH}", "generate")
+    file.write_text("tenants: [")
+    now = 2.0
+    with caplog.at_level(logging.ERROR):
+        assert gate.admit(f"Bearer {OPS}", "generate").name == "ops"
+    assert "its former keys stay" in caplog.text
+
+
+def test_a_mounted_secret_changes_by_its_link(tmp_path: Path) -> None:
+    """What counts is the file that a link leads to, as a mounted secret has it."""
+    now = 0.0
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name * 3)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "a")
+    watched = WatchedFiles([str(link)], lambda: now)
+    now = 1.0
+    assert not watched.changed()
+    link.unlink()
+    link.symlink_to(tmp_path / "b")
+    now = 2.0
+    assert watched.changed()
+    now = 3.0
+    assert not watched.changed()
+
+
+_HASH = hash_key("cc-any")
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("tenants: [", "is not YAML"),
+        ("- a", "must hold one list, `tenants`"),
+        ("tenants: []", "has no tenant"),
+        ("tenants: [x]", "tenant 1: it must hold settings"),
+        (f"tenants: [{{keys: ['{_HASH}']}}]", "name is missing"),
+        ("tenants: [{name: a}]", "keys must be a list of at least one sha256:HEX"),
+        ("tenants: [{name: a, keys: [cc-plain-secret]}]", "keys must be a list"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}'], max_stream: 3}}]", "did you mean 'max_streams'"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}'], max_streams: true}}]", "max_streams is True; it must be a whole"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}'], weight: heavy}}]", "weight is 'heavy'; it must be a number"),
+        (f"tenants: [{{name: 7, keys: ['{_HASH}']}}]", "name is 7; it must be a text"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}'], role: root}}]", "role is 'root'"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: b, keys: ['{_HASH}']}}]", "'b' has a key of 'a'"),
+        (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: a, keys: ['{_HASH[:-1]}0']}}]", "'a' is there twice"),
+    ],
+)
+def test_a_wrong_keys_file_is_refused(tmp_path: Path, written: str, said: str) -> None:
+    """By its name and what to change; what may be a key is never repeated."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(written)
+    with pytest.raises(InvalidConfig) as refused:
+        read_keys(str(file))
+    assert said in str(refused.value) and str(file) in str(refused.value)
+    assert "plain-secret" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """Is named."""
+    with pytest.raises(InvalidConfig, match=r"none\.yaml: No such file"):
+        Gate(os.fspath(tmp_path / "none.yaml"))
+
+
+async def test_no_key_is_ever_logged(open_door: OpenDoor, keys_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is what came in its place, whatever the request comes to and at any level."""
+    caplog.set_level(logging.DEBUG)
+    door = await open_door(FakeGroup(), keys_file=keys_file, http_port=0)
+    web = Web(door)
+    for key in (SEARCH, EYES, "cc-wrong"):
+        headers = {"authorization": f"Bearer {key}"}
+        await web.ask("POST", "/v1/completions", {"prompt": "the lazy dog", "max_tokens": 1}, headers)
+        await web.ask("POST", "/v1/completions", b"{", headers)
+        await asyncio.gather(
+            door.generation.Generate(_request(), metadata=bearer(key)),
+            door.admin.Drain(pb.DrainRequest(group="none"), metadata=bearer(key)),
+            return_exceptions=True,
+        )
+    status = await door.admin.Status(pb.StatusRequest(), metadata=bearer(OPS))
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpcore", "openai"))]
+    for key in (SEARCH, OPS, EYES, "cc-wrong"):
+        assert not any(key in line for line in ours) and key not in str(status)
+        assert key not in repr(door.router.config)
+    await web.openai.close()
