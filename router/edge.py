@@ -133,7 +133,12 @@ async def refuse(context: Context, error: Exception) -> Never:
         details.Pack(RetryInfo(retry_delay=_duration(error.retry_seconds)))
         status.details.append(details)
     grpc_status = rpc_status.to_status(status)
-    await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
+    try:
+        await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:  # the client has left before it was told, which is no news to anybody
+        raise grpc.aio.AbortError from error
     raise AssertionError("abort always raises")
 
 

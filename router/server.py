@@ -58,7 +58,7 @@ class Router:
         """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
         self.config = config
         self._gate = Gate(config.keys_file)
-        self._certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.groups = Groups(config)
         self.traffic = Traffic()
         self.http_address = ""  # host:port once it listens, if it does
@@ -68,7 +68,7 @@ class Router:
         self.metrics = Metrics(self.admin)
         self._http = HttpServer(
             Api(self.generation, self.admin, tokenizer, self.metrics, self._gate).app,
-            self._certificate,
+            self.certificate,
             config.slow_reader_seconds,
         )
         self._server = grpc.aio.server(options=_OPTIONS)
@@ -115,9 +115,9 @@ class Router:
         self.generation.close()
 
     def _listen(self, address: str) -> int:
-        if self._certificate is None:
+        if self.certificate is None:
             return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, self._certificate.grpc_credentials())
+        return self._server.add_secure_port(address, self.certificate.grpc_credentials())
 
     def _add_services(self) -> None:
         generation, admin = self.generation, self.admin

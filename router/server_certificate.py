@@ -33,6 +33,11 @@ class ServerCertificate:
         """None without a certificate."""
         return cls(cert, key, client_ca) if cert and key else None
 
+    def look_now(self) -> None:
+        """The next connection of either kind gets what the files hold then."""
+        self._for_grpc.look_now()
+        self._for_http.look_now()
+
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """gRPC asks for a change at each new connection."""
         mutual = self._client_ca is not None

@@ -1,14 +1,19 @@
 """Ticket: one submission on one group's stream, and the outputs that have come for it.
 
 A link delivers, a relay takes. Whatever came since the last take comes at once, so that a slow reader gets a few large
-deltas and not a queue of small ones. It does not know text, and it dies with its stream.
+deltas and not a queue of small ones; for one that falls too far behind nothing more is kept, nor computed. It does not
+know text, and it dies with its stream.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
-from ..proto.errors import CoatcheckError
+from ..proto.errors import CoatcheckError, SlowReader
 from ..proto.worker_pb2 import SequenceOutput
+
+# Steps that may wait for a reader: some ten seconds of a fast stream, and a few megabytes where log-probabilities come.
+MOST_WAITING: Final = 8192
 
 
 class GroupLost(Exception):
@@ -67,7 +72,13 @@ class Ticket:
 
     def deliver(self, output: SequenceOutput) -> None:
         """Called by the link, once per output; `wake` follows."""
-        self._outputs.append(output)
+        if len(self._outputs) < MOST_WAITING * self.choices:
+            self._outputs.append(output)
+        elif self._error is None:
+            self._abort(self.id, None)
+            self._error = SlowReader(
+                f"this stream fell {MOST_WAITING} tokens behind; read it as it comes, or ask for less"
+            )
 
     def wake(self, round: int) -> bool:
         """Called by the link: whoever waits in `take` goes on. Returns whether someone did wait."""

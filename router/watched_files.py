@@ -1,5 +1,6 @@
 """WatchedFiles: whether files have changed since they were read last. It does not know what is in them."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,10 @@ class WatchedFiles:
         self._clock = clock
         self._looked = clock()
         self._seen = self._look()
+
+    def look_now(self) -> None:
+        """The next `changed` looks, however soon it is asked."""
+        self._looked = -math.inf
 
     def changed(self) -> bool:
         """Whether any is another than at the last look; a change is told once."""

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from ...proto.errors import InvalidConfig
 from ..server_certificate import ServerCertificate
 
+_SEND_BYTES = 256 << 10
 _SHORTEST_GRACE = 0.2  # for connections that are merely kept open
 
 
@@ -55,6 +56,8 @@ class HttpServer:
         # Connections inherit it; asyncio sets it only on sockets that name their protocol, which these do not. An
         # answer is more than one write, and without it the second waits for a delayed acknowledgement, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # What the kernel may hold of an answer that nobody takes; text needs no more.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         # As they inherit this: the kernel itself ends connections whose client takes nothing, whatever is amid what.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * self._slow_reader_seconds))
         self._task = asyncio.create_task(self._server.serve([listener]), name="http")
