@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..proto.errors import InvalidConfig
+from ..proto.log_lines import LogFormat
+from ..proto.tracing import check_endpoint
 
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
@@ -76,6 +78,16 @@ def parse_http_port(value: object) -> object:
     return value
 
 
+def parse_otlp_endpoint(value: object) -> object:
+    """Where spans can be sent, or None."""
+    if isinstance(value, str):
+        try:
+            check_endpoint(value)
+        except InvalidConfig as error:
+            raise ValueError(str(error).partition("; ")[2]) from None
+    return value
+
+
 class ServeConfig(BaseModel):
     """`groups` tensor-parallel groups of `tp` ranks each, behind one router."""
 
@@ -107,6 +119,9 @@ class ServeConfig(BaseModel):
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
     max_model_len: int | None = Field(None, ge=2, lt=2**31)
     deterministic: bool = False
+    log_format: LogFormat = "text"
+    # A collector's gRPC address (OTLP); unset: no traces.
+    otlp_endpoint: Annotated[str | None, BeforeValidator(parse_otlp_endpoint)] = None
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:

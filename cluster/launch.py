@@ -165,6 +165,8 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
+        log_format=config.log_format,
+        otlp_endpoint=config.otlp_endpoint,
         listen_host="127.0.0.1" if loopback else "0.0.0.0",
     )
 
@@ -179,6 +181,8 @@ def router_config(config: ServeConfig, port: int) -> RouterConfig:
         port=port,
         http_host=config.http_host,
         http_port=config.http_listen_port,
+        log_format=config.log_format,
+        otlp_endpoint=config.otlp_endpoint,
     )
 
 

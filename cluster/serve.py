@@ -88,6 +88,12 @@ def serve(
             help="The same bits for a request whatever shares its steps, cached or not, preempted or not.",
         ),
     ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="What router and ranks log: text (default) or json, an object a line.")
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send traces to this collector, such as http://127.0.0.1:4317. Default: none.")
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: the directory's name or the hub id.")
     ] = None,

@@ -18,6 +18,7 @@ A message says what is wrong and what to change. This module does not know who r
 status is sent.
 """
 
+import asyncio
 from typing import Final
 
 
@@ -90,6 +91,27 @@ STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
     InvalidModel: (9, 500),
     InvalidConfig: (9, 500),
 }
+
+# google.rpc codes that the table has, and what is not ours, as they are counted and logged.
+_NAMES: Final = {
+    3: "invalid_argument",
+    5: "not_found",
+    7: "permission_denied",
+    8: "resource_exhausted",
+    9: "failed_precondition",
+    10: "aborted",
+    13: "internal",
+    14: "unavailable",
+    16: "unauthenticated",
+}
+
+
+def status_name(error: BaseException) -> str:
+    """An error's status in small letters; "cancelled" for a task or stream that whoever wanted it has left."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled"
+    code, _ = status_of(error)
+    return _NAMES.get(code, str(code))
 
 
 def status_of(error: BaseException) -> tuple[int, int]:

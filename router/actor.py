@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import ray
 
 from ..proto.coatcheck_pb2 import StatusResponse
+from ..proto.log_lines import configure_logging
 from .config import RouterConfig
 from .group_address import GroupAddress
 from .server import Router
@@ -22,6 +23,8 @@ class RouterActor:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        # Ray sends this process's stderr to a file in its session directory.
+        configure_logging(config.log_format, router=config.name)
         self._router: Router | None = None
         self._address = ""
         self._starting = asyncio.Lock()

@@ -33,6 +33,14 @@ class Admin:
 
     def report(self) -> StatusResponse:
         """Groups as they reported last, and latencies as measured here."""
+        response = self.counts()
+        traffic = self._traffic
+        for name in ("ttft", "tpot", "itl", "queue"):
+            getattr(response, name).CopyFrom(getattr(traffic, name).status())
+        return response
+
+    def counts(self) -> StatusResponse:
+        """The same without latencies, whose percentiles take a while."""
         groups = [self._link_status(link) for link in self._groups.links]
         groups += [_address_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
         groups.sort(key=lambda group: group.name)
@@ -40,8 +48,6 @@ class Admin:
             router=self._config.name,
             state=self.state,
             groups=groups,
-            ttft=self._traffic.ttft.status(),
-            tpot=self._traffic.tpot.status(),
             active_streams=self._traffic.active,
             hit_ratio=self._traffic.hit_ratio,
         )

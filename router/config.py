@@ -9,6 +9,8 @@ from typing import Final
 
 from ..proto.errors import InvalidConfig
 from ..proto.plane_certificate import PlaneCertificate
+from ..proto.log_lines import check_log_format
+from ..proto.tracing import check_endpoint
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
@@ -45,6 +47,8 @@ class RouterConfig:
     slow_reader_seconds: float = 30.0
     # What shows groups that this is a router of theirs, and routers that those are groups; None: plain connections.
     plane: PlaneCertificate | None = None
+    log_format: str = "text"  # or "json"
+    otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, naming the setting, its value and what it may be."""
@@ -61,6 +65,8 @@ class RouterConfig:
         )
         _require(bool(self.tls_cert) == bool(self.tls_key), "tls_key", self.tls_key, "given with tls_cert, or neither")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
+        check_log_format(self.log_format)
+        check_endpoint(self.otlp_endpoint)
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
     @property

@@ -20,6 +20,7 @@ from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as a
 from grpc_status import rpc_status
 
 from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReader, status_of
+from ..proto.tracing import CARRIED
 from .explanation import is_asked, trailing_metadata
 from .gate import Gate
 from .tenant import Scope, Tenant
@@ -34,7 +35,8 @@ Question = TypeVar("Question", bound=Message)
 class Edge:
     """Makes handlers for methods; a caller is let in by the gate before anything is read of what it sent.
 
-    A method that `knows` its caller takes `tenant` besides its message, one that explains `on_decision`.
+    A method that `knows` its caller takes `tenant` besides its message, one that generates `on_decision`
+    and the `carrier` of the caller's trace.
     """
 
     def __init__(self, gate: Gate, slow_reader_seconds: float) -> None:
@@ -48,13 +50,13 @@ class Edge:
         scope: Scope = "generate",
         *,
         knows: bool = False,
-        explains: bool = False,
+        generates: bool = False,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for a method that answers once."""
 
         async def answer(data: bytes, context: Context) -> bytes:
             try:
-                asked = _asked(context, self._admit(context, scope), knows, explains)
+                asked = _asked(context, self._admit(context, scope), knows, generates)
                 return (await method(_parse(kind, data), **asked)).SerializeToString()
             except Exception as error:  # every request is answered, whatever went wrong
                 await refuse(context, error)
@@ -68,14 +70,14 @@ class Edge:
         scope: Scope = "generate",
         *,
         knows: bool = False,
-        explains: bool = False,
+        generates: bool = False,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for a method that answers with a stream; a client that goes away closes the method's generator,
         and so does one that takes nothing for so long that it might as well have."""
 
         async def answer(data: bytes, context: Context) -> None:
             try:
-                asked = _asked(context, self._admit(context, scope), knows, explains)
+                asked = _asked(context, self._admit(context, scope), knows, generates)
                 async with aclosing(method(_parse(kind, data), **asked)) as events:
                     async for event in events:
                         await self._write(context, event)
@@ -98,10 +100,15 @@ class Edge:
             ) from None
 
 
-def _asked(context: Context, tenant: Tenant, knows: bool, explains: bool) -> dict[str, Any]:
+def _asked(context: Context, tenant: Tenant, knows: bool, generates: bool) -> dict[str, Any]:
     asked: dict[str, Any] = {"tenant": tenant} if knows else {}
-    if explains and is_asked(context.invocation_metadata()):
+    if not generates:
+        return asked
+    metadata = context.invocation_metadata() or ()
+    if is_asked(metadata):
         asked["on_decision"] = lambda decision: context.set_trailing_metadata(trailing_metadata(decision))
+    if carrier := {key: value for key, value in metadata if key in CARRIED and isinstance(value, str)}:
+        asked["carrier"] = carrier
     return asked
 
 

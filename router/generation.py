@@ -5,9 +5,10 @@ or HTTP: callers turn its errors into statuses, and close the iterator when thei
 """
 
 import asyncio
+import dataclasses
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Final, TypeVar
@@ -26,10 +27,12 @@ from ..proto.coatcheck_pb2 import (
     TokenizeResponse,
 )
 from ..proto.errors import InvalidRequest, Unavailable
+from ..proto.tracing import NO_PARENT, Tracing
 from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
 from .config import RouterConfig
 from .explanation import explanation_of
 from .groups import Groups, capacity
+from .passage import Passage
 from .policy import Decision
 from .relay import Relay
 from .request import Request
@@ -47,11 +50,19 @@ _MOST_TOKENIZED: Final = 1 << 18
 class Generation:
     """Owns the tokeniser's threads."""
 
-    def __init__(self, config: RouterConfig, tokenizer: TokenizerJson, groups: Groups, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: TokenizerJson,
+        groups: Groups,
+        traffic: Traffic,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._groups = groups
         self._traffic = traffic
+        self._tracing = tracing
         self._rng = random.SystemRandom()
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -71,37 +82,45 @@ class Generation:
         message: GenerateRequest,
         on_decision: Callable[[Decision], None] | None = None,
         tenant: Tenant = ANYONE,
+        carrier: Mapping[str, str] = NO_PARENT,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Started, deltas, Final. Closing it early frees what the request holds. At its end `on_decision` is told why
-        it was where it was last."""
-        with self._traffic.request(tenant):
-            arrived = time.monotonic()
-            request = await self._admit(message, tenant)
-            skip = request.sampling.skip_special_tokens
-            relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
-            ttft: float | None = None
-            try:
-                async for event in relay.events():
-                    if ttft is None and event.HasField("delta"):
-                        ttft = time.monotonic() - arrived
-                    yield event
-            finally:
-                relay.close()
-                if on_decision is not None and relay.decision is not None:
-                    on_decision(relay.decision)
-            self._traffic.answered(relay.usage, ttft, time.monotonic() - arrived)
+        it was where it was last. `carrier` is the client's trace context."""
+        passage = Passage(self._traffic, self._tracing, message.request_id, carrier)
+        relay: Relay | None = None
+        failure: BaseException | None = None
+        try:
+            with self._traffic.request(tenant):
+                request = await self._admit(message, tenant, passage)
+                skip = request.sampling.skip_special_tokens
+                relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
+                try:
+                    async for event in relay.events():
+                        if event.HasField("delta"):
+                            passage.delta(event.delta.choice)
+                        yield event
+                finally:
+                    relay.close()
+                    if on_decision is not None and relay.decision is not None:
+                        on_decision(relay.decision)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            passage.ended(relay.usage if relay is not None else None, failure)
 
     async def generate(
         self,
         message: GenerateRequest,
         on_decision: Callable[[Decision], None] | None = None,
         tenant: Tenant = ANYONE,
+        carrier: Mapping[str, str] = NO_PARENT,
     ) -> GenerateResponse:
         """The same answer once it is whole."""
         response = GenerateResponse()
         choices: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
-        async with aclosing(self.generate_stream(message, on_decision, tenant)) as events:
+        async with aclosing(self.generate_stream(message, on_decision, tenant, carrier)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "started":
@@ -151,7 +170,9 @@ class Generation:
         """Ends the tokeniser's threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _admit(self, message: GenerateRequest, tenant: Tenant) -> Request:
+    async def _admit(
+        self, message: GenerateRequest, tenant: Tenant, passage: Passage | None = None
+    ) -> Request:
         refuse_unknown_fields(message)
         check_model_name(message.model, self._config.model_name)
         most = self._capacity(self._model())
@@ -172,7 +193,10 @@ class Generation:
             await self._aside(request.sampling.structured.check)
         if len(token_ids) > _LONG_PROMPT:
             await self._aside(lambda: request.chain(model))
-        return request
+        if passage is None:
+            return request
+        passage.admitted(request.request_id, len(token_ids), resumed=bool(request.resume))
+        return dataclasses.replace(request, passage=passage)
 
     def _capacity(self, model: GetModelResponse) -> int:
         rooms = [capacity(registration) for _, registration in self._groups.serving()]

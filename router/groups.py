@@ -148,12 +148,17 @@ class Groups:
         serving: list[tuple[GroupLink, Registration]],
         avoid: AbstractSet[str],
     ) -> Placement:
+        passage = request.passage
+        if passage is not None:
+            passage.routing()
         eligible = [(link, reg) for link, reg in _holding(serving, request) if link.name not in avoid]
         decision = self._decide(request, eligible or _holding(serving, request))
         link = self._links[decision.group]
         assert link.registration is not None, "what serves is attached"
         model = link.registration.model
         chosen = decision.chosen
+        if passage is not None:
+            passage.routed(decision, attempt)
         uncached = len(request.prompt_token_ids) - chosen.cached_tokens
         ticket = link.submit(request, attempt, delivered, uncached)
         expectation = self.index.expect(link.name, request.chain(model))

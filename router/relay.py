@@ -86,6 +86,7 @@ class Relay:
 
     def close(self) -> None:
         """Frees what a group holds of it; events end."""
+        self.usage.completion_tokens = self.completion_tokens
         if self._placement is not None:
             self._placement.close(finished=self._finished)
             self._placement = None
@@ -135,6 +136,8 @@ class Relay:
         placement.close(finished=True)
         self._placement = None
         self._left.add(placement.ticket.group)
+        if self.request.passage is not None:
+            self.request.passage.lost(placement.ticket.group, str(lost))
         self._scored = 0
         self._deaths += 1
         if self._deaths >= _MOST_DEATHS_IN_A_ROW:
@@ -154,6 +157,8 @@ class Relay:
                 placement.computed(output.cached)
             if output.HasField("cached") and not self._counted:
                 self._counted = True
+                if self.request.passage is not None:
+                    self.request.passage.computing(output.cached)
                 self.usage.cached_device_tokens = output.cached.device_tokens
                 self.usage.cached_host_tokens = output.cached.host_tokens
             if output.prompt_logprobs and (scored := self._score(output.prompt_logprobs)):

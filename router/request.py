@@ -5,19 +5,25 @@ It does not know groups, streams or text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..proto.block_hash import block_key, hash_chain
 from ..proto.coatcheck_pb2 import GetModelResponse, Resumed
 from ..proto.coatcheck_pb2 import SamplingParams as SamplingMessage
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
+from ..proto.tracing import NO_PARENT
 from ..proto.worker_pb2 import Submit
 from .tenant import ANYONE, Tenant
+
+if TYPE_CHECKING:
+    from .passage import Passage
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`sampling` has its seed and max_tokens; `resume[choice]` are output tokens that the client already has."""
+    """`sampling` has its seed and max_tokens; `resume[choice]` are output tokens that the client already has. `passage`
+    is told where it goes."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -28,6 +34,7 @@ class Request:
     session_id: str = ""
     retention: Retention | None = None
     tenant: Tenant = ANYONE
+    passage: "Passage | None" = field(default=None, compare=False, repr=False)
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     @property
@@ -59,6 +66,7 @@ class Request:
             uncached_tokens=uncached_tokens,
             priority=self.priority,
             retention=self.retention.to_message() if self.retention else None,
+            **(self.passage.carrier() if self.passage is not None else NO_PARENT),
         )
 
     def _group_sampling(self) -> SamplingMessage:

@@ -8,7 +8,6 @@ not know who starts groups or why they change.
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -19,9 +18,12 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from ..proto import coatcheck_pb2 as messages
 from ..proto.errors import InvalidConfig
+from ..proto.log_lines import configure_logging
+from ..proto.tracing import Tracing
 from .admin import Admin
 from .config import MESSAGE_BYTES, RouterConfig
 from .edge import Edge
@@ -31,6 +33,7 @@ from .group_address import GroupAddress
 from .groups import Groups
 from .http.api import Api
 from .http.server import HttpServer
+from .measures import Measures
 from .metrics import Metrics
 from .server_certificate import ServerCertificate
 from .tokenizer import TokenizerJson
@@ -54,18 +57,22 @@ _OPTIONS = [
 class Router:
     """Owns the gRPC and HTTP servers, the groups and the tokeniser. Make and use it inside one event loop."""
 
-    def __init__(self, config: RouterConfig, tokenizer: TokenizerJson | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: TokenizerJson | None = None, tracing: Tracing | None = None
+    ) -> None:
         """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
         self.config = config
         self._gate = Gate(config.keys_file)
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.groups = Groups(config)
-        self.traffic = Traffic()
+        registry = CollectorRegistry()
+        self.traffic = Traffic(Measures(registry))
         self.http_address = ""  # host:port once it listens, if it does
+        self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
         tokenizer = tokenizer or TokenizerJson.load(config.model)
-        self.generation = Generation(config, tokenizer, self.groups, self.traffic)
+        self.generation = Generation(config, tokenizer, self.groups, self.traffic, self._tracing)
         self.admin = Admin(config, self.groups, self.traffic)
-        self.metrics = Metrics(self.admin)
+        self.metrics = Metrics(self.admin.counts, registry)
         self._http = HttpServer(
             Api(self.generation, self.admin, tokenizer, self.metrics, self._gate).app,
             self.certificate,
@@ -113,6 +120,8 @@ class Router:
         await asyncio.gather(self._server.stop(grace_seconds), self._http.stop(grace_seconds))
         await self.groups.close()
         self.generation.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def _listen(self, address: str) -> int:
         if self.certificate is None:
@@ -124,8 +133,8 @@ class Router:
         edge = Edge(self._gate, self.config.slow_reader_seconds)
         asked = messages.GenerateRequest
         methods = {
-            "Generate": edge.unary(asked, generation.generate, knows=True, explains=True),
-            "GenerateStream": edge.streaming(asked, generation.generate_stream, knows=True, explains=True),
+            "Generate": edge.unary(asked, generation.generate, knows=True, generates=True),
+            "GenerateStream": edge.streaming(asked, generation.generate_stream, knows=True, generates=True),
             "Tokenize": edge.unary(messages.TokenizeRequest, generation.tokenize),
             "Detokenize": edge.unary(messages.DetokenizeRequest, generation.detokenize),
             "GetModel": edge.unary(messages.GetModelRequest, generation.get_model),
@@ -165,9 +174,10 @@ def main(
     http_port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
     name: str = "router-0",
     served_model_name: Annotated[str, typer.Option(help="The model's name, as the groups have it.")] = "",
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
     """Runs one router against groups that are already there."""
-    logging.basicConfig(level=logging.INFO)
+    configure_logging(log_format, router=name)
     addresses = [GroupAddress(name, address) for name, _, address in (entry.partition("=") for entry in group)]
     with contextlib.suppress(KeyboardInterrupt):
         config = RouterConfig(model, served_model_name, name, host, port, http_host=host, http_port=http_port)

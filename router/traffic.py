@@ -1,6 +1,6 @@
 """Traffic: what this router is carrying, how fast it has been lately, and whether it takes more.
 
-It does not know requests or groups; it counts.
+It does not know groups; it counts. What it counts since the start is for Prometheus (see measures).
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import Final
 
 from ..proto.coatcheck_pb2 import LatencyStatus, Usage
 from ..proto.errors import Draining, Overloaded
+from .measures import Measures
 from .tenant import ANYONE, Tenant
 
 _WINDOW_SECONDS: Final = 300.0
@@ -44,12 +45,15 @@ class LatencyWindow:
 class Traffic:
     """Open requests, latencies and the share of prompt tokens that caches held."""
 
-    def __init__(self) -> None:
+    def __init__(self, measures: Measures) -> None:
+        self.measures = measures
         self.active = 0
         self.draining = False
         self.ttft = LatencyWindow()
         self.tpot = LatencyWindow()
         self._streams: Counter[str] = Counter()  # open ones, by tenant
+        self.itl = LatencyWindow()
+        self.queue = LatencyWindow()
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._idle = asyncio.Event()
@@ -86,10 +90,23 @@ class Traffic:
         """Records a whole answer: its first token after `ttft`, all of it after `seconds`."""
         self._prompt_tokens += usage.prompt_tokens
         self._cached_tokens += usage.cached_device_tokens + usage.cached_host_tokens
+        tpot = None
         if ttft is not None:
             self.ttft.record(ttft)
             if usage.completion_tokens > 1:
-                self.tpot.record((seconds - ttft) / (usage.completion_tokens - 1))
+                tpot = (seconds - ttft) / (usage.completion_tokens - 1)
+                self.tpot.record(tpot)
+        self.measures.answered(usage, ttft, tpot)
+
+    def delta(self, seconds: float) -> None:
+        """Records a delta, so long after its choice's last."""
+        self.itl.record(seconds)
+        self.measures.delta(seconds)
+
+    def queued(self, seconds: float) -> None:
+        """Records that a group has begun with a request, so long after it arrived."""
+        self.queue.record(seconds)
+        self.measures.queued(seconds)
 
     @property
     def hit_ratio(self) -> float:

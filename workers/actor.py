@@ -7,12 +7,12 @@ running rank asks `watch` instead. It needs a thread per call under way: see CON
 import logging
 import os
 import socket
-import sys
 import threading
 from typing import TYPE_CHECKING
 
 import ray.util
 
+from ..proto.log_lines import configure_logging
 from .group_config import GroupConfig
 from .rank_process import divide_cores, settle_environment
 from .rank_progress import RankProgress
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # run, a watch or two, and the short calls beside them.
 CONCURRENCY = 8
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RankActor:
@@ -38,7 +37,7 @@ class RankActor:
         self._ended = threading.Event()
         self._failure: Exception | None = None
         # Ray sends both streams of this process to files in its session directory.
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT, force=True)
+        configure_logging(config.log_format, rank=f"{config.name}/{rank}")
         settle_environment(threads=divide_cores(config.threads, ranks_on_host), host=self._host)
 
     def rendezvous(self) -> str:

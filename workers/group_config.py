@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from ..proto.errors import InvalidConfig
 from ..proto.plane_certificate import PlaneCertificate
+from ..proto.log_lines import check_log_format
+from ..proto.tracing import check_endpoint
 from .kv_dtype import KV_DTYPES
 
 
@@ -38,6 +40,8 @@ class GroupConfig:
     # How far apart ranks may begin and load, and how long one waits for another within a step.
     meeting_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0
+    log_format: str = "text"  # or "json"
+    otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig for a setting that cannot be."""
@@ -64,3 +68,5 @@ class GroupConfig:
             raise InvalidConfig(f"max-model-len is {self.max_model_len}; use at least 2")
         if self.threads < 0:
             raise InvalidConfig(f"threads is {self.threads}; use 0 (divide the cores) or more")
+        check_log_format(self.log_format)
+        check_endpoint(self.otlp_endpoint)

@@ -20,6 +20,7 @@ from ..kernels.native import native_status
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
 from ..proto.errors import InvalidConfig
+from ..proto.tracing import Tracing
 from .block_layout import BlockLayout
 from .communicator import Communicator
 from .copier import Copier, CpuCopier
@@ -213,8 +214,9 @@ class Rank:
         engine.price(self._copies)
         kernels = "triton" if on_gpu else native_status()
         registration = self._registration(spec, engine, num_blocks, host_blocks)
+        tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
         service = WorkerService(
-            registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block, plane=config.plane
+            registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block, plane=config.plane, tracing=tracing
         )
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
         address = service.start(loop, f"{config.listen_host}:0")
@@ -240,6 +242,8 @@ class Rank:
         if group_runner is not None:
             group_runner.stop()
         service.stop()
+        if tracing is not None:
+            tracing.close()
 
     def _registration(self, spec: ModelSpec, engine: Engine, num_blocks: int, host_blocks: int) -> wire.Registration:
         model = public.GetModelResponse(

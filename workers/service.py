@@ -21,7 +21,9 @@ from ..proto import plane_certificate
 from ..proto import worker_pb2 as wire
 from ..proto.errors import CoatcheckError, InvalidRequest, status_of
 from ..proto.plane_certificate import PlaneCertificate
+from ..proto.tracing import Tracing
 from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from .answer_log import Answer, AnswerLog
 from .engine import Engine
 from .engine_loop import HEARTBEAT_SECONDS, EngineLoop
 from .step_output import EngineStats, KvEvent, StepOutput
@@ -41,11 +43,12 @@ _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
 
 @dataclass(slots=True)
 class _Ticket:
-    """One submission that is being answered; `choices` are those not yet finished."""
+    """One submission that is being answered; `choices` are those not yet finished, `answer` is for the log."""
 
     subscriber: Subscriber
     submit_id: int
     attempt: int
+    answer: Answer
     choices: set[int] = field(default_factory=set)
 
 
@@ -61,6 +64,7 @@ class WorkerService(WorkerServicer):
         bytes_per_block: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
         plane: PlaneCertificate | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.address = ""
         self._plane = plane
@@ -69,6 +73,7 @@ class WorkerService(WorkerServicer):
         self._kernels = kernels
         self._bytes_per_block = bytes_per_block
         self._buffer_bytes = buffer_bytes
+        self._answers = AnswerLog(registration.group, tracing)
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
         self._tickets: dict[str, _Ticket] = {}
         self._attached = 0
@@ -113,11 +118,13 @@ class WorkerService(WorkerServicer):
                 batch = batches[ticket.subscriber.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
                 mail.append((ticket.subscriber, batch))
             write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
+            self._answers.wrote(ticket.answer, sequence)
             if sequence.finish_reason is not None:
                 self._close_choice(sequence.request_id, ticket, sequence.choice)
         for request_id, reason in output.refused:
             if ticket := self._tickets.pop(request_id, None):
                 error = InvalidRequest(reason)
+                self._answers.end(ticket.answer, f"refused: {reason}")
                 self._loop.call_soon_threadsafe(
                     self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, error
                 )
@@ -222,27 +229,30 @@ class WorkerService(WorkerServicer):
             self._reply_refused(subscriber, submit.id, submit.attempt, error)
             return
         choices = set(range(request.sampling.n))
-        self._tickets[key] = _Ticket(subscriber, submit.id, submit.attempt, choices)
+        carrier = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
+        answer = self._answers.begin(submit.request_id, len(submit.prompt_token_ids), carrier)
+        self._tickets[key] = _Ticket(subscriber, submit.id, submit.attempt, answer, choices)
         self._engine.submit(request, refuse)
 
     def _abort(self, key: str, choice: int | None) -> None:
         ticket = self._tickets.get(key)
         if ticket is None:
             return  # it has ended meanwhile
-        if choice is None:
-            self._tickets.pop(key, None)
-        else:
+        if choice is not None:
             self._close_choice(key, ticket, choice)
+        elif self._tickets.pop(key, None) is not None:
+            self._answers.end(ticket.answer, "aborted")
         self._engine.abort(key, choice)
 
     def _close_choice(self, key: str, ticket: _Ticket, choice: int) -> None:
         ticket.choices.discard(choice)
-        if not ticket.choices:
-            self._tickets.pop(key, None)
+        if not ticket.choices and self._tickets.pop(key, None) is not None:
+            self._answers.end(ticket.answer, "ok")
 
     def _refuse(self, key: str, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
         # In the engine's thread.
-        self._tickets.pop(key, None)
+        if (ticket := self._tickets.pop(key, None)) is not None:
+            self._answers.end(ticket.answer, f"refused: {error}")
         self._loop.call_soon_threadsafe(self._reply_refused, subscriber, submit_id, attempt, error)
 
     def _reply_refused(self, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:

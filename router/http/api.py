@@ -7,7 +7,7 @@ otherwise. It does not know how bytes are served, nor who may ask: the gate does
 import asyncio
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from ...proto.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
 from ...proto.errors import CoatcheckError, InvalidRequest, NotFound
+from ...proto.tracing import CARRIED
 from ..admin import Admin
 from ..config import MESSAGE_BYTES
 from ..gate import Gate
@@ -156,16 +157,21 @@ class Api:
     ) -> Response:
         headers = {"x-request-id": name}
         tenant: Tenant = request.scope["tenant"]
+        carrier = carrier_of(request)
         if not stream:
-            responses = await while_connected(request.receive, self._all(messages, tenant))
+            responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
             return JsonBody(answer.whole(responses), headers=headers)
-        sources = [self._generation.generate_stream(message, tenant=tenant) for message in messages]
+        generate = self._generation.generate_stream
+        sources = [generate(message, tenant=tenant, carrier=carrier) for message in messages]
         await while_connected(request.receive, begin(sources))
         streaming: Answer = answer
         return EventStream(merged(sources), streaming, headers)
 
-    async def _all(self, messages: Sequence[GenerateRequest], tenant: Tenant) -> list[GenerateResponse]:
-        tasks = [asyncio.create_task(self._generation.generate(message, tenant=tenant)) for message in messages]
+    async def _all(
+        self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]
+    ) -> list[GenerateResponse]:
+        generate = self._generation.generate
+        tasks = [asyncio.create_task(generate(message, tenant=tenant, carrier=carrier)) for message in messages]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -214,6 +220,11 @@ def request_id(request: Request) -> str:
     """The client's own, where it is one that can be written to a log; else a new one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def carrier_of(request: Request) -> Mapping[str, str]:
+    """The client's trace context."""
+    return {name: request.headers[name] for name in CARRIED if name in request.headers}
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -57,7 +57,7 @@ async def test_metrics_are_prometheus_text(open_web: OpenWeb) -> None:
     web = await open_web(FakeGroup())
     status, headers, text = await web.ask("GET", "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain")
-    assert 'coatcheck_group_running{group="g0"} 0.0' in text
+    assert 'coatcheck_group_running_sequences{group="g0"} 0' in text
 
 
 async def test_a_request_may_bring_its_id(open_web: OpenWeb) -> None:
