@@ -7,14 +7,13 @@ router of every change in a group at once. It does not know tokens, nor who read
 import asyncio
 import logging
 import os
-import sys
 from collections import Counter
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from ..proto.errors import InvalidConfig
-from ..workers.actor import LOG_FORMAT
+from ..proto.log_lines import configure_logging
 from . import launch
 from .cluster_state import ClusterState
 from .config import ServeConfig
@@ -32,7 +31,7 @@ class Supervisor:
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: Placement) -> None:  # type: ignore[misc]
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT, force=True)
+        configure_logging(config.log_format, actor="supervisor")
         self._config = config
         self._placement = placement
         self._groups: list[GroupKeeper] = []

@@ -80,7 +80,7 @@ class AnswerLog:
         answer.firsts[output.choice] = now
         began = now - int(output.prefill_seconds * 1e9)
         submitted = began - int(output.queued_seconds * 1e9)
-        where = {"group": self._group, "choice": output.choice}
+        where: dict[str, str | int] = {"group": self._group, "choice": output.choice}
         self._tracing.record("engine.queue", answer.parent, submitted, began, **where)
         self._tracing.record(
             "engine.prefill",
