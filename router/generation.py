@@ -170,9 +170,7 @@ class Generation:
         """Ends the tokeniser's threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _admit(
-        self, message: GenerateRequest, tenant: Tenant, passage: Passage | None = None
-    ) -> Request:
+    async def _admit(self, message: GenerateRequest, tenant: Tenant, passage: Passage | None = None) -> Request:
         refuse_unknown_fields(message)
         check_model_name(message.model, self._config.model_name)
         most = self._capacity(self._model())

@@ -32,6 +32,7 @@ from .chat_request import ChatRequest
 from .completion_answer import CompletionAnswer, ShownPrompt
 from .completion_request import CompletionRequest, Prompt
 from .connection import ClientGone, while_connected
+from .dashboard import Dashboard
 from .error_body import error_body, explain, refusal, retry_headers
 from .event_stream import Answer, EventStream
 from .gate import HttpGate
@@ -74,6 +75,8 @@ class Api:
             ("POST", "/detokenize", self.detokenize),
         ):
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        for path, page in Dashboard(admin.report).answers.items():
+            self.app.add_api_route(path, page, methods=["GET"], response_model=None, include_in_schema=False)
         self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
         self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _misread)

@@ -1,0 +1,102 @@
+"""Dashboard: a small web page on the router's HTTP port, and the one JSON object that it shows.
+
+The page loads nothing from elsewhere, and its policy lets a browser load nothing else. It does not know who may ask.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.responses import Response
+
+from ...proto.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
+from .json_body import JsonBody
+
+_FILES: Final = Path(__file__).parent / "page"
+_KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_FRESH_SECONDS: Final = 0.5  # percentiles take a while, and there may be many viewers
+HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+class Dashboard:
+    """`answers` are the page's parts, and what it shows."""
+
+    def __init__(self, report: Callable[[], StatusResponse]) -> None:
+        self._report = report
+        self._made: tuple[float, dict[str, Any]] | None = None
+        files = {f"/dashboard/{file.name}": file for file in sorted(_FILES.iterdir()) if file.suffix in _KINDS}
+        index = _FILES / "index.html"
+        self._files = {"/": index, "/dashboard": index, **files}
+
+    @property
+    def answers(self) -> dict[str, Callable[[], Awaitable[Response]]]:
+        """Path -> what answers it."""
+        parts = {path: partial(_send, file.read_bytes(), _KINDS[file.suffix]) for path, file in self._files.items()}
+        return {**parts, "/dashboard/state": self.state}
+
+    async def state(self) -> Response:
+        """Half a second old at most."""
+        now = time.monotonic()
+        if self._made is None or now - self._made[0] > _FRESH_SECONDS:
+            self._made = (now, state_of(self._report()))
+        return JsonBody(self._made[1], headers={"cache-control": "no-store"})
+
+
+def state_of(status: StatusResponse) -> dict[str, Any]:
+    """What the page and `coatcheck top` show."""
+    model = status.model
+    return {
+        "time": time.time(),
+        "router": status.router,
+        "state": status.state,
+        "model": {name: getattr(model, name) for name in ("name", "dtype", "kv_dtype", "block_size", "max_model_len")},
+        "active": status.active_streams,
+        "running": sum(group.running for group in status.groups),
+        "waiting": sum(group.waiting for group in status.groups),
+        "generated_tokens": sum(group.generated_tokens for group in status.groups),
+        "hit_ratio": status.hit_ratio,
+        "latencies": {name: _latency(getattr(status, name)) for name in ("ttft", "tpot", "itl", "queue")},
+        "groups": [_group(group) for group in status.groups],
+    }
+
+
+def _group(group: GroupStatus) -> dict[str, Any]:
+    found = group.cached_device_tokens + group.cached_host_tokens
+    names = ("name", "state", "reason", "running", "waiting", "step_seconds", "restarts", "preemptions")
+    return {
+        **{name: getattr(group, name) for name in names},
+        "hit_ratio": found / group.prompt_tokens if group.prompt_tokens else 0.0,
+        "device": {"used": group.blocks_used, "cached": group.blocks_cached, "total": group.blocks_total},
+        "host": {"used": group.host_blocks_used, "total": group.host_blocks_total},
+        "ranks": [_rank(rank) for rank in group.ranks],
+    }
+
+
+def _rank(rank: RankStatus) -> dict[str, Any]:
+    return {name: getattr(rank, name) for name in ("rank", "healthy", "node", "pid", "steps", "peak_memory_bytes")}
+
+
+def _latency(latency: LatencyStatus) -> dict[str, Any]:
+    return {
+        "p50": latency.p50_seconds,
+        "p90": latency.p90_seconds,
+        "p99": latency.p99_seconds,
+        "count": latency.count,
+    }
+
+
+async def _send(data: bytes, kind: str) -> Response:
+    return Response(data, media_type=kind, headers=HEADERS)

@@ -1,0 +1,154 @@
+"""The web page on the router, in a real browser."""
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from coatcheck.proto.coatcheck_pb2 import GroupStatus, RankStatus
+from coatcheck.proto.worker_pb2 import FromGroup, Load
+from tests.router.fake_group import FakeGroup
+
+from .browser import Browser
+from .conftest import OpenWeb
+
+PAGE = Path(__file__).parents[3] / "router" / "http" / "page"
+STATUS = GroupStatus(
+    running=2,
+    waiting=3,
+    blocks_used=16,
+    blocks_cached=32,
+    blocks_total=64,
+    host_blocks_total=10,
+    host_blocks_used=5,
+    prompt_tokens=200,
+    cached_device_tokens=100,
+    generated_tokens=1000,
+    step_seconds=0.012,
+    ranks=[RankStatus(rank=rank, healthy=rank == 0, node="node-a", pid=7, steps=12) for rank in range(2)],
+)
+CARD = "document.querySelector('#cards [data-key=g0]')"
+
+
+def test_the_page_is_small_and_self_contained() -> None:
+    """All of it together is under 200 KB, and no file of it names another host."""
+    files = [file for file in PAGE.iterdir() if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 200_000 and len(files) == 4
+    for file in files:
+        foreign = set(re.findall(r"https?://[^\s\"')`]+", file.read_text())) - {"http://www.w3.org/2000/svg"}
+        assert foreign == set(), file
+
+
+async def test_a_browser_shows_the_cluster_as_it_moves(open_web: OpenWeb) -> None:
+    """Groups, ranks, blocks by tier, hit ratio, queue and latency are there and follow the next report; the browser
+    has nothing to complain of, loads nothing from elsewhere, and both themes differ."""
+    group = FakeGroup()
+    group.load = Load(status=STATUS)
+    web = await open_web(group)
+    await web.openai.completions.create(model="tiny", prompt="a fox", max_tokens=4)
+    async with Browser() as browser:
+        await browser.open(f"http://{web.address}/")
+        await browser.see("document.querySelector('#state').textContent", "serving")
+        await browser.see(f"{CARD}.querySelectorAll('.ranks li').length", 2)
+        assert await browser.run(f"[...{CARD}.querySelectorAll('.ranks li')].map((rank) => rank.className)") == [
+            "",
+            "ill",
+        ]
+        for tier, said in (("device", "16 in use, 32 cached, of 64"), ("host", "5 cached, of 10")):
+            bar = f"{CARD}.querySelector('[data-key=tier-{tier}] .bar')"
+            assert await browser.run(f"{bar}.getAttribute('aria-label')") == f"{tier} blocks: {said}"
+        share = "(bar) => Math.round(100 * bar.querySelector('.used').offsetWidth / bar.offsetWidth)"
+        assert await browser.run(f"({share})({CARD}.querySelector('.bar'))") == 25
+        tile = "document.querySelector('[data-key=\"{}\"] dd span').textContent"
+        assert await browser.run(tile.format("Queue")) == "3" and await browser.run(tile.format("Running")) == "2"
+        assert await browser.run(f"[...{CARD}.querySelectorAll('dd')].map((fact) => fact.textContent)") == [
+            "2",
+            "3",
+            "50.0%",
+            "12.0 ms",
+        ]
+        assert await browser.run("document.querySelector('[data-key=ttft]').children[4].textContent") == "1"
+        # As they move.
+        later = GroupStatus()
+        later.CopyFrom(STATUS)
+        later.waiting, later.blocks_used, later.generated_tokens = 9, 32, 2000
+        group.send(FromGroup(load=Load(status=later)))
+        await browser.see(tile.format("Queue"), "9")
+        await browser.see(f"({share})({CARD}.querySelector('.bar'))", 50)
+        await browser.see("Number(document.querySelector('[data-key=\"Tokens a second\"] path.line')"
+                          ".getAttribute('d').split('L').length) > 1", True)  # fmt: skip
+        # Dark and light.
+        papers = []
+        for theme in ("light", "dark"):
+            await browser.run("document.querySelector('#theme').click()")
+            assert await browser.run("document.documentElement.dataset.theme") == theme
+            papers.append(await browser.run("getComputedStyle(document.body).backgroundColor"))
+        assert papers[0] != papers[1]
+        assert {urlsplit(url).netloc for url in browser.requests} == {web.address}
+        assert browser.complaints == []
+
+
+async def test_the_policy_holds_in_the_browser(open_web: OpenWeb) -> None:
+    """A script that got into the page, or a request to somewhere else, is refused by the browser."""
+    web = await open_web(FakeGroup())
+    async with Browser() as browser:
+        await browser.open(f"http://{web.address}/dashboard")
+        await browser.see("document.querySelector('#state').textContent", "serving")
+        await browser.run("document.body.append(Object.assign(document.createElement('script'), {text: 'stolen = 1'}))")
+        assert await browser.run("typeof stolen") == "undefined"
+        refused = "fetch('http://127.0.0.2:1/').then(() => 'let through', (error) => error.message)"
+        assert await browser.run(refused) == "Failed to fetch"
+        said = "".join(browser.complaints)
+        assert "inline script violates" in said and "Connecting to 'http://127.0.0.2:1/' violates" in said
+
+
+async def test_what_assistive_technology_finds(open_web: OpenWeb) -> None:
+    """Every picture, button and region of the page has a name in the browser's accessibility tree."""
+    group = FakeGroup()
+    group.load = Load(status=STATUS)
+    web = await open_web(group)
+    async with Browser() as browser:
+        await browser.open(f"http://{web.address}/")
+        await browser.see(f"{CARD}.querySelectorAll('.ranks li').length", 2)
+        nodes = (await browser.call("Accessibility.getFullAXTree"))["nodes"]
+        named = [
+            (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]
+        ]
+        needing = ("image", "button", "region", "article", "link", "table", "columnheader", "rowheader")
+        assert [node for node in named if node[0] in needing[:5] + needing[6:] and not node[1]] == []
+        roles = {role for role, _ in named}
+        assert {"banner", "main", "heading", "table", "article", "status", "button"} <= roles
+        headings = [name for role, name in named if role == "heading"]
+        assert [name.lower() for name in headings[:4]] == [
+            "coatcheck router-0",
+            "now",
+            "latency, last five minutes",
+            "groups",
+        ]
+
+
+async def test_a_group_that_is_lost_is_said(open_web: OpenWeb) -> None:
+    """The card of a group that has gone turns to its new state, and the server's own state follows."""
+    group = FakeGroup()
+    web = await open_web(group)
+    async with Browser() as browser:
+        await browser.open(f"http://{web.address}/")
+        await browser.see(f"{CARD} && {CARD}.querySelector('.badge').textContent", "serving")
+        await group.kill()
+        await browser.see(f"{CARD}.querySelector('.badge').textContent", "lost")
+        await browser.see("document.querySelector('#state').textContent", "unavailable")
+        assert "unavailable" in await browser.run("document.title")
+
+
+async def test_headers_and_state(open_web: OpenWeb) -> None:
+    """Each part of the page has its strict policy, and the state that it shows is one JSON object."""
+    web = await open_web(FakeGroup())
+    for path in ("/", "/dashboard", "/dashboard/app.js", "/dashboard/style.css", "/dashboard/icon.svg"):
+        status, headers, _ = await web.ask("GET", path)
+        policy = headers["content-security-policy"]
+        assert status == 200 and policy.startswith("default-src 'none'") and "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+    status, _, text = await web.ask("GET", "/dashboard/state")
+    state = json.loads(text)
+    assert status == 200 and state["state"] == "serving" and state["groups"][0]["device"]["total"] == 64
+    assert (await web.ask("GET", "/dashboard/../config.py"))[0] == 404
