@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..proto.errors import InvalidConfig
-from ..proto.plane_certificate import PlaneCertificate
 from ..proto.log_lines import check_log_format
+from ..proto.plane_certificate import PlaneCertificate
 from ..proto.tracing import check_endpoint
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidConfig
-from ..proto.plane_certificate import PlaneCertificate
 from ..proto.log_lines import check_log_format
+from ..proto.plane_certificate import PlaneCertificate
 from ..proto.tracing import check_endpoint
 from .kv_dtype import KV_DTYPES
 

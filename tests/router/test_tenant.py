@@ -3,9 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
+from coatcheck.router.measures import Measures
 from coatcheck.router.tenant import ANYONE, Scope, Tenant
 from coatcheck.router.traffic import Traffic
 from tests.router.conftest import OpenDoor
@@ -73,7 +75,7 @@ def test_what_no_tenant_may_be(wrong: dict[str, object], said: str) -> None:
 
 def test_streams_are_bounded_per_tenant() -> None:
     """One tenant's open requests count against its own bound alone, and make room as they end."""
-    traffic, few = Traffic(), Tenant("few", max_streams=1)
+    traffic, few = Traffic(Measures(CollectorRegistry())), Tenant("few", max_streams=1)
     with traffic.request(few):
         with pytest.raises(Overloaded, match="'few' has 1 requests open"), traffic.request(few):
             pass
