@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams
+from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.serving import COMMAND, Serving, coatcheck, kill, lives, until
 
 PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jumps over the lazy dog"
@@ -22,7 +25,9 @@ PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jump
 @pytest.fixture(scope="module")
 def serving(tiny_model: Path) -> Iterator[Serving]:
     """Two groups of two ranks, shared by the tests of this file; the last one ends it."""
-    with Serving(str(tiny_model), "--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB") as serving:
+    with Serving(
+        str(tiny_model), "--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB", "--log-format", "json"
+    ) as serving:
         line = serving.wait_ready()
         assert "2 groups x tp 2" in line and "blocks of 16 tokens" in line
         yield serving
@@ -70,6 +75,31 @@ def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
         assert serving.process.wait(20) == 1
     assert last.startswith("error: kv-memory asks for") and "are free; lower kv-memory" in last
     assert stages[0] == "starting Ray" and stages[1].startswith("starting 1 group of 1 rank on ")
+
+
+def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:
+    """With --log-format json every line that router and ranks write parses, and one request's id is in both."""
+    address, name = serving.address, "followed-through"
+    with grpc.insecure_channel(address) as channel:
+        asked = GenerateRequest(text=PROMPT, request_id=name, sampling=SamplingParams(max_tokens=3, seed=1))
+        GenerationStub(channel).Generate(asked, timeout=60)
+    said: dict[str, list[dict[str, Any]]] = {"RouterActor": [], "RankActor": []}
+
+    def read() -> bool:
+        for title, lines in said.items():
+            lines.clear()
+            pids = [pid for pid, command in serving.descendants().items() if command.startswith(f"ray::{title}")]
+            for file in {os.path.realpath(f"/proc/{pid}/fd/2") for pid in pids}:
+                # Ray marks its files with lines that begin with a colon, gRPC's core writes I, W or E and the date.
+                text = [line for line in Path(file).read_text().splitlines() if not re.match(r":|[IWE]\d{4} ", line)]
+                lines += map(json.loads, text)
+        return all(any(line.get("request_id") == name for line in lines) for lines in said.values())
+
+    until(read, f"the logs have {name}")
+    ended = {title: [line for line in lines if line.get("request_id") == name] for title, lines in said.items()}
+    (router,), (rank,) = ended["RouterActor"], ended["RankActor"]
+    assert (router["outcome"], router["completion_tokens"], router["router"]) == ("ok", 3, "router-0")
+    assert (rank["outcome"], rank["completion_tokens"], rank["rank"]) == ("ok", 3, f"{router['group']}/0")
 
 
 def test_too_small_a_pool_is_said(tiny_model: Path) -> None:

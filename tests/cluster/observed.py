@@ -1,0 +1,133 @@
+"""A router and a group as they really are, but for the tensors, with a collector that their spans reach over gRPC."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from coatcheck.proto import coatcheck_pb2 as public
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.tracing import Tracing
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.server import Router
+from coatcheck.router.tokenizer import TokenizerJson
+from coatcheck.workers.engine import Engine
+from coatcheck.workers.engine_loop import EngineLoop
+from coatcheck.workers.service import WorkerService
+from tests.workers.fake_runner import SPEC, FakeRunner
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One span as the collector got it."""
+
+    name: str
+    service: str
+    trace: str
+    id: str
+    parent: str
+    began: int
+    ended: int
+    failed: bool
+    attributes: dict[str, str | int | float | bool]
+
+
+class Collector(TraceServiceServicer):
+    """An OpenTelemetry collector's gRPC port. An async context manager; `spans` are what came."""
+
+    def __init__(self) -> None:
+        self.spans: list[Seen] = []
+
+    async def __aenter__(self) -> "Collector":
+        self._server = grpc.aio.server()
+        add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(None)
+
+    # A snake would be wrong here: gRPC looks the method up by its name.
+    async def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            service = next(one.value.string_value for one in resource.resource.attributes if one.key == "service.name")
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    values = {
+                        one.key: getattr(one.value, one.value.WhichOneof("value") or "") for one in span.attributes
+                    }
+                    self.spans.append(
+                        Seen(
+                            span.name,
+                            service,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                            span.status.code == 2,
+                            values,
+                        )
+                    )
+        return ExportTraceServiceResponse()
+
+    def named(self, name: str) -> list[Seen]:
+        """In the order in which they began."""
+        return sorted((span for span in self.spans if span.name == name), key=lambda span: span.began)
+
+
+class Group:
+    """The real service and engine of a rank 0, over a fake runner."""
+
+    def __init__(self, name: str, tracing: Tracing | None) -> None:
+        spec = dataclasses.replace(SPEC, name="tiny")
+        engine = Engine(spec, FakeRunner(64, BLOCK), num_blocks=64, block_size=BLOCK)
+        model = public.GetModelResponse(
+            name="tiny", max_model_len=1024, vocab_size=spec.vocab_size, block_size=BLOCK, fingerprint=spec.fingerprint
+        )
+        registration = wire.Registration(group=name, epoch=f"of {name}", num_blocks=64, model=model)
+        ranks = [public.RankStatus(rank=0, healthy=True)]
+        self._tracing = tracing
+        self.service = WorkerService(registration, ranks, tracing=tracing)
+        self.deaths: list[BaseException] = []
+        self.loop = EngineLoop(engine, on_step=self.service.publish, on_death=self.deaths.append)
+        self.address = GroupAddress(name, self.service.start(self.loop, "127.0.0.1:0"))
+        self.loop.start()
+
+    def stop(self) -> None:
+        self.loop.stop()
+        self.service.stop()
+        if self._tracing is not None:
+            self._tracing.close()
+
+
+@asynccontextmanager
+async def observed(tokenizer: TokenizerJson, endpoint: str | None) -> AsyncIterator[tuple[Router, str]]:
+    """(router, its gRPC address) in front of one group; all spans have been sent when it is left."""
+    group = Group("g0", Tracing.to(endpoint, "coatcheck-group", "g0"))
+    router = Router(RouterConfig(model="tiny", http_port=0, otlp_endpoint=endpoint), tokenizer)
+    address = await router.start()
+    try:
+        await router.set_groups([group.address])
+        while not router.groups.serving():
+            await router.groups.next_change.wait()
+        yield router, address
+    finally:
+        await router.stop()
+        await asyncio.to_thread(group.stop)
+        assert group.deaths == []
