@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "generate",
     "status": "status",
     "drain": "status",
+    "top": "top",
     "explain": "explain",
     "bench": "bench",
     "plan": "plan",

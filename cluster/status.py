@@ -26,11 +26,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show groups, ranks, health, load, block occupancy, hit ratio, TTFT and TPOT."""
-    answer = _ask(address, "Status", pb.StatusRequest(), _ASK_SECONDS)
+    answer = ask_router(address, "Status", pb.StatusRequest(), _ASK_SECONDS)
     if as_json:
-        # Every field, also those that are zero: scripts need not guess.
-        said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        print(json.dumps(_with_numbers(said)))
+        print(json.dumps(as_json_object(answer)))
     else:
         _print(answer)
 
@@ -52,15 +50,15 @@ def drain(
         raise typer.BadParameter("--undo waits for nothing; leave --timeout out")
     what = group or "the router"
     if undo:
-        _ask(address, "Drain", pb.DrainRequest(group=group, undo=True), _ASK_SECONDS)
+        ask_router(address, "Drain", pb.DrainRequest(group=group, undo=True), _ASK_SECONDS)
         print(f"{what} takes new work again")
         return
-    answer = _ask(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _ASK_SECONDS)
+    answer = ask_router(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _ASK_SECONDS)
     # Before the wait: whoever interrupts it should know that nothing is undone by that.
     again = " ".join(["coatcheck drain", *filter(None, [group]), "--undo"])
     print(f"{what} takes no new work until `{again}`", file=sys.stderr)
     if not answer.drained:
-        answer = _ask(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
+        answer = ask_router(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
     if answer.drained:
         print(f"{what} is drained")
         return
@@ -69,7 +67,7 @@ def drain(
     raise typer.Exit(1)
 
 
-def _ask(address: str, method: str, request: Any, timeout: float | None) -> Any:
+def ask_router(address: str, method: str, request: Any, timeout: float | None) -> Any:
     """One call; a failure becomes one line and exit 1."""
     check_addresses([address])
     with grpc.insecure_channel(address) as channel:
@@ -79,6 +77,18 @@ def _ask(address: str, method: str, request: Any, timeout: float | None) -> Any:
         except grpc.RpcError as error:
             print(f"error: {explain_error(error, address, timeout)}", file=sys.stderr)
             raise typer.Exit(1) from None
+
+
+def as_json_object(answer: pb.StatusResponse) -> Any:
+    """Every field, also those that are zero: scripts need not guess."""
+    return _with_numbers(
+        MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )
+
+
+def colour_of(state: str) -> str:
+    """As a person expects it."""
+    return _COLOURS.get(state, "red")
 
 
 def _with_numbers(value: Any) -> Any:
@@ -107,7 +117,7 @@ def _print(answer: pb.StatusResponse) -> None:
         f"{counted(answer.active_streams, 'stream')}, hit ratio {answer.hit_ratio:.1%}",
         highlight=False,
     )
-    for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot)):
+    for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot), ("ITL", answer.itl), ("queue", answer.queue)):
         if latency.count:
             p50, p90, p99 = (
                 seconds * 1000 for seconds in (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
@@ -155,4 +165,4 @@ def _table(*columns: str) -> "Table":
 
 
 def _state(state: str) -> str:
-    return f"[{_COLOURS.get(state, 'red')}]{state}[/]"
+    return f"[{colour_of(state)}]{state}[/]"

@@ -27,7 +27,7 @@ def test_help_is_for_people() -> None:
     whole, one = (coatcheck(*words, "--help", environment=wide).stdout for words in ((), ("generate",)))
     assert "<bool>" not in whole + one and "{" not in one
     assert "generate [OPTIONS] PROMPT" in one
-    assert all(f" {command} " in whole for command in ("serve", "generate", "status", "drain", "bench", "plan"))
+    assert all(f" {command} " in whole for command in ("serve", "generate", "status", "top", "drain", "bench", "plan"))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_words_of_other_engines(arguments: list[str], hint: str | None) -> None:
     assert found is None if hint is None else found is not None and hint in found
 
 
-@pytest.mark.parametrize("command", [["status"], ["drain"], ["bench"], ["generate", "x"], ["explain", "x"]])
+@pytest.mark.parametrize("command", [["status"], ["top"], ["drain"], ["bench"], ["generate", "x"], ["explain", "x"]])
 def test_nobody_there_is_said_alike(command: list[str]) -> None:
     """Every command says in the same words that no server answers."""
     done = coatcheck(*command, "--address", "127.0.0.1:1")
