@@ -12,9 +12,37 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class EvictionReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_REASON_UNSPECIFIED: _ClassVar[EvictionReason]
+    EVICTION_REASON_UNWANTED: _ClassVar[EvictionReason]
+    EVICTION_REASON_WORTH_LEAST: _ClassVar[EvictionReason]
+    EVICTION_REASON_OVER_SHARE: _ClassVar[EvictionReason]
+    EVICTION_REASON_NOTHING_ELSE: _ClassVar[EvictionReason]
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_REASON_NEVER_SEEN: _ClassVar[MissReason]
+    MISS_REASON_EVICTED: _ClassVar[MissReason]
+    MISS_REASON_OTHER_SALT: _ClassVar[MissReason]
+    MISS_REASON_BROKEN: _ClassVar[MissReason]
+    MISS_REASON_RECOMPUTED: _ClassVar[MissReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+EVICTION_REASON_UNSPECIFIED: EvictionReason
+EVICTION_REASON_UNWANTED: EvictionReason
+EVICTION_REASON_WORTH_LEAST: EvictionReason
+EVICTION_REASON_OVER_SHARE: EvictionReason
+EVICTION_REASON_NOTHING_ELSE: EvictionReason
+MISS_REASON_UNSPECIFIED: MissReason
+MISS_REASON_NEVER_SEEN: MissReason
+MISS_REASON_EVICTED: MissReason
+MISS_REASON_OTHER_SALT: MissReason
+MISS_REASON_BROKEN: MissReason
+MISS_REASON_RECOMPUTED: MissReason
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -366,7 +394,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., healthy: _Optional[bool] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles")
+    __slots__ = ("name", "state", "address", "ranks", "running", "waiting", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_device_tokens", "cached_host_tokens", "generated_tokens", "preemptions", "prefill_tokens_per_second", "step_seconds", "reason", "restarts", "kernels", "host_blocks_total", "host_blocks_used", "demotions", "restores", "integrity_failures", "host_evictions", "bytes_per_block", "demote_bytes_per_second", "restore_bytes_per_second", "restore_tokens_per_second", "audit", "late_compiles", "device_evictions", "host_evicted", "prefix_misses", "demoted_bytes", "restored_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +426,11 @@ class GroupStatus(_message.Message):
     RESTORE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     LATE_COMPILES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    HOST_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MISSES_FIELD_NUMBER: _ClassVar[int]
+    DEMOTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     address: str
@@ -429,7 +462,38 @@ class GroupStatus(_message.Message):
     restore_tokens_per_second: float
     audit: CacheAudit
     late_compiles: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ...) -> None: ...
+    device_evictions: Evictions
+    host_evicted: Evictions
+    prefix_misses: PrefixMisses
+    demoted_bytes: int
+    restored_bytes: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_device_tokens: _Optional[int] = ..., cached_host_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., restarts: _Optional[int] = ..., kernels: _Optional[str] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., demotions: _Optional[int] = ..., restores: _Optional[int] = ..., integrity_failures: _Optional[int] = ..., host_evictions: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., demote_bytes_per_second: _Optional[float] = ..., restore_bytes_per_second: _Optional[float] = ..., restore_tokens_per_second: _Optional[float] = ..., audit: _Optional[_Union[CacheAudit, _Mapping]] = ..., late_compiles: _Optional[int] = ..., device_evictions: _Optional[_Union[Evictions, _Mapping]] = ..., host_evicted: _Optional[_Union[Evictions, _Mapping]] = ..., prefix_misses: _Optional[_Union[PrefixMisses, _Mapping]] = ..., demoted_bytes: _Optional[int] = ..., restored_bytes: _Optional[int] = ...) -> None: ...
+
+class Evictions(_message.Message):
+    __slots__ = ("unwanted", "worth_least", "over_share", "nothing_else")
+    UNWANTED_FIELD_NUMBER: _ClassVar[int]
+    WORTH_LEAST_FIELD_NUMBER: _ClassVar[int]
+    OVER_SHARE_FIELD_NUMBER: _ClassVar[int]
+    NOTHING_ELSE_FIELD_NUMBER: _ClassVar[int]
+    unwanted: int
+    worth_least: int
+    over_share: int
+    nothing_else: int
+    def __init__(self, unwanted: _Optional[int] = ..., worth_least: _Optional[int] = ..., over_share: _Optional[int] = ..., nothing_else: _Optional[int] = ...) -> None: ...
+
+class PrefixMisses(_message.Message):
+    __slots__ = ("never_seen", "evicted", "other_salt", "broken", "recomputed")
+    NEVER_SEEN_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    OTHER_SALT_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    never_seen: int
+    evicted: int
+    other_salt: int
+    broken: int
+    recomputed: int
+    def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., broken: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
 
 class GroupCost(_message.Message):
     __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens")

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from .eviction import Eviction, EvictionReason
+from .eviction import Eviction
 from .eviction_order import LeastRecentlyUsed
 from .prefix_book import Prefix, PrefixBook
-from .step_output import KvEvent, Tier
+from .prefix_miss import EvictionReason
+from .step_output import KvEvent
+from .tier import Tier
 
 # A record is some 500 bytes, a block a megabyte or more: what was evicted is remembered much longer than it was held.
 _GHOSTS_PER_BLOCK: Final = 64

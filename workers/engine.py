@@ -25,12 +25,14 @@ from .grammars import Grammars
 from .host_tier import HostTier
 from .model_spec import ModelSpec
 from .prefix_book import PrefixBook
+from .prefix_miss import content_chain
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
 from .step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput, TokenLogprob
 from .step_plan import StepPlan
 from .throughput import Throughput
+from .tier import Tier
 
 
 @dataclass(slots=True)
@@ -96,8 +98,8 @@ class Engine:
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.book = PrefixBook(max_ghosts(num_blocks + host_blocks))
-        pool = BlockPool(num_blocks, self._make_eviction(eviction, num_blocks))
-        host = HostTier(host_blocks, self._make_eviction(eviction, host_blocks)) if host_blocks else None
+        pool = BlockPool(num_blocks, self._make_eviction(eviction, num_blocks, Tier.DEVICE))
+        host = HostTier(host_blocks, self._make_eviction(eviction, host_blocks, Tier.HOST)) if host_blocks else None
         self.scheduler = Scheduler(config, pool, host)
         self.throughput = Throughput()
         self._runner = runner
@@ -123,7 +125,8 @@ class Engine:
         choices = []
         chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
         self.book.advance(self._clock())
-        self.book.want(chain, request.cache_salt, request.retention)
+        contents = content_chain(request.prompt_token_ids, self.block_size)
+        self.book.want(chain, request.cache_salt, request.retention, contents)
         for choice in range(request.sampling.n):
             sequence = self._sequence(request, choice, leader, chain)
             leader = leader or sequence
@@ -195,9 +198,10 @@ class Engine:
         queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running)}
         assert queued == known, "a sequence is lost or left behind"
 
-    def _make_eviction(self, kind: str, capacity: int) -> Eviction:
+    def _make_eviction(self, kind: str, capacity: int, tier: Tier) -> Eviction:
         """One tier's own; what they learn is shared."""
-        return Eviction(self.book, LeastWorth(self.book.table) if kind == "cost" else LeastRecentlyUsed(), capacity)
+        order = LeastWorth(self.book.table) if kind == "cost" else LeastRecentlyUsed()
+        return Eviction(self.book, order, capacity, tier)
 
     def _check(self, request: Request) -> None:
         vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
@@ -312,6 +316,7 @@ class Engine:
             sequence.reported = True
             output.cached_device_tokens = sequence.cached_device_tokens
             output.cached_host_tokens = sequence.cached_host_tokens
+            output.miss = sequence.miss
             output.queued_seconds = sequence.started_at - sequence.submitted_at
             output.prefill_seconds = self._clock() - sequence.started_at
             self.throughput.admitted(sequence)

@@ -15,11 +15,12 @@ It does not know where blocks lie, nor what makes one worth more than another.
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable
-from enum import Enum
 from typing import Final
 
 from .eviction_order import Leaf, Order
 from .prefix_book import Prefix, PrefixBook
+from .prefix_miss import EvictionMark, EvictionReason
+from .tier import Tier
 
 # A tenant that asked for anything lately keeps this part of an equal share of what is cold.
 SHELTERED_SHARE: Final = 0.5
@@ -28,22 +29,14 @@ SHELTER_SECONDS: Final = 600.0
 RETAINED_SHARE: Final = 0.25
 
 
-class EvictionReason(Enum):
-    """Why this block and no other."""
-
-    UNWANTED = "not wanted again"
-    WORTH_LEAST = "worth least"
-    OVER_SHARE = "over its tenant's share"
-    NOTHING_ELSE = "nothing else to evict"
-
-
 class Eviction:
     """The cold blocks of a tier of `capacity` blocks. Operations take O(log) of their number, amortised."""
 
-    def __init__(self, book: PrefixBook, order: Order, capacity: int) -> None:
+    def __init__(self, book: PrefixBook, order: Order, capacity: int, tier: Tier = Tier.DEVICE) -> None:
         self.book = book
         self.by_reason: Counter[EvictionReason] = Counter()
         self._order = order
+        self._tier = tier
         self._retainable = int(capacity * RETAINED_SHARE)
         self._cold: dict[bytes, Prefix] = {}
         self._stamps: dict[bytes, int] = {}
@@ -109,6 +102,7 @@ class Eviction:
         leaf, reason = self._next()
         self.by_reason[reason] += 1
         self.remove(leaf.prefix)
+        leaf.prefix.evicted = EvictionMark(self.book.now, self._tier, reason)
         return leaf.prefix
 
     def check(self, held: Iterable[Prefix]) -> None:

@@ -7,12 +7,15 @@ being read is *pinned* and stays. It does not know device blocks, bytes, nor whe
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .eviction import Eviction
 from .eviction_order import LeastRecentlyUsed
 from .prefix_book import Prefix, PrefixBook
-from .step_output import KvEvent, Tier
+from .prefix_miss import EvictionReason
+from .step_output import KvEvent
+from .tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class HostTierStats:
     demotions: int = 0
     restores: int = 0
     integrity_failures: int = 0
-    evictions: int = 0
+    evictions: Mapping[EvictionReason, int] = field(default_factory=dict)
 
 
 class HostTier:
@@ -40,9 +43,11 @@ class HostTier:
         self._demoting: set[int] = set()
         self._broken: set[int] = set()
         self._pins: Counter[int] = Counter()
-        self._cold = Eviction(PrefixBook(num_slots), LeastRecentlyUsed(), num_slots) if eviction is None else eviction
+        if eviction is None:
+            eviction = Eviction(PrefixBook(num_slots), LeastRecentlyUsed(), num_slots, Tier.HOST)
+        self._cold = eviction
         self._events: list[KvEvent] = []
-        self._demotions = self._restores = self._failures = self._evictions = 0
+        self._demotions = self._restores = self._failures = 0
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether a restore of this block may be asked for."""
@@ -118,7 +123,7 @@ class HostTier:
             demotions=self._demotions,
             restores=self._restores,
             integrity_failures=self._failures,
-            evictions=self._evictions,
+            evictions=dict(self._cold.by_reason),
         )
 
     def check(self) -> None:
@@ -148,13 +153,13 @@ class HostTier:
         slot = self._by_hash.pop(name.block_hash)
         self._names[slot] = None
         self._events.append(KvEvent(False, name.block_hash, b"", Tier.HOST))
-        self._evictions += 1
         return slot
 
     def _break(self, slot: int) -> None:
         name = self._names[slot]
         if name is None:
             return  # another restore of it has found out before
+        name.broken = True
         self._names[slot] = None
         del self._by_hash[name.block_hash]
         self._broken.add(slot)

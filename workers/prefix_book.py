@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from ..proto.retention import Retention
 from .life_table import Cohort, LifeTable
+from .prefix_miss import EvictionMark, MissReason, PrefixMiss
 
 # Kinds of lives: blocks wanted once, twice ... ten times or more; and generated ones, wanted by nobody yet.
 _MOST_WANTS: Final = 10
@@ -27,7 +28,8 @@ class Prefix:
     """One block and all before it; `depth` is how many those are, `tenant` the salt that its hash holds.
 
     `wants` counts requests for it; `cohort` is the company in which it awaits the next. It is retained with `priority`
-    until `retained_until`.
+    until `retained_until`. `evicted` says how it left the last tier that held it. The rest explains misses: `content`
+    numbers its tokens whatever the salt, `elsewhere` says that another tenant had asked for them before.
     """
 
     block_hash: bytes
@@ -38,6 +40,10 @@ class Prefix:
     cohort: Cohort | None = None
     priority: int = 0
     retained_until: float = 0.0
+    evicted: EvictionMark | None = None
+    broken: bool = False
+    content: int = 0
+    elsewhere: bool = False
 
 
 class PrefixBook:
@@ -48,6 +54,7 @@ class PrefixBook:
         self.table = LifeTable(_MOST_WANTS + 1)
         self._records: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
         self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # what keeps a ghost alive
+        self._contents: WeakValueDictionary[int, Prefix] = WeakValueDictionary()
         self._asked_at: OrderedDict[str, float] = OrderedDict()  # by tenant
 
     @property
@@ -59,7 +66,13 @@ class PrefixBook:
         """Time has passed."""
         self.table.advance(now)
 
-    def want(self, hashes: Sequence[bytes], tenant: str = "", retention: Retention | None = None) -> None:
+    def want(
+        self,
+        hashes: Sequence[bytes],
+        tenant: str = "",
+        retention: Retention | None = None,
+        contents: Sequence[int] = (),
+    ) -> None:
         """A request asks for this chain, from its root; each request says so once, whatever is held of it."""
         self._asked_at[tenant] = self.now
         self._asked_at.move_to_end(tenant)
@@ -80,11 +93,14 @@ class PrefixBook:
             if retention is not None:
                 record.priority = retention.priority
                 record.retained_until = self.now + retention.ttl_seconds
+            if depth < len(contents) and not record.content:
+                self._note_content(record, contents[depth])
             parent = block_hash
 
     def name(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
         """The record of a block that is computed now; unless a request has asked for it, it was generated."""
         record = self._record(block_hash, parent_hash, depth, tenant)
+        record.evicted, record.broken = None, False
         if not record.wants:
             record.wants = 1
             parent = self._records.get(parent_hash)
@@ -93,6 +109,16 @@ class PrefixBook:
             record.cohort = self.table.begin(_GENERATED)
             self.table.join(record.cohort)
         return record
+
+    def explain(self, block_hash: bytes, index: int) -> PrefixMiss:
+        """Why a block that a request has asked for is held nowhere."""
+        record = self._records.get(block_hash)
+        if record is not None and record.broken:
+            return PrefixMiss(index, MissReason.BROKEN)
+        if record is not None and record.evicted is not None:
+            return PrefixMiss(index, MissReason.EVICTED, record.evicted, self.now - record.evicted.at)
+        elsewhere = record is not None and record.elsewhere
+        return PrefixMiss(index, MissReason.OTHER_SALT if elsewhere else MissReason.NEVER_SEEN)
 
     def idle_seconds(self, tenant: str) -> float:
         """How long it has been since the tenant asked for anything."""
@@ -119,6 +145,12 @@ class PrefixBook:
         if len(self._recent) > self.max_ghosts:
             self._forget(self._recent.popitem(last=False)[1])
         return record
+
+    def _note_content(self, record: Prefix, content: int) -> None:
+        record.content = content
+        other = self._contents.get(content)
+        record.elsewhere = other is not None and (other.tenant != record.tenant or other.elsewhere)
+        self._contents[content] = record
 
     def _forget(self, record: Prefix) -> None:
         if record.cohort is not None:  # whether it would be wanted again is not learned any more

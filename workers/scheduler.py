@@ -263,17 +263,20 @@ class Scheduler:
         for index, block in enumerate(found):
             if block is None:
                 self.tiers.restore(sequence, index)
-        self._count_cached(sequence, computed)
+        self._count_cached(sequence, computed, None if forked else len(found))
         for block_hash in sequence.block_hashes[sequence.num_registered : self._cacheable(sequence)]:
             self._promised.setdefault(block_hash, sequence)
         self._insert_running(sequence)
         self._announce(sequence, plan)
         return True
 
-    def _count_cached(self, sequence: Sequence, computed: int) -> None:
+    def _count_cached(self, sequence: Sequence, computed: int, missing: int | None) -> None:
         """Of the prompt, at the first admission; at a second one too, if the first found blocks that were broken."""
         if sequence.cached_device_tokens >= 0:
             return
+        full = min(sequence.prompt_len // self.config.block_size, self._cacheable(sequence))
+        if missing is not None and missing < full and not sequence.wants_prompt_logprobs:
+            sequence.miss = self.tiers.explain(sequence.block_hashes[missing], missing)
         cached = min(computed, sequence.prompt_len)
         sequence.cached_host_tokens += sequence.num_restoring * self.config.block_size
         sequence.cached_host_tokens = min(sequence.cached_host_tokens, cached)

@@ -12,6 +12,7 @@ plans have asked for, *confirmed* is what ranks have reported. It does not know 
 from dataclasses import dataclass, field
 from typing import Self
 
+from .prefix_miss import PrefixMiss
 from .request import Request
 from .step_output import FinishReason
 
@@ -38,6 +39,7 @@ class Sequence:
     num_restoring: int = 0  # blocks of its table that are still to come from the host tier: till then it is not planned
     cached_device_tokens: int = -1  # of the prompt, at first admission
     cached_host_tokens: int = 0
+    miss: PrefixMiss | None = None
     awaited_hash: bytes = b""  # the prefix block that another sequence computes for it, as last seen
     num_prompt_logprobs: int = 0  # reported
     reported: bool = False

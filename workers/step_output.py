@@ -3,8 +3,12 @@
 Plain values that can cross a thread. It does not know the wire.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from .prefix_miss import EvictionReason, MissReason, PrefixMiss
+from .tier import Tier
 
 
 class FinishReason(Enum):
@@ -12,13 +16,6 @@ class FinishReason(Enum):
 
     STOP = 1
     LENGTH = 2
-
-
-class Tier(Enum):
-    """Where a block's keys and values lie. The values are those of the worker contract's enum."""
-
-    DEVICE = 1
-    HOST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class TokenLogprob:
 @dataclass(slots=True)
 class SequenceOutput:
     """New tokens of one choice. `cached_*` are set on its first token, -1 otherwise, and so are the seconds that it
-    waited and that its prompt took.
+    waited and that its prompt took, and why its prefix missed, if it did.
 
     `prompt_logprobs` come chunk by chunk as the prompt is computed, before the first token or with it.
     """
@@ -50,6 +47,7 @@ class SequenceOutput:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     queued_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    miss: PrefixMiss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,8 @@ class EngineStats:
     demotions: int = 0
     restores: int = 0
     integrity_failures: int = 0
-    host_evictions: int = 0
+    device_evictions: Mapping[EvictionReason, int] = field(default_factory=dict)
+    host_evictions: Mapping[EvictionReason, int] = field(default_factory=dict)
+    prefix_misses: Mapping[MissReason, int] = field(default_factory=dict)  # requests
     demote_seconds: float = 0.0  # of one block, on the slowest rank
     restore_seconds: float = 0.0

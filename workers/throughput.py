@@ -1,7 +1,10 @@
 """Throughput: what an engine has done and how fast it does it lately; what routers weigh groups by."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TypedDict
 
+from .prefix_miss import MissReason
 from .sequence import Sequence
 from .step_plan import StepPlan
 
@@ -14,6 +17,7 @@ class ThroughputCounts(TypedDict):
     prompt_tokens: int
     cached_device_tokens: int
     cached_host_tokens: int
+    prefix_misses: Mapping[MissReason, int]
     generated_tokens: int
     steps: int
     prefill_seconds: float
@@ -28,6 +32,7 @@ class Throughput:
         self.prompt_tokens = 0
         self.cached_device_tokens = 0
         self.cached_host_tokens = 0
+        self.prefix_misses: Counter[MissReason] = Counter()
         self.generated_tokens = 0
         self.steps = 0
         self.prefill_seconds = 0.0
@@ -40,6 +45,8 @@ class Throughput:
             self.prompt_tokens += sequence.prompt_len
             self.cached_device_tokens += max(sequence.cached_device_tokens, 0)
             self.cached_host_tokens += sequence.cached_host_tokens
+            if sequence.miss is not None:
+                self.prefix_misses[sequence.miss.reason] += 1
 
     def record(self, plan: StepPlan, seconds: float) -> None:
         """Takes one step's duration into the averages."""
@@ -60,6 +67,7 @@ class Throughput:
             prompt_tokens=self.prompt_tokens,
             cached_device_tokens=self.cached_device_tokens,
             cached_host_tokens=self.cached_host_tokens,
+            prefix_misses=dict(self.prefix_misses),
             generated_tokens=self.generated_tokens,
             steps=self.steps,
             prefill_seconds=self.prefill_seconds,

@@ -8,7 +8,7 @@ becomes of the sequence. It decides what to copy and in which plan; it does not 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -16,6 +16,7 @@ from .block_pool import BlockPool
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport, CopyStatus
 from .host_tier import HostTier, HostTierStats
+from .prefix_miss import EvictionReason, MissReason, PrefixMiss
 from .sequence import Sequence
 from .step_output import KvEvent
 from .step_plan import StepPlan
@@ -39,7 +40,8 @@ class TierCounts(TypedDict):
     demotions: int
     restores: int
     integrity_failures: int
-    host_evictions: int
+    device_evictions: Mapping[EvictionReason, int]
+    host_evictions: Mapping[EvictionReason, int]
     demote_seconds: float
     restore_seconds: float
 
@@ -76,6 +78,12 @@ class Tiers:
         if on_host and not self.prices.restores(on_host, queued=len(self._queue), beside_decodes=beside_decodes):
             return found[:without_host]
         return found
+
+    def explain(self, block_hash: bytes, index: int) -> PrefixMiss:
+        """Why `find` ended before this block."""
+        if self.host is not None and block_hash in self.host:
+            return PrefixMiss(index, MissReason.RECOMPUTED)
+        return self.pool.book.explain(block_hash, index)
 
     def restore(self, sequence: Sequence, index: int) -> None:
         """Queues the restore of a sequence's block, which the host has, into the device block that it has for it."""
@@ -161,6 +169,7 @@ class Tiers:
             demotions=host.demotions,
             restores=host.restores,
             integrity_failures=host.integrity_failures,
+            device_evictions=self.pool.stats().evictions,
             host_evictions=host.evictions,
             demote_seconds=self.prices.demote,
             restore_seconds=self.prices.restore,

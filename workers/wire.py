@@ -3,17 +3,20 @@
 Pure conversion between protobuf messages and plain values. It does not know streams or threads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from . import step_output
+from .prefix_miss import EvictionReason, MissReason, PrefixMiss
 from .request import Request
 
 # A stored block's event takes 42 bytes: a full message stays below the contract's 256 KiB.
 EVENTS_PER_MESSAGE = 6000
+_Counts = TypeVar("_Counts", public.Evictions, public.PrefixMisses)
 
 
 def request_of(submit: wire.Submit, request_id: str) -> Request:
@@ -31,7 +34,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
 
 
 def write_output(
-    message: wire.SequenceOutput, output: step_output.SequenceOutput, submit_id: int, attempt: int
+    message: wire.SequenceOutput, output: step_output.SequenceOutput, submit_id: int, attempt: int, block_size: int
 ) -> None:
     """Fills a message that is still empty: zeros are left as they are, since this runs per sequence and step."""
     message.id = submit_id
@@ -53,6 +56,8 @@ def write_output(
         message.cached.host_tokens = max(output.cached_host_tokens, 0)
         message.cached.queued_seconds = output.queued_seconds
         message.cached.prefill_seconds = output.prefill_seconds
+        if output.miss is not None:
+            message.cached.miss.CopyFrom(_miss(output.miss, block_size))
 
 
 def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
@@ -110,7 +115,12 @@ def status_message(
         demotions=stats.demotions,
         restores=stats.restores,
         integrity_failures=stats.integrity_failures,
-        host_evictions=stats.host_evictions,
+        host_evictions=sum(stats.host_evictions.values()),
+        device_evictions=_by_reason(public.Evictions(), stats.device_evictions),
+        host_evicted=_by_reason(public.Evictions(), stats.host_evictions),
+        prefix_misses=_by_reason(public.PrefixMisses(), stats.prefix_misses),
+        demoted_bytes=stats.demotions * bytes_per_block * len(ranks),
+        restored_bytes=stats.restores * bytes_per_block * len(ranks),
         bytes_per_block=bytes_per_block,
         demote_bytes_per_second=bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
         restore_bytes_per_second=bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
@@ -119,6 +129,22 @@ def status_message(
     for rank in status.ranks:
         rank.steps = stats.steps  # ranks step together or not at all
     return status
+
+
+def _by_reason(message: _Counts, counts: Mapping[EvictionReason, int] | Mapping[MissReason, int]) -> _Counts:
+    """Filled: its fields are named as the reasons are."""
+    for reason, count in counts.items():
+        setattr(message, reason.name.lower(), count)
+    return message
+
+
+def _miss(miss: PrefixMiss, block_size: int) -> wire.PrefixMiss:
+    message = wire.PrefixMiss(tokens=miss.index * block_size, reason=miss.reason.value)  # type: ignore[arg-type]  # by contract
+    if miss.evicted is not None:
+        message.evicted_seconds_ago = miss.seconds_ago
+        message.evicted_from = miss.evicted.tier.value  # type: ignore[assignment]  # the same numbers by contract
+        message.evicted_by = miss.evicted.reason.value  # type: ignore[assignment]  # the same
+    return message
 
 
 def _event(event: step_output.KvEvent) -> wire.KvEvent:

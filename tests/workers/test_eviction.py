@@ -7,9 +7,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.block_pool import BlockPool
-from coatcheck.workers.eviction import RETAINED_SHARE, SHELTER_SECONDS, Eviction, EvictionReason
+from coatcheck.workers.eviction import RETAINED_SHARE, SHELTER_SECONDS, Eviction
 from coatcheck.workers.eviction_order import LeastRecentlyUsed, LeastWorth
 from coatcheck.workers.prefix_book import Prefix, PrefixBook
+from coatcheck.workers.prefix_miss import EvictionReason
 
 
 def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:

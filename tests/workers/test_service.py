@@ -17,9 +17,10 @@ from coatcheck.workers.engine import Engine
 from coatcheck.workers.engine_loop import EngineLoop
 from coatcheck.workers.request import Request
 from coatcheck.workers.service import WorkerService
-from coatcheck.workers.step_output import KvEvent, SequenceOutput, StepOutput, Tier
+from coatcheck.workers.step_output import KvEvent, SequenceOutput, StepOutput
 from coatcheck.workers.step_plan import StepPlan
 from coatcheck.workers.subscriber import Subscriber
+from coatcheck.workers.tier import Tier
 from coatcheck.workers.wire import EVENTS_PER_MESSAGE, event_messages, snapshot_messages
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep, answer
 
