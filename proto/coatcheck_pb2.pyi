@@ -12,37 +12,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
-
-class EvictionReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_REASON_UNSPECIFIED: _ClassVar[EvictionReason]
-    EVICTION_REASON_UNWANTED: _ClassVar[EvictionReason]
-    EVICTION_REASON_WORTH_LEAST: _ClassVar[EvictionReason]
-    EVICTION_REASON_OVER_SHARE: _ClassVar[EvictionReason]
-    EVICTION_REASON_NOTHING_ELSE: _ClassVar[EvictionReason]
-
-class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
-    MISS_REASON_NEVER_SEEN: _ClassVar[MissReason]
-    MISS_REASON_EVICTED: _ClassVar[MissReason]
-    MISS_REASON_OTHER_SALT: _ClassVar[MissReason]
-    MISS_REASON_BROKEN: _ClassVar[MissReason]
-    MISS_REASON_RECOMPUTED: _ClassVar[MissReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
-EVICTION_REASON_UNSPECIFIED: EvictionReason
-EVICTION_REASON_UNWANTED: EvictionReason
-EVICTION_REASON_WORTH_LEAST: EvictionReason
-EVICTION_REASON_OVER_SHARE: EvictionReason
-EVICTION_REASON_NOTHING_ELSE: EvictionReason
-MISS_REASON_UNSPECIFIED: MissReason
-MISS_REASON_NEVER_SEEN: MissReason
-MISS_REASON_EVICTED: MissReason
-MISS_REASON_OTHER_SALT: MissReason
-MISS_REASON_BROKEN: MissReason
-MISS_REASON_RECOMPUTED: MissReason
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -154,32 +154,16 @@ class SequenceOutput(_message.Message):
     def __init__(self, id: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_coatcheck_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., cached: _Optional[_Union[Cached, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_coatcheck_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Cached(_message.Message):
-    __slots__ = ("device_tokens", "host_tokens", "queued_seconds", "prefill_seconds", "miss")
+    __slots__ = ("device_tokens", "host_tokens", "queued_seconds", "prefill_seconds")
     DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MISS_FIELD_NUMBER: _ClassVar[int]
     device_tokens: int
     host_tokens: int
     queued_seconds: float
     prefill_seconds: float
-    miss: PrefixMiss
-    def __init__(self, device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., miss: _Optional[_Union[PrefixMiss, _Mapping]] = ...) -> None: ...
-
-class PrefixMiss(_message.Message):
-    __slots__ = ("tokens", "reason", "evicted_seconds_ago", "evicted_from", "evicted_by")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_FROM_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_BY_FIELD_NUMBER: _ClassVar[int]
-    tokens: int
-    reason: _coatcheck_pb2.MissReason
-    evicted_seconds_ago: float
-    evicted_from: Tier
-    evicted_by: _coatcheck_pb2.EvictionReason
-    def __init__(self, tokens: _Optional[int] = ..., reason: _Optional[_Union[_coatcheck_pb2.MissReason, str]] = ..., evicted_seconds_ago: _Optional[float] = ..., evicted_from: _Optional[_Union[Tier, str]] = ..., evicted_by: _Optional[_Union[_coatcheck_pb2.EvictionReason, str]] = ...) -> None: ...
+    def __init__(self, device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., queued_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("stored", "block_hash", "parent_hash", "tier")

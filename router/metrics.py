@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from ..proto.coatcheck_pb2 import GroupStatus, StatusResponse
+from ..proto.coatcheck_pb2 import Evictions, GroupStatus, PrefixMisses, StatusResponse
 from .exposition import Exposition, labels
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -40,7 +40,6 @@ _COUNTERS: Final = (
     _Row("preemptions", "Sequences that had to give up their blocks.", lambda g: g.preemptions),
     _Row("demoted_blocks", "Blocks copied to host memory.", lambda g: g.demotions),
     _Row("restored_blocks", "Blocks copied back from host memory.", lambda g: g.restores),
-    _Row("host_evicted_blocks", "Blocks that host memory let go.", lambda g: g.host_evictions),
     _Row("integrity_failures", "Blocks that came back wrong and were computed again.", lambda g: g.integrity_failures),
     _Row("late_compiles", "GPU kernels compiled after the ranks had warmed up.", lambda g: g.late_compiles),
     _Row("restarts", "How often the supervisor has started it again.", lambda g: g.restarts),
@@ -99,6 +98,7 @@ def _add_whole(page: Exposition, status: StatusResponse) -> None:
 def _add_groups(page: Exposition, groups: Sequence[GroupStatus]) -> None:
     named = [(group, labels(group=group.name)) for group in groups]
     states, blocks, cached = [], [], []
+    evicted, missed, moved = list[tuple[str, float]](), list[tuple[str, float]](), list[tuple[str, float]]()
     for group, where in named:
         begun = where[:-1]
         states += [(f'{begun},state="{state}"}}', int(group.state == state)) for state in STATES]
@@ -113,6 +113,14 @@ def _add_groups(page: Exposition, groups: Sequence[GroupStatus]) -> None:
             blocks.append((f'{begun},tier="{tier}",use="{use}"}}', count))
         cached.append((f'{begun},tier="device"}}', group.cached_device_tokens))
         cached.append((f'{begun},tier="host"}}', group.cached_host_tokens))
+        for tier, evictions in (("device", group.device_evictions), ("host", group.host_evicted)):
+            evicted += _by_field(evictions, f'{begun},tier="{tier}"')
+        missed += _by_field(group.prefix_misses, begun)
+        moved.append((f'{begun},to="host"}}', group.demoted_bytes))
+        moved.append((f'{begun},to="device"}}', group.restored_bytes))
+    page.add("counter", "coatcheck_group_evicted_blocks", "Cached blocks that made room, by tier and why.", evicted)
+    page.add("counter", "coatcheck_group_prefix_misses", "Prompts not found whole, by why.", missed)
+    page.add("counter", "coatcheck_group_moved_bytes", "KV copied between device and host, on all ranks.", moved)
     page.add("gauge", "coatcheck_group_state", "1 for the state that it is in.", states)
     page.add("gauge", "coatcheck_group_blocks", "KV blocks, by tier and use.", blocks)
     page.add("counter", "coatcheck_group_cached_tokens", "Prompt tokens found in the cache, by tier.", cached)
@@ -123,6 +131,12 @@ def _add_groups(page: Exposition, groups: Sequence[GroupStatus]) -> None:
         for row in rows:
             samples = [(where, row.value(group)) for group, where in named]
             page.add("counter", f"coatcheck_{room}_{row.name}", row.help, samples)
+
+
+def _by_field(counts: Evictions | PrefixMisses, begun: str) -> list[tuple[str, float]]:
+    """A sample for each of the message's fields, which are reasons."""
+    names = [field.name for field in counts.DESCRIPTOR.fields]
+    return [(f'{begun},reason="{name}"}}', getattr(counts, name)) for name in names]
 
 
 def _add_ranks(page: Exposition, groups: Sequence[GroupStatus]) -> None:

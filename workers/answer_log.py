@@ -31,6 +31,7 @@ class Answer:
     arrived: int
     firsts: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    found: dict[str, str | int | float] = field(default_factory=dict)  # of its prompt in the cache, and why not all
 
 
 class AnswerLog:
@@ -51,6 +52,8 @@ class AnswerLog:
         choice = output.choice
         if output.token_ids:
             answer.counts[choice] = answer.counts.get(choice, 0) + len(output.token_ids)
+        if choice == 0 and output.cached_device_tokens >= 0:
+            answer.found = _found(output)
         if answer.parent is None:
             return
         now = time.time_ns()
@@ -68,6 +71,7 @@ class AnswerLog:
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": sum(answer.counts.values()),
             "seconds": round((time.time_ns() - answer.arrived) / 1e9, 4),
+            **answer.found,
         }
         _log.info("answer ended", extra=fields)
         if answer.parent is not None and outcome != "ok":
@@ -88,8 +92,7 @@ class AnswerLog:
             began,
             now,
             prompt_tokens=answer.prompt_tokens,
-            cached_device_tokens=output.cached_device_tokens,
-            cached_host_tokens=max(output.cached_host_tokens, 0),
+            **_found(output),
             **where,
         )
 
@@ -106,3 +109,19 @@ class AnswerLog:
             tokens=answer.counts.get(choice, 0),
             finish=finish,
         )
+
+
+def _found(output: SequenceOutput) -> dict[str, str | int | float]:
+    found: dict[str, str | int | float] = {
+        "cached_device_tokens": output.cached_device_tokens,
+        "cached_host_tokens": max(output.cached_host_tokens, 0),
+    }
+    if output.miss is not None:
+        found |= {"prefix_miss": output.miss.reason.name.lower(), "prefix_miss_block": output.miss.index}
+        if (evicted := output.miss.evicted) is not None:
+            found |= {
+                "evicted_from": evicted.tier.name.lower(),
+                "evicted_as": evicted.reason.name.lower(),
+                "evicted_seconds_ago": round(output.miss.seconds_ago, 3),
+            }
+    return found

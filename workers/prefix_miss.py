@@ -10,7 +10,7 @@ from .tier import Tier
 
 
 class EvictionReason(Enum):
-    """Why this block and no other. The values are those of the public contract's enum."""
+    """Why this block and no other; the public contract counts by these names."""
 
     UNWANTED = 1  # its request said that it will not be wanted again
     WORTH_LEAST = 2
@@ -19,7 +19,7 @@ class EvictionReason(Enum):
 
 
 class MissReason(Enum):
-    """The values are those of the public contract's enum."""
+    """Why it was not there; the public contract counts by these names."""
 
     NEVER_SEEN = 1  # or so long ago that nothing is remembered of it
     EVICTED = 2

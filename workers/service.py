@@ -117,8 +117,7 @@ class WorkerService(WorkerServicer):
             if batch is None:
                 batch = batches[ticket.subscriber.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
                 mail.append((ticket.subscriber, batch))
-            block_size = self._registration.model.block_size
-            write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt, block_size)
+            write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
             self._answers.wrote(ticket.answer, sequence)
             if sequence.finish_reason is not None:
                 self._close_choice(sequence.request_id, ticket, sequence.choice)

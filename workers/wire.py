@@ -11,7 +11,7 @@ from ..proto import worker_pb2 as wire
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from . import step_output
-from .prefix_miss import EvictionReason, MissReason, PrefixMiss
+from .prefix_miss import EvictionReason, MissReason
 from .request import Request
 
 # A stored block's event takes 42 bytes: a full message stays below the contract's 256 KiB.
@@ -34,7 +34,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
 
 
 def write_output(
-    message: wire.SequenceOutput, output: step_output.SequenceOutput, submit_id: int, attempt: int, block_size: int
+    message: wire.SequenceOutput, output: step_output.SequenceOutput, submit_id: int, attempt: int
 ) -> None:
     """Fills a message that is still empty: zeros are left as they are, since this runs per sequence and step."""
     message.id = submit_id
@@ -56,8 +56,6 @@ def write_output(
         message.cached.host_tokens = max(output.cached_host_tokens, 0)
         message.cached.queued_seconds = output.queued_seconds
         message.cached.prefill_seconds = output.prefill_seconds
-        if output.miss is not None:
-            message.cached.miss.CopyFrom(_miss(output.miss, block_size))
 
 
 def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
@@ -135,15 +133,6 @@ def _by_reason(message: _Counts, counts: Mapping[EvictionReason, int] | Mapping[
     """Filled: its fields are named as the reasons are."""
     for reason, count in counts.items():
         setattr(message, reason.name.lower(), count)
-    return message
-
-
-def _miss(miss: PrefixMiss, block_size: int) -> wire.PrefixMiss:
-    message = wire.PrefixMiss(tokens=miss.index * block_size, reason=miss.reason.value)  # type: ignore[arg-type]  # by contract
-    if miss.evicted is not None:
-        message.evicted_seconds_ago = miss.seconds_ago
-        message.evicted_from = miss.evicted.tier.value  # type: ignore[assignment]  # the same numbers by contract
-        message.evicted_by = miss.evicted.reason.value  # type: ignore[assignment]  # the same
     return message
 
 

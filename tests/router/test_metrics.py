@@ -10,8 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from coatcheck.bench.metrics import busy_status
 from coatcheck.proto.coatcheck_pb2 import (
     CacheAudit,
+    Evictions,
     GenerateRequest,
     GroupStatus,
+    PrefixMisses,
     RankStatus,
     SamplingParams,
     StatusResponse,
@@ -36,7 +38,11 @@ STATUS = GroupStatus(
     cached_host_tokens=20,
     restores=7,
     demotions=9,
-    host_evictions=4,
+    device_evictions=Evictions(worth_least=11, over_share=3),
+    host_evicted=Evictions(worth_least=4),
+    prefix_misses=PrefixMisses(never_seen=8, evicted=5, other_salt=2),
+    demoted_bytes=900,
+    restored_bytes=700,
     integrity_failures=1,
     preemptions=6,
     late_compiles=2,
@@ -92,11 +98,16 @@ async def test_what_groups_report_is_there(open_door: OpenDoor) -> None:
         assert value(door, "coatcheck_group_blocks", {**there, "tier": "device", "use": use}) == count
     assert value(door, "coatcheck_group_blocks", {**there, "tier": "host", "use": "free"}) == 3
     for name, count in (
-        ("restored_blocks", 7), ("demoted_blocks", 9), ("host_evicted_blocks", 4), ("integrity_failures", 1),
+        ("restored_blocks", 7), ("demoted_blocks", 9), ("integrity_failures", 1),
         ("preemptions", 6), ("late_compiles", 2),
     ):  # fmt: skip
         assert value(door, f"coatcheck_group_{name}_total", there) == count
     assert value(door, "coatcheck_group_cached_tokens_total", {**there, "tier": "host"}) == 20
+    for tier, reason, count in (("device", "worth_least", 11), ("device", "over_share", 3), ("host", "worth_least", 4)):
+        assert value(door, "coatcheck_group_evicted_blocks_total", {**there, "tier": tier, "reason": reason}) == count
+    for reason, count in (("never_seen", 8), ("evicted", 5), ("other_salt", 2), ("broken", 0)):
+        assert value(door, "coatcheck_group_prefix_misses_total", {**there, "reason": reason}) == count
+    assert value(door, "coatcheck_group_moved_bytes_total", {**there, "to": "host"}) == 900
     assert value(door, "coatcheck_group_state", {**there, "state": "serving"}) == 1
     assert value(door, "coatcheck_rank_healthy", {**there, "rank": "0", "node": "a"}) == 1
     assert value(door, "coatcheck_rank_steps_total", {**there, "rank": "0"}) == 12

@@ -12,7 +12,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.request import Request
 from coatcheck.workers.step_output import FinishReason, SequenceOutput
-from tests.workers.fake_runner import SPEC, FakeRunner, answer
+from tests.workers.fake_runner import SPEC, FakeRunner, answer, next_token
 
 
 def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64) -> tuple[Engine, FakeRunner]:
@@ -195,7 +195,11 @@ def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
         order += sorted(set(collector.ends) - ended)
     assert engine.stats().preemptions > 0
     assert order[0] == ("r0", 0)
-    assert {len(tokens) for tokens in collector.tokens.values()} == {30}
+    for name, prompt in prompts.items():
+        said: list[int] = []
+        while len(said) < 30:
+            said.append(next_token(prompt + said, 0, 7))
+        assert collector.tokens[name, 0] == said
 
 
 @pytest.mark.parametrize(
