@@ -5,7 +5,8 @@ It does not know who asks for a certificate, nor where that goes.
 
 import datetime
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -17,6 +18,19 @@ from ..proto.plane_certificate import GROUP, ROUTER, PlaneCertificate
 # Longer than any cluster runs; its end is the end of the authority, not a date.
 _LIFETIME: Final = datetime.timedelta(days=3650)
 _CLOCKS_DIFFER: Final = datetime.timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """What routers and groups of one cluster show each other; None: their connections are plain."""
+
+    router: PlaneCertificate | None = None
+    group: PlaneCertificate | None = None
+
+    @classmethod
+    def signed_by(cls, authority: "Authority") -> Self:
+        """A new pair."""
+        return cls(authority.for_router(), authority.for_group())
 
 
 class Authority:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
+from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .client import Client
 from .load import INTERRUPTED, Load, Recording
@@ -73,6 +74,10 @@ def bench(
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until a request is given up.")] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the run to this file.")] = None,
 ) -> None:
@@ -80,10 +85,11 @@ def bench(
     if rate is not None and trace is not None:
         raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own times")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
     try:
         if plot is not None:
             check_plot(plot)  # now, and not when the run is over
-        model = asyncio.run(_model(addresses))
+        model = asyncio.run(_model(addresses, access))
         salt = "" if reuse_cache else secrets.token_hex(8)
         workload = Workload(
             vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
@@ -98,7 +104,7 @@ def bench(
         warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
         open_loop = rate is not None or trace is not None
         report, samples = asyncio.run(
-            _run(addresses, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
+            _run(addresses, access, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
         )
         if as_json:
             print(json.dumps(report.to_json()))
@@ -115,11 +121,11 @@ def bench(
         raise typer.Exit(1)
 
 
-async def _model(addresses: list[str]) -> pb.GetModelResponse:
+async def _model(addresses: list[str], access: Access) -> pb.GetModelResponse:
     """What is served, from the first router; the others must answer too, or they would measure as errors."""
     answers = []
     for address in addresses:
-        async with Client([address]) as client:
+        async with Client([address], access) as client:
             answers.append(await client.get_model(timeout=20.0))
     if len({answer.fingerprint for answer in answers}) > 1:
         raise InvalidConfig("the addresses serve different models; measure one at a time")
@@ -128,6 +134,7 @@ async def _model(addresses: list[str]) -> pb.GetModelResponse:
 
 async def _run(
     addresses: list[str],
+    access: Access,
     jobs: list[Job],
     warm: list[Job],
     open_loop: bool,
@@ -135,7 +142,7 @@ async def _run(
     timeout: float | None,
     objectives: tuple[float | None, float | None],
 ) -> tuple[Report, list[Sample]]:
-    async with Load(addresses, timeout=timeout) as load:
+    async with Load(addresses, access, timeout=timeout) as load:
         await load.closed(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
         load.recordings, load.finished = [], 0

@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "explain",
     "bench": "bench",
     "plan": "plan",
+    "keys": "keys",
 }
 
 

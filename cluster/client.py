@@ -14,6 +14,7 @@ import grpc
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import GenerationStub
 from ..proto.errors import CoatcheckError, Unavailable, error_of
+from .access import Access
 from .counted import counted
 from .delivered import Delivered
 
@@ -34,10 +35,18 @@ class Client:
     seconds in a row it looks for a router.
     """
 
-    def __init__(self, addresses: Sequence[str], *, max_resumes: int = 128, patience: float = 120.0) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        access: Access | None = None,
+        *,
+        max_resumes: int = 128,
+        patience: float = 120.0,
+    ) -> None:
         if not addresses:
             raise ValueError("a client needs at least one address, host:port")
         self._addresses = tuple(addresses)
+        self._access = access or Access()
         self._max_resumes = max_resumes
         self._patience = patience
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -96,7 +105,9 @@ class Client:
         """What `address` serves; raises the CoatcheckError of its refusal."""
         stub = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
         try:
-            model: pb.GetModelResponse = await stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+            model: pb.GetModelResponse = await stub.GetModel(
+                pb.GetModelRequest(), timeout=timeout, metadata=self._access.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise explain_error(error, self.address, timeout) from None
         return model
@@ -109,13 +120,13 @@ class Client:
     def channel(self) -> grpc.aio.Channel:
         """The channel to `address`, opened when first needed."""
         if self.address not in self._channels:
-            self._channels[self.address] = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+            self._channels[self.address] = self._access.channel(self.address, OPTIONS)
         return self._channels[self.address]
 
     async def _attempt(self, request: pb.GenerateRequest, deadline: float | None) -> AsyncIterator[pb.GenerateEvent]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         stub: Any = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
-        call = stub.GenerateStream(request, timeout=timeout)
+        call = stub.GenerateStream(request, timeout=timeout, metadata=self._access.metadata)
         try:
             async for event in call:
                 yield event
@@ -129,6 +140,11 @@ def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckE
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
         return Unavailable(f"no server answers at {address}; is `coatcheck serve` running there?")
+    if error.code() is grpc.StatusCode.UNAVAILABLE and ("handshake" in details.lower() or "ssl" in details.lower()):
+        return Unavailable(
+            f"no TLS connection to {address}: one side does not believe the other's certificate, or speaks no TLS; "
+            "see --tls-ca, --tls-cert and --tls-key"
+        )
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         return CoatcheckError(f"gave up after {timeout:g} s")
     return error_of(error.code().value[0], details)

@@ -5,15 +5,17 @@ word is answered at once.
 """
 
 import difflib
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..proto.errors import InvalidConfig
 from ..proto.log_lines import LogFormat
 from ..proto.tracing import check_endpoint
+from .exposure import check_exposure
 
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
@@ -62,6 +64,8 @@ def parse_memory(value: object) -> object:
     if not match["unit"] and not match["is_bytes"]:
         return parse_memory(float(match["number"]))
     size = float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
+    if not math.isfinite(size):
+        raise ValueError(f"no host has so much; {_NO_MEMORY}")
     if 0 < size < 2:  # up to 1 it would be taken for a share
         raise ValueError(f"so few bytes hold nothing; {_NO_MEMORY}")
     return float(int(size))
@@ -94,13 +98,13 @@ class ServeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = Field(min_length=1)
-    served_model_name: str | None = None
+    served_model_name: str | None = Field(None, min_length=1, max_length=256, pattern=r"\S")
     groups: int = Field(1, ge=1, le=4096)
     tp: int = Field(1, ge=1, le=1024)
-    ray_address: str | None = None
-    grpc_host: str = "127.0.0.1"
+    ray_address: str | None = Field(None, min_length=1)
+    grpc_host: str = Field("127.0.0.1", min_length=1)
     grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
-    http_host: str = "127.0.0.1"
+    http_host: str = Field("127.0.0.1", min_length=1)
     # Unset: the usual port, or any free one where gRPC takes any.
     http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = None
     # A Ray resource: the router runs only where a node offers it.
@@ -122,6 +126,23 @@ class ServeConfig(BaseModel):
     log_format: LogFormat = "text"
     # A collector's gRPC address (OTLP); unset: no traces.
     otlp_endpoint: Annotated[str | None, BeforeValidator(parse_otlp_endpoint)] = None
+    # Files on the router's host: its certificate and key, the authority of clients', the tenants and their keys.
+    tls_cert: str | None = Field(None, min_length=1)
+    tls_key: str | None = Field(None, min_length=1)
+    tls_client_ca: str | None = Field(None, min_length=1)
+    api_keys: str | None = Field(None, min_length=1)
+    # Listens beyond loopback for everybody.
+    insecure: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """To Python true is 1; to whoever wrote it, it is not."""
+        switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
+        for name, value in settings.items():
+            if isinstance(value, bool) and name in cls.model_fields.keys() - switches:
+                raise ValueError(f"{name.replace('_', '-')} is {value}; it is no switch: give it a value")
+        return settings
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
@@ -133,13 +154,15 @@ class ServeConfig(BaseModel):
             if name not in cls.model_fields:
                 raise InvalidConfig(f"{file}: unknown setting {name!r}; {_suggest(name, list(cls.model_fields))}")
         try:
-            return cls(**settings)
+            config = cls(**settings)
         except ValidationError as error:
             said = [
                 explain(item) if file is None or _setting(item) in given else f"{file}: {explain(item)}"
                 for item in error.errors()
             ]
             raise InvalidConfig("; ".join(said)) from None
+        check_exposure(config)
+        return config
 
     @property
     def http_listen_port(self) -> int | None:
@@ -194,7 +217,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(file.read_text())
     except OSError as error:
         raise InvalidConfig(f"{file}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter also of numbers with thousands of digits
         raise InvalidConfig(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
@@ -210,6 +233,8 @@ def _suggest(name: str, known: list[str]) -> str:
 
 def explain(item: Any) -> str:
     """One of pydantic's errors, in the words of the flags."""
+    if not item["loc"]:
+        return str(item["msg"]).removeprefix("Value error, ")
     name = _setting(item).replace("_", "-")
     message = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     if item["type"] == "missing":
@@ -218,4 +243,4 @@ def explain(item: Any) -> str:
 
 
 def _setting(item: Any) -> str:
-    return str(item["loc"][0])
+    return str(item["loc"][0]) if item["loc"] else ""

@@ -13,6 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import AdminStub
+from .access import ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .client import explain_error
 from .generate import put_prompt
@@ -33,16 +34,21 @@ def explain(
     system: Annotated[str | None, typer.Option(help="A system message before it (with --chat).")] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
     cache_salt: Annotated[str, typer.Option(help="Prefixes are shared only under the same salt.")] = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show which group would answer PROMPT and each group's cost in seconds, term by term; sends nothing."""
     request = pb.GenerateRequest(cache_salt=cache_salt, sampling=pb.SamplingParams(max_tokens=max_tokens))
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     check_addresses([address])
-    with grpc.insecure_channel(address) as channel:
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    with access.blocking_channel(address) as channel:
         try:
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-            told: pb.Explanation = stub.Explain(request, timeout=_ASK_SECONDS)
+            told: pb.Explanation = stub.Explain(request, timeout=_ASK_SECONDS, metadata=access.metadata)
         except grpc.RpcError as error:
             print(f"coatcheck explain: {explain_error(error, address, _ASK_SECONDS)}", file=sys.stderr)
             raise typer.Exit(1) from None

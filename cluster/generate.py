@@ -19,6 +19,7 @@ from ..proto import coatcheck_pb2 as pb
 from ..proto.errors import CoatcheckError, InvalidRequest
 from ..proto.retention import DEFAULT_TTL_SECONDS, Retention
 from ..proto.sampling import SamplingParams
+from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .answer import Answer
 from .client import Client
@@ -59,6 +60,10 @@ def generate(
         float | None, typer.Option(help=f"For so long (with --retain); default {DEFAULT_TTL_SECONDS:g}.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the request is given up.")] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate from PROMPT and stream the text."""
@@ -73,6 +78,7 @@ def generate(
     if not as_json and (logprobs is not None or prompt_logprobs is not None):
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --json, which has a place for them")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     if retain_seconds is not None and retain is None:
         raise typer.BadParameter("--retain-seconds needs --retain")
@@ -83,7 +89,7 @@ def generate(
             ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
             request.retention.CopyFrom(Retention(retain, ttl).to_message())
         show: Callable[[str], None] = _write if streams_text else lambda text: None
-        answer = asyncio.run(_stream(addresses, request, timeout, show))
+        answer = asyncio.run(_stream(addresses, access, request, timeout, show))
         if as_json:
             wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
             _write(json.dumps(wanted, ensure_ascii=False) + "\n")
@@ -100,10 +106,14 @@ def generate(
 
 
 async def _stream(
-    addresses: list[str], request: pb.GenerateRequest, timeout: float | None, show: Callable[[str], None]
+    addresses: list[str],
+    access: Access,
+    request: pb.GenerateRequest,
+    timeout: float | None,
+    show: Callable[[str], None],
 ) -> Answer:
     answer = Answer(time.perf_counter())
-    async with Client(addresses) as client:
+    async with Client(addresses, access) as client:
         async for event in client.generate_stream(request, timeout=timeout):
             answer.add(event, time.perf_counter())
             if event.HasField("delta"):

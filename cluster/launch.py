@@ -21,12 +21,15 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..proto.errors import InvalidConfig, Unavailable
+from ..proto.plane_certificate import PlaneCertificate
 from ..router.actor import RouterActor
 from ..router.config import RouterConfig
 from ..workers.actor import CONCURRENCY, RankActor
 from ..workers.group_config import GroupConfig
+from .authority import Authority, Plane
 from .config import FREE_SHARE, ServeConfig
 from .counted import counted
+from .exposure import absolute, needs_plane
 from .placement import Placement, Resources
 
 NAMESPACE = "coatcheck"
@@ -89,13 +92,17 @@ def find_actor(name: str) -> Actor | None:
 
 
 def start_supervisor(config: ServeConfig, placement: Placement) -> Actor:
-    """One for the cluster; Ray starts it again with the same arguments wherever there is a node."""
+    """One for the cluster; Ray starts it again with the same arguments wherever there is a node.
+
+    Its authority signs here, once: what a restarted supervisor adopts goes on believing the same.
+    """
     from .supervisor import Supervisor
 
     options = ray.remote(Supervisor).options(
         name=SUPERVISOR, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1, max_concurrency=32
     )
-    return options.remote(config, placement)
+    plane = Plane.signed_by(Authority()) if needs_plane(config) else Plane()
+    return options.remote(config, placement, plane)
 
 
 def reserve(group: str, placement: Placement, tp: int) -> PlacementGroup:
@@ -147,7 +154,9 @@ def start_router(config: RouterConfig, resource: str | None = None) -> Actor:
     return options.remote(config)
 
 
-def group_config(config: ServeConfig, name: str, placement: Placement, *, loopback: bool) -> GroupConfig:
+def group_config(
+    config: ServeConfig, name: str, placement: Placement, *, loopback: bool, plane: PlaneCertificate | None = None
+) -> GroupConfig:
     """What one group is told."""
     return GroupConfig(
         name=name,
@@ -168,10 +177,11 @@ def group_config(config: ServeConfig, name: str, placement: Placement, *, loopba
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,
         listen_host="127.0.0.1" if loopback else "0.0.0.0",
+        plane=plane,
     )
 
 
-def router_config(config: ServeConfig, port: int) -> RouterConfig:
+def router_config(config: ServeConfig, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
     """What a router is told."""
     return RouterConfig(
         model=config.model_source,
@@ -183,6 +193,11 @@ def router_config(config: ServeConfig, port: int) -> RouterConfig:
         http_port=config.http_listen_port,
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,
+        tls_cert=absolute(config.tls_cert),
+        tls_key=absolute(config.tls_key),
+        tls_client_ca=absolute(config.tls_client_ca),
+        keys_file=absolute(config.api_keys),
+        plane=plane,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from .access import Access
 from .client import OPTIONS
 from .workload import Job
 
@@ -37,8 +38,10 @@ class Recording:
 class Load:
     """One channel per address, asked in turn. An async context manager that owns them."""
 
-    def __init__(self, addresses: Sequence[str], *, timeout: float | None = None) -> None:
-        self._channels = [grpc.aio.insecure_channel(address, options=OPTIONS) for address in addresses]
+    def __init__(self, addresses: Sequence[str], access: Access | None = None, *, timeout: float | None = None) -> None:
+        access = access or Access()
+        self._metadata = access.metadata
+        self._channels = [access.channel(address, OPTIONS) for address in addresses]
         # Without serializers grpc takes and hands over the bytes as they are.
         self._calls = [channel.unary_stream(METHOD, None, None) for channel in self._channels]
         self._timeout = timeout
@@ -87,7 +90,7 @@ class Load:
         recording = Recording(due, clock() - begin, job.output_len)
         self.recordings.append(recording)
         note_time, note_message = recording.times.append, recording.messages.append
-        call: Any = self._calls[index % len(self._calls)](job.request, timeout=self._timeout)
+        call: Any = self._calls[index % len(self._calls)](job.request, timeout=self._timeout, metadata=self._metadata)
         try:
             async for message in call:
                 note_time(clock() - begin)

@@ -24,6 +24,7 @@ def check_model(config: ServeConfig) -> None:
         return
     model = ModelConfig.open(config.model_source)
     _check_length(config, model)
+    model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
     try:
         shape = ModelShape.of(model)
         vocabulary = model.number("vocab_size", default=0)

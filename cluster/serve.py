@@ -21,6 +21,7 @@ from rich.console import Console
 from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, Unavailable
 from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
 from .counted import counted
+from .exposure import check_credentials, warn_of_exposure
 from .model_check import check_model
 from .ray_address import find_ray
 from .ray_environment import confine_local_ray, quiet_driver
@@ -97,6 +98,19 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: the directory's name or the hub id.")
     ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(help="The router's certificate (PEM, on its host): TLS for gRPC and HTTP.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its key.")] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(help="Clients need a certificate of this authority: mutual TLS.")
+    ] = None,
+    api_keys: Annotated[
+        str | None, typer.Option(help="Tenants and hashes of their keys; see `coatcheck keys`. Read again on change.")
+    ] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Listen beyond loopback though anybody may come in.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file of these settings; flags win over it.")] = None,
 ) -> None:
     """Serve MODEL until SIGINT or SIGTERM, which lets running requests end first; a second one does not."""
@@ -108,6 +122,7 @@ def serve(
         settings.check_model_directory()
         check_model(settings)
         _check_ports(settings)
+        check_credentials(settings)
         if settings.ray_address is not None:
             settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
     except (InvalidConfig, InvalidModel) as error:
@@ -163,6 +178,8 @@ class Serving:
         self._supervisor: Any = None
         self._has_served = False
         self._began = time.monotonic()
+        if warning := warn_of_exposure(config):
+            self._say(f"warning: {warning}")
 
     def run(self) -> int:
         """Returns the exit status; raises CoatcheckError for what keeps the cluster from serving."""
@@ -300,7 +317,7 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     """Where to connect, and what each group holds: the smallest one, where they differ."""
     rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
     longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
-    http = f" and http://{state.http}" if state.http else ""
+    http = f" and http{'s' if config.tls_cert else ''}://{state.http}" if state.http else ""
     holds = f"{counted(rank.num_blocks, 'block')} of {config.block_size} tokens"
     if tokens < rank.model_len:
         holds += (

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import AdminStub
+from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .client import explain_error
 from .counted import counted
@@ -23,10 +24,15 @@ _COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow", "star
 
 def status(
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show groups, ranks, health, load, block occupancy, hit ratio, TTFT and TPOT."""
-    answer = ask_router(address, "Status", pb.StatusRequest(), _ASK_SECONDS)
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    answer = ask_router(access, address, "Status", pb.StatusRequest(), _ASK_SECONDS)
     if as_json:
         print(json.dumps(as_json_object(answer)))
     else:
@@ -40,6 +46,10 @@ def drain(
         float | None, typer.Option(help="Seconds to wait for what runs; default: as long as it takes.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Send it new work again.")] = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Send no new work to a group (or to any) and wait until what runs has ended.
 
@@ -48,17 +58,18 @@ def drain(
     """
     if undo and timeout is not None:
         raise typer.BadParameter("--undo waits for nothing; leave --timeout out")
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
     what = group or "the router"
     if undo:
-        ask_router(address, "Drain", pb.DrainRequest(group=group, undo=True), _ASK_SECONDS)
+        ask_router(access, address, "Drain", pb.DrainRequest(group=group, undo=True), _ASK_SECONDS)
         print(f"{what} takes new work again")
         return
-    answer = ask_router(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _ASK_SECONDS)
+    answer = ask_router(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _ASK_SECONDS)
     # Before the wait: whoever interrupts it should know that nothing is undone by that.
     again = " ".join(["coatcheck drain", *filter(None, [group]), "--undo"])
     print(f"{what} takes no new work until `{again}`", file=sys.stderr)
     if not answer.drained:
-        answer = ask_router(address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
+        answer = ask_router(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
     if answer.drained:
         print(f"{what} is drained")
         return
@@ -67,13 +78,13 @@ def drain(
     raise typer.Exit(1)
 
 
-def ask_router(address: str, method: str, request: Any, timeout: float | None) -> Any:
+def ask_router(access: Access, address: str, method: str, request: Any, timeout: float | None) -> Any:
     """One call; a failure becomes one line and exit 1."""
     check_addresses([address])
-    with grpc.insecure_channel(address) as channel:
+    with access.blocking_channel(address) as channel:
         try:
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-            return getattr(stub, method)(request, timeout=timeout)
+            return getattr(stub, method)(request, timeout=timeout, metadata=access.metadata)
         except grpc.RpcError as error:
             print(f"error: {explain_error(error, address, timeout)}", file=sys.stderr)
             raise typer.Exit(1) from None

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ..proto.errors import InvalidConfig
 from ..proto.log_lines import configure_logging
 from . import launch
+from .authority import Plane
 from .cluster_state import ClusterState
 from .config import ServeConfig
 from .group_keeper import GroupKeeper
@@ -30,15 +31,16 @@ class Supervisor:
     """Every method answers at once, but for `drain` and `stop`."""
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
-    async def __init__(self, config: ServeConfig, placement: Placement) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServeConfig, placement: Placement, plane: Plane) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._config = config
         self._placement = placement
+        self._plane = plane
         self._groups: list[GroupKeeper] = []
         self._reserved: list[PlacementGroup] = []
         self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._router = RouterKeeper(
-            launch.router_config(config, config.grpc_port),
+            launch.router_config(config, config.grpc_port, plane.router),
             has_served=self._is_restarted,
             resource=config.router_resource,
         )
@@ -97,7 +99,7 @@ class Supervisor:
         loopback = launch.count_nodes() == 1
         self._groups = [
             GroupKeeper(
-                launch.group_config(config, name, self._placement, loopback=loopback),
+                launch.group_config(config, name, self._placement, loopback=loopback, plane=self._plane.group),
                 reserved,
                 ranks_on_host=max(ranks_on_host[node] for node in bundles.values()),
                 loopback=loopback,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ..proto import coatcheck_pb2 as pb
+from .access import ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS
 from .counted import counted
 from .status import as_json_object, ask_router, colour_of
@@ -31,6 +32,10 @@ def top(
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look, one a line.")] = False,
 ) -> None:
     """Show groups, ranks, blocks by tier, hit ratio, queue, TTFT, TPOT and ITL, until Ctrl-C."""
@@ -38,9 +43,10 @@ def top(
     from rich.live import Live
 
     history = History()
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
 
     def look() -> pb.StatusResponse:
-        status: pb.StatusResponse = ask_router(address, "Status", pb.StatusRequest(), _ASK_SECONDS)
+        status: pb.StatusResponse = ask_router(access, address, "Status", pb.StatusRequest(), _ASK_SECONDS)
         history.add(status, time.monotonic())
         return status
 

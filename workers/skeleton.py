@@ -31,6 +31,8 @@ def read_config(directory: Path) -> Any:
         raise InvalidModel(f"{config.model_type} takes more than text; serve its text-only checkpoint")
     if config.is_encoder_decoder:
         raise InvalidModel(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
+    if config.num_hidden_layers < 1:
+        raise InvalidModel(f"{directory}/config.json has num_hidden_layers {config.num_hidden_layers}: not a model")
     return config
 
 

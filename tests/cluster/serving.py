@@ -61,7 +61,7 @@ class Serving:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"^ready: .* at ([^\s,]+)(?: and (http://[^\s,]+))?,", line):
+            if found := re.search(r"^ready: .* at ([^\s,]+)(?: and (https?://[^\s,]+))?,", line):
                 self.address, self.url = found[1], found[2] or ""
                 return line
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")

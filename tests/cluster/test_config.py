@@ -9,7 +9,7 @@ import pytest
 from coatcheck.cluster.config import ServeConfig, parse_memory
 from coatcheck.cluster.launch import require_same
 from coatcheck.cluster.model_check import check_model
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from tests.cluster.model_configs import LLAMA, write_config
 
 
@@ -107,6 +107,44 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
         ServeConfig.build({}, file)
     assert message in str(refused.value)
     assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("groups: true", "groups is True; it is no switch"),
+        ("tp: yes", "tp is True; it is no switch"),
+        ("kv_memory: true", "kv-memory is True"),
+        ("host_kv_memory: on", "host-kv-memory is True"),
+        ("http_port: true", "http-port is True"),
+        ("max_model_len: false", "max-model-len is False"),
+        ("served_model_name: ''", "served-model-name is ''"),
+        ("served_model_name: ' '", "served-model-name is ' '"),
+        ("ray_address: ''", "ray-address is ''"),
+        ("grpc_host: ''", "grpc-host is ''"),
+        ("grpc_port: 1e400", "grpc-port is '1e400'"),
+        ("grpc_port: 1.0e+400", "grpc-port is inf"),
+        ("grpc_port: " + "9" * 5000, "is not YAML"),
+        ("kv_memory: 1.0e+400", "kv-memory is inf"),
+        ("kv_memory: " + "9" * 320 + "GiB", "no host has so much"),
+        ("api_keys: ''", "api-keys is ''"),
+    ],
+)
+def test_what_is_nearly_a_value_is_none(tmp_path: Path, text: str, said: str) -> None:
+    """Switches in the place of numbers, empty names and numbers without end are refused by name."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: m\n{text}\n")
+    with pytest.raises(InvalidConfig) as refused:
+        ServeConfig.build({}, file)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("layers", [0, -1, True, 10**9])
+def test_a_model_has_layers(tmp_path: Path, layers: int) -> None:
+    """A config.json with none, or with more than any model's, is refused before anything starts."""
+    write_config(tmp_path, LLAMA | {"num_hidden_layers": layers})
+    with pytest.raises(InvalidModel, match="num_hidden_layers"):
+        check_model(ServeConfig.build({"model": str(tmp_path)}))
 
 
 def test_a_mistake_in_a_flag_is_not_the_files(tmp_path: Path) -> None:

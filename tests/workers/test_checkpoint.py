@@ -200,6 +200,7 @@ BROKEN = [
     (config(dtype="zorp"), "config.json: .*zorp"),
     (config(hidden_size="big"), "config.json: .*hidden_size"),
     (config(num_attention_heads=0), "config.json: "),
+    (config(num_hidden_layers=0), "num_hidden_layers 0"),
     (config(model_type="own", auto_map={"AutoConfig": "own.Config"}), "config.json: .*custom code"),
     (write("generation_config.json", "["), "generation_config.json cannot be read"),
     (write("generation_config.json", "[]"), "generation_config.json cannot be read"),
