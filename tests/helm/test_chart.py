@@ -103,7 +103,7 @@ def test_probes_and_grace() -> None:
     """Router pods are ready when health says so, may drain as long as told; a worker has ten minutes to join."""
     rendered = render("eight-gpus")
     router, worker = rendered.container("router"), rendered.container("worker")
-    assert router["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert router["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
     assert "coatcheck drain" in router["lifecycle"]["preStop"]["exec"]["command"][-1]
     assert rendered.group("router")["template"]["spec"]["terminationGracePeriodSeconds"] > 600
     assert worker["startupProbe"]["periodSeconds"] * worker["startupProbe"]["failureThreshold"] >= 600
@@ -138,6 +138,32 @@ def test_two_nodes() -> None:
     assert fault_tolerance["redisAddress"] == "redis:6379"
     assert fault_tolerance["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
     assert rendered.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_doors_are_the_flags_of_serve(tmp_path: Path) -> None:
+    """Secrets are mounted where the settings say, in the router's pods alone; its own commands bring what they need."""
+    rendered = render("eight-gpus", "tls.clientCaKey=ca.crt")
+    file = tmp_path / "serve.yaml"
+    file.write_text(rendered.one("ConfigMap")["data"]["serve.yaml"])
+    config = ServeConfig.build({}, file)
+    router = rendered.container("router")
+    mounts = {mount["mountPath"] for mount in router["volumeMounts"]}
+    for path in (config.tls_cert, config.tls_key, config.tls_client_ca, config.api_keys):
+        assert path is not None and str(Path(path).parent) in mounts
+    assert not mounts & {"/etc/coatcheck-keys"} & {m["mountPath"] for m in rendered.container("worker")["volumeMounts"]}
+    names = {one["name"] for one in router["env"]}
+    assert {"COATCHECK_API_KEY", "COATCHECK_TLS_CA", "COATCHECK_TLS_CERT", "COATCHECK_TLS_KEY"} <= names
+    assert "tcpSocket" in router["readinessProbe"] and "httpGet" not in router["readinessProbe"]
+
+
+def test_ray_has_a_token() -> None:
+    """The operator makes it; `coatcheck serve`, which it does not know, reads the same secret."""
+    rendered = render("one-gpu")
+    assert rendered.cluster["authOptions"] == {"mode": "token"}
+    serve = rendered.templates[0]["spec"]["containers"][1]
+    token = next(one for one in serve["env"] if one["name"] == "RAY_AUTH_TOKEN")
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "demo-coatcheck", "key": "auth_token"}
+    assert "authOptions" not in render("one-gpu", "ray.tokenAuth=false").cluster
 
 
 def test_autoscaling() -> None:
@@ -187,6 +213,9 @@ def test_schema_and_values_name_the_same() -> None:
         ("eight-gpus", "storage.mountPath=/data", "is not below storage.mountPath /data"),
         ("cpu", "model.name=org/model", "model.inImage needs an absolute path"),
         ("cpu", "service.httpPort=50051", "service.grpcPort and service.httpPort are both 50051"),
+        ("cpu", "security.insecure=false", "anybody who reaches the router could send requests"),
+        ("one-gpu", "tls.clientCaKey=ca.crt", "tls.clientCaKey needs tls.secretName"),
+        ("one-gpu", "adminKey.name=", "apiKeys needs adminKey"),
         ("eight-gpus", "autoscaling.enabled=true", "autoscaling.maxReplicas is 1; the groups need 2"),
     ],
 )

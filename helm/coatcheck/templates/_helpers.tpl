@@ -64,6 +64,49 @@ ray.io/group: {{ .group }}
 {{- end }}
 {{- end }}
 
+{{- define "coatcheck.checkDoors" -}}
+{{- if and .Values.tls.clientCaKey (not .Values.tls.secretName) }}{{ fail "tls.clientCaKey needs tls.secretName: it is an entry of that secret" }}{{ end }}
+{{- if and .Values.apiKeys.name (not .Values.adminKey.name) }}{{ fail "apiKeys needs adminKey, a key with the role admin: the chart drains the router with it" }}{{ end }}
+{{- if not (or .Values.apiKeys.name .Values.tls.clientCaKey .Values.security.insecure) }}
+  {{- fail "anybody who reaches the router could send requests; set apiKeys.name or tls.clientCaKey, or ask for it with security.insecure" }}
+{{- end }}
+{{- end }}
+
+{{- /* What a client in this release brings. Its name for the router is the Service's, which the certificate must have. */ -}}
+{{- define "coatcheck.clientEnv" -}}
+{{- if .Values.adminKey.name }}
+- name: COATCHECK_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .Values.adminKey.name }}, key: {{ .Values.adminKey.key }}}}
+{{- end }}
+{{- if .Values.tls.secretName }}
+- {name: COATCHECK_TLS_CA, value: /etc/coatcheck-tls/ca.crt}
+{{- if .Values.tls.clientCaKey }}
+- {name: COATCHECK_TLS_CERT, value: /etc/coatcheck-tls/tls.crt}
+- {name: COATCHECK_TLS_KEY, value: /etc/coatcheck-tls/tls.key}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.secretMounts" -}}
+{{- if .Values.tls.secretName }}
+- {name: tls, mountPath: /etc/coatcheck-tls, readOnly: true}
+{{- end }}
+{{- if .Values.apiKeys.name }}
+- {name: keys, mountPath: /etc/coatcheck-keys, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "coatcheck.secretVolumes" -}}
+{{- if .Values.tls.secretName }}
+- name: tls
+  secret: {secretName: {{ .Values.tls.secretName }}, defaultMode: 288}
+{{- end }}
+{{- if .Values.apiKeys.name }}
+- name: keys
+  secret: {secretName: {{ .Values.apiKeys.name }}, defaultMode: 288}
+{{- end }}
+{{- end }}
+
 {{- define "coatcheck.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -148,6 +191,9 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 volumes: {{- include "coatcheck.volumes" . | nindent 2 }}
+{{- if .router }}
+  {{- include "coatcheck.secretVolumes" .root | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "coatcheck.container" -}}
