@@ -1,6 +1,6 @@
-"""Arch: what launch parameters depend on of a GPU. Pure numbers, so that every choice can be tested without one.
+"""Arch: what launch parameters depend on of a GPU, as pure numbers, so that every choice can be tested without one.
 
-The file does not know any kernel.
+Also which tensors Triton's kernels take at all. The file does not know any kernel.
 """
 
 from __future__ import annotations
@@ -10,20 +10,33 @@ from typing import NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
+from torch import Tensor
 
 
 class Arch(NamedTuple):
     """`shared`: bytes that a program may have. `wide_tiles`: matrix products that read both sides from shared memory
-    (sm_90 and later), which leaves registers for large tiles. `converts_fp8`: e4m3 is known to the processor."""
+    (sm_90 and later), which leaves registers for large tiles. `converts_fp8`: e4m3 is known to the processor.
+    `processors`: how many programs, or handfuls of them, run at once. `most_stages`: that the compiler overlaps."""
 
     shared: int
     wide_tiles: bool
     converts_fp8: bool
+    processors: int
+    most_stages: int = 5
 
 
-SM_80 = Arch(163 * 1024, False, False)
-SM_90 = Arch(227 * 1024, True, True)
-GFX942 = Arch(64 * 1024, False, False)
+SM_80 = Arch(163 * 1024, False, False, 108)
+SM_90 = Arch(227 * 1024, True, True, 132)
+GFX942 = Arch(64 * 1024, False, False, 304, most_stages=2)
+
+
+# CPU tensors too where programs run in Triton's interpreter (TRITON_INTERPRET=1), so that whole models can be proved.
+TRITON_DEVICES = {"cuda", "cpu"} if triton.knobs.runtime.interpret else {"cuda"}
+
+
+def takes_triton(tensor: Tensor) -> bool:
+    """Whether Triton's kernels are what computes on this tensor's device."""
+    return tensor.device.type in TRITON_DEVICES
 
 
 @cache
@@ -36,4 +49,4 @@ def arch_of(device: torch.device) -> Arch:
     capability = torch.cuda.get_device_capability(device)
     # What Triton itself holds a launch to.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return Arch(limits["max_shared_mem"], capability >= (9, 0), capability >= (8, 9))
+    return Arch(limits["max_shared_mem"], capability >= (9, 0), capability >= (8, 9), limits["multiprocessor_count"])

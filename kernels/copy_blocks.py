@@ -16,10 +16,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["src", "dst"])
 def _copy_blocks(
     source, target, src, dst, source_stride, target_stride, width,
     LISTED: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr,
@@ -52,7 +53,7 @@ def launch_copy_blocks(source: Tensor, target: Tensor, src: Tensor | None, dst: 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _check(pool, src, dst)
-    if pool.device.type == "cuda":
+    if takes_triton(pool):
         return launch_copy_blocks(pool, pool, src, dst, len(src))
     library = native.library()
     if library is None or pool.device.type != "cpu":

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import native
+from .arch import TRITON_DEVICES
 from .kv_cache import KVCache
 from .launch_check import Passed, refuse, want_contiguous, want_device, want_dtype, want_shape
 from .linear import PackedLinear, scratch
@@ -43,7 +44,7 @@ _passed = Passed()
 def is_native(*linears: object, head_dim: int = 16) -> bool:
     """Whether a half made of these linears can be one native call."""
     native_form = all(isinstance(linear, PackedLinear) and linear.form == "native" for linear in linears)
-    return native_form and head_dim % 16 == 0 and head_dim <= 256
+    return "cpu" not in TRITON_DEVICES and native_form and head_dim % 16 == 0 and head_dim <= 256
 
 
 class StepTables:

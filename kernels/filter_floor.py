@@ -67,7 +67,7 @@ def _largest_key(row, heat, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "floors"])
 def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, vocab, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     heat, k = tl.load(temperature + index), tl.load(top_k + index)

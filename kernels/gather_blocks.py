@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .copy_blocks import launch_copy_blocks
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
@@ -23,7 +24,7 @@ def gather_blocks(pool: Tensor, blocks: Tensor, out: Tensor | None = None) -> Te
     if out is None:
         out = pool.new_empty((len(blocks), pool.shape[1]))
     _check(pool, blocks, "out", out)
-    if pool.device.type == "cuda":
+    if takes_triton(pool):
         launch_copy_blocks(pool, out, blocks, None, len(blocks))
         return out
     library = native.library()
@@ -38,7 +39,7 @@ def gather_blocks(pool: Tensor, blocks: Tensor, out: Tensor | None = None) -> Te
 def scatter_blocks(rows: Tensor, pool: Tensor, blocks: Tensor) -> None:
     want_shape("pool", pool, (None, None))
     _check(pool, blocks, "rows", rows)
-    if pool.device.type == "cuda":
+    if takes_triton(pool):
         return launch_copy_blocks(rows, pool, None, blocks, len(blocks))
     library = native.library()
     if library is None or pool.device.type != "cpu":

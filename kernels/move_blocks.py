@@ -41,7 +41,7 @@ def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tens
 
 def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
     """The same checksums of blocks that stay where they are."""
-    _check(pool, rows, pool, rows)
+    _check_pool("pool", pool, "rows", rows)
     library = native.library()
     if library is None:
         return _sums(pool[rows])
@@ -54,20 +54,23 @@ def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
 
 
 def _check(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> None:
-    want_shape("source", source, (None, None))
+    _check_pool("source", source, "from_rows", from_rows)
+    _check_pool("target", target, "to_rows", to_rows)
     want_shape("target", target, (None, source.shape[1]))
-    want_shape("from_rows", from_rows, (None,))
     want_shape("to_rows", to_rows, (from_rows.shape[0],))
-    if source.shape[1] % _LINE:
-        refuse("source", f"blocks of a multiple of {_LINE} bytes", source.shape[1])
-    for name, pool in (("source", source), ("target", target)):
-        want_dtype(name, pool, torch.uint8)
-        want_rows(name, pool)
-        want_device(name, pool, torch.device("cpu"))
-    for name, rows in (("from_rows", from_rows), ("to_rows", to_rows)):
-        want_dtype(name, rows, torch.int64)
-        want_contiguous(name, rows)
-        want_device(name, rows, torch.device("cpu"))
+
+
+def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
+    want_shape(name, pool, (None, None))
+    if pool.shape[1] % _LINE:
+        refuse(name, f"blocks of a multiple of {_LINE} bytes", pool.shape[1])
+    want_dtype(name, pool, torch.uint8)
+    want_rows(name, pool)
+    want_device(name, pool, torch.device("cpu"))
+    want_shape(rows_name, rows, (None,))
+    want_dtype(rows_name, rows, torch.int64)
+    want_contiguous(rows_name, rows)
+    want_device(rows_name, rows, torch.device("cpu"))
 
 
 def move_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .kv_cache import KVCache
 from .launch_check import (
     FLOATS,
@@ -56,16 +57,18 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     one_order: bool = False,
+    total_seq_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """`total_seq_len`: a number that the seq_lens together do not exceed, where one is known: it saves memory."""
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     _check_query(q, cache, scale, sliding_window, softcap, sinks, out)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if cache.device.type == "cuda":
+    if takes_triton(cache.k):
         tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
         if not one_order:
-            launch_decode(*tables, scale, sliding_window, softcap, sinks, out)
+            launch_decode(*tables, scale, sliding_window, softcap, sinks, out, total_seq_len)
         if max_seqlen_q > 1 or one_order:
             launch_prefill(*tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, one_order)
         return out

@@ -1,10 +1,12 @@
 """Paged attention on a GPU for sequences that bring one query: see paged_attention.py for the formula and shapes.
 
-The keys of a sequence are cut into splits of SPLIT, a fixed size, so that a result never depends on the batch. One
-program of `_decode` sums one (sequence, KV head, split) for all query heads of that KV head at once: they are packed
-into the rows of `tl.dot`, which wants at least 16. It leaves (peak, sum, weighted values) in float32. One program of
-`_reduce` combines the splits of one (sequence, head); splits in which everything is masked count for nothing. Sequences
-with other than one query are skipped, so that prefills and decodes can share a batch.
+The keys of a sequence are cut into splits of SPLIT, a fixed size, so that a result never depends on the batch. A work
+item is one split for one KV head: all query heads of that KV head at once, packed into the rows of `tl.dot`, which
+wants at least 16. The items of all sequences stand in one row, and a number of programs of `_decode` that no length
+changes takes them in turn: one long sequence among short ones keeps the whole GPU busy, and a CUDA graph can hold the
+launch. An item leaves (peak, sum, weighted values) in float32. One program of `_reduce` combines the splits of one
+(sequence, head); splits in which everything is masked count for nothing. Sequences with other than one query have no
+splits and are left alone, so that prefills and decodes can share a batch; one query over no keys gives zeros.
 """
 
 # Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
@@ -21,9 +23,11 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _widened
+from .quantise import KINDS, _scales_of, _widened
 
 SPLIT = 512
+_PROGRAMS_PER_PROCESSOR = 16  # several times what runs at once, so that all end together
+_SEQS = 256  # whose lengths a program looks at in one go
 
 
 class DecodeLaunch(NamedTuple):
@@ -35,110 +39,172 @@ class DecodeLaunch(NamedTuple):
 
 
 def pick_launch(group: int, width: int, element_size: int, arch: Arch) -> DecodeLaunch:
-    """Tiles of keys of about 16 KiB, so that two or three stages of K and V fit into shared memory. `width`: of a row
-    of the cache, head_dim or (int4) half of it; `element_size`: the queries'."""
+    """Tiles of keys of about 16 KiB. `width`: of a row of the cache, head_dim or (int4) half of it; `element_size`: the
+    queries'. The compiler stages the block number as well as the rows that it leads to, so that a tile of rows is on
+    its way while another is used only from five stages on; then two programs still find room beside each other."""
     block_d = max(16, triton.next_power_of_2(width))
     block_m = max(16, triton.next_power_of_2(group))
-    block_n = max(16, min(64, 16384 // (block_d * element_size)))
-    stages = 2 if (block_m + 4 * block_n) * block_d * element_size <= arch.shared else 1
-    return DecodeLaunch(block_m, block_n, block_d, 4, stages)
+    block_n = max(16, min(128, 16384 // (block_d * element_size)))
+    room = (2 * (block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (2, 1))
+    stages = 5 if next(room) else 3 if next(room) else 1
+    return DecodeLaunch(block_m, block_n, block_d, 4, min(stages, arch.most_stages))
+
+
+def pick_programs(splits: int, kv_heads: int, arch: Arch) -> int:
+    """How many programs share the items of at most so many splits."""
+    return max(1, min(splits * kv_heads, arch.processors * _PROGRAMS_PER_PROCESSOR))
+
+
+def most_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None) -> int:
+    """How many splits so many sequences can have, each of at most this length, and of that together."""
+    whole = num_seqs * -(-max_seq_len // SPLIT)
+    return max(1, whole if total_seq_len is None else min(whole, total_seq_len // SPLIT + num_seqs))
 
 
 @triton.jit
+def _splits_of(seq_lens, cu_seqlens, seqs, inside, window, SPLIT_SIZE: tl.constexpr):
+    """(how many splits each of these sequences reads, the first of them): none that lies before its window."""
+    lens = tl.load(seq_lens + seqs, inside, other=0)
+    queries = tl.load(cu_seqlens + seqs + 1, inside, other=0) - tl.load(cu_seqlens + seqs, inside, other=0)
+    first = tl.where(window > 0, tl.maximum(lens - window, 0), 0) // SPLIT_SIZE
+    return tl.where(queries == 1, (lens + SPLIT_SIZE - 1) // SPLIT_SIZE - first, 0), first
+
+
+@triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "table_stride", "window", "num_seqs"])
 def _decode(
     q, k, v, k_scales, v_scales, tables, seq_lens, cu_seqlens, mid, peaks, sums,
-    q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window,
+    q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window, num_seqs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SPLITS, SPLIT_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
-    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(cu_seqlens + seq)
-    if tl.load(cu_seqlens + seq + 1) - token != 1:
-        return
-    seq_len = tl.load(seq_lens + seq)
-    if split * SPLIT_SIZE >= seq_len:
-        return
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    heads = kv_head * GROUP + rows
     in_rows, in_dims = rows < GROUP, dims < WIDTH
-    at_query = q + token.to(tl.int64) * q_stride + heads[:, None] * DIM + dims[None]
-    queries = tl.load(at_query, in_rows[:, None] & in_dims[None], other=0.0)
-    if KIND == 3:
-        high_queries = tl.load(at_query + WIDTH, in_rows[:, None] & in_dims[None], other=0.0)
-        high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = tl.minimum(seq_len, (split + 1) * SPLIT_SIZE)
-    lowest = tl.where(window > 0, seq_len - window, 0)  # the query's position is seq_len - 1
-    start = tl.maximum(split * SPLIT_SIZE, (lowest // BLOCK_N) * BLOCK_N)
-    for first in range(start, end, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
-        seen = keys < end
-        block = tl.load(tables + seq.to(tl.int64) * table_stride + keys // SIZE, seen, other=0).to(tl.int64)
-        row = kv_head * SIZE + keys % SIZE
-        mask = seen[:, None] & in_dims[None]
-        key = tl.load(k + (block * k_stride + row * WIDTH)[:, None] + dims[None], mask, other=0)
-        value = tl.load(v + (block * v_stride + row * WIDTH)[:, None] + dims[None], mask, other=0)
+    some = tl.arange(0, SEQS)
+    items = tl.full([], 0, tl.int32)
+    for base in range(0, num_seqs, SEQS):
+        counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, base + some < num_seqs, window, SPLIT_SIZE)
+        items += tl.sum(counts, 0)
+    for work in range(tl.program_id(0), items * KV_HEADS, tl.num_programs(0)):
+        item, kv_head = work // KV_HEADS, work % KV_HEADS
+        # The item's sequence is behind all those whose items have ended before it.
+        seq, first_item, seen_items = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        for base in range(0, num_seqs, SEQS):
+            inside = base + some < num_seqs
+            counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, inside, window, SPLIT_SIZE)
+            ends = seen_items + tl.cumsum(counts, 0)
+            passed = inside & (ends <= item)
+            seq += tl.sum(passed.to(tl.int32), 0)
+            first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0), 0))
+            seen_items += tl.sum(counts, 0)
+        seq_len = tl.load(seq_lens + seq)
+        lowest = tl.where(window > 0, tl.maximum(seq_len - window, 0), 0)  # the query's position is seq_len - 1
+        split = lowest // SPLIT_SIZE + item - first_item
+        heads = kv_head * GROUP + rows
+        at_query = q + tl.load(cu_seqlens + seq).to(tl.int64) * q_stride + heads[:, None] * DIM + dims[None]
+        queries = tl.load(at_query, in_rows[:, None] & in_dims[None], other=0.0)
         if KIND == 3:
-            low, high = _widened(key & 15, KIND, NATIVE, queries.dtype), _widened(key >> 4, KIND, NATIVE, queries.dtype)
-            score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
-            score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION) * scale
-        else:
-            key = _widened(key, KIND, NATIVE, queries.dtype)
-            score = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * scale
+            high_queries = tl.load(at_query + WIDTH, in_rows[:, None] & in_dims[None], other=0.0)
+            high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        end = tl.minimum(seq_len, (split + 1) * SPLIT_SIZE)
+        start = tl.maximum(split * SPLIT_SIZE, (lowest // BLOCK_N) * BLOCK_N)
+        table = tables + seq.to(tl.int64) * table_stride
         if KIND > 0:
-            score *= tl.load(k_scales + block * k_scales_stride + row, seen, other=0.0).to(tl.float32)[None]
-        if softcap > 0:
-            e = tl.exp(2.0 * tl.minimum(score / softcap, 30.0))
-            score = softcap * (e - 1.0) / (e + 1.0)
-        score = tl.where((seen & (keys >= lowest))[None], score, float("-inf"))
-        top = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp(score - base[:, None])
-        decay = tl.exp(peak - base)
-        total = total * decay + tl.sum(weight, 1)
-        if KIND > 0:
-            weight *= tl.load(v_scales + block * v_scales_stride + row, seen, other=0.0).to(tl.float32)[None]
-        weight = weight.to(queries.dtype)
+            # Too narrow for the compiler to stage: scales are asked for one tile ahead, their blocks two.
+            ahead = start + tl.arange(0, BLOCK_N)
+            soon = tl.load(table + ahead // SIZE, ahead < end, other=0).to(tl.int64)
+            row = kv_head * SIZE + ahead % SIZE
+            k_scale, v_scale = _scales_of(
+                k_scales, v_scales, soon, row, ahead < end, k_scales_stride, v_scales_stride, KIND
+            )
+            soon = tl.load(table + (ahead + BLOCK_N) // SIZE, ahead + BLOCK_N < end, other=0).to(tl.int64)
+        for first in range(start, end, BLOCK_N):
+            keys = first + tl.arange(0, BLOCK_N)
+            held = keys < end
+            block = tl.load(table + keys // SIZE, held, other=0).to(tl.int64)
+            row = kv_head * SIZE + keys % SIZE
+            if KIND > 0:
+                ahead = keys + BLOCK_N
+                next_k_scale, next_v_scale = _scales_of(
+                    k_scales, v_scales, soon, kv_head * SIZE + ahead % SIZE, ahead < end,
+                    k_scales_stride, v_scales_stride, KIND,
+                )  # fmt: skip
+                soon = tl.load(table + (ahead + BLOCK_N) // SIZE, ahead + BLOCK_N < end, other=0).to(tl.int64)
+            mask = held[:, None] & in_dims[None]
+            key = tl.load(k + (block * k_stride + row * WIDTH)[:, None] + dims[None], mask, other=0)
+            value = tl.load(v + (block * v_stride + row * WIDTH)[:, None] + dims[None], mask, other=0)
+            if KIND == 3:
+                low = _widened(key & 15, KIND, NATIVE, queries.dtype)
+                high = _widened(key >> 4, KIND, NATIVE, queries.dtype)
+                score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
+                score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION) * scale
+            else:
+                key = _widened(key, KIND, NATIVE, queries.dtype)
+                score = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * scale
+            if KIND > 0:
+                score *= k_scale[None]
+            if softcap > 0:
+                e = tl.exp(2.0 * tl.minimum(score / softcap, 30.0))
+                score = softcap * (e - 1.0) / (e + 1.0)
+            score = tl.where((held & (keys >= lowest))[None], score, float("-inf"))
+            top = tl.maximum(peak, tl.max(score, 1))
+            base_peak = tl.where(top == float("-inf"), 0.0, top)
+            weight = tl.exp(score - base_peak[:, None])
+            decay = tl.exp(peak - base_peak)
+            total = total * decay + tl.sum(weight, 1)
+            if KIND > 0:
+                weight *= v_scale[None]
+                k_scale, v_scale = next_k_scale, next_v_scale
+            weight = weight.to(queries.dtype)
+            if KIND == 3:
+                high = _widened(value >> 4, KIND, NATIVE, queries.dtype)
+                high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
+                value = value & 15
+            value = _widened(value, KIND, NATIVE, queries.dtype)
+            acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
+            peak = top
+        at = item * HEADS + heads.to(tl.int64)
+        tl.store(peaks + at, peak, in_rows)
+        tl.store(sums + at, total, in_rows)
+        tl.store(mid + at[:, None] * DIM + dims[None], acc, in_rows[:, None] & in_dims[None])
         if KIND == 3:
-            high = _widened(value >> 4, KIND, NATIVE, queries.dtype)
-            high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
-            value = value & 15
-        value = _widened(value, KIND, NATIVE, queries.dtype)
-        acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
-        peak = top
-    at = (seq.to(tl.int64) * HEADS + heads) * SPLITS + split
-    tl.store(peaks + at, peak, in_rows)
-    tl.store(sums + at, total, in_rows)
-    tl.store(mid + at[:, None] * DIM + dims[None], acc, in_rows[:, None] & in_dims[None])
-    if KIND == 3:
-        tl.store(mid + at[:, None] * DIM + WIDTH + dims[None], high_acc, in_rows[:, None] & in_dims[None])
+            tl.store(mid + at[:, None] * DIM + WIDTH + dims[None], high_acc, in_rows[:, None] & in_dims[None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "window"])
 def _reduce(
-    mid, peaks, sums, seq_lens, cu_seqlens, sinks, out,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS, SPLIT_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr,
+    mid, peaks, sums, seq_lens, cu_seqlens, sinks, out, window,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     seq, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(cu_seqlens + seq)
     if tl.load(cu_seqlens + seq + 1) - token != 1:
         return
+    first_item = tl.full([], 0, tl.int32)
+    some = tl.arange(0, SEQS)
+    for base in range(0, seq, SEQS):
+        counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, base + some < seq, window, SPLIT_SIZE)
+        first_item += tl.sum(counts, 0)
+    splits, _ = _splits_of(seq_lens, cu_seqlens, seq, True, window, SPLIT_SIZE)
     dims = tl.arange(0, BLOCK_D)
     peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
-    row = (seq.to(tl.int64) * HEADS + head) * SPLITS
-    for split in range(tl.cdiv(tl.load(seq_lens + seq), SPLIT_SIZE)):
-        more = tl.load(peaks + row + split)
-        top = tl.maximum(peak, more)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        keep, add = tl.exp(peak - base), tl.exp(more - base)
-        total = total * keep + tl.load(sums + row + split) * add
-        acc = acc * keep + tl.load(mid + (row + split) * DIM + dims, dims < DIM, other=0.0) * add
+    for first in range(0, splits, TILE):
+        split = first + tl.arange(0, TILE)
+        there = split < splits
+        at = (first_item + split).to(tl.int64) * HEADS + head
+        more = tl.load(peaks + at, there, other=float("-inf"))
+        top = tl.maximum(peak, tl.max(more, 0))
+        base_peak = tl.where(top == float("-inf"), 0.0, top)
+        keep, add = tl.exp(peak - base_peak), tl.exp(more - base_peak)
+        total = total * keep + tl.sum(tl.load(sums + at, there, other=0.0) * add, 0)
+        parts = tl.load(mid + at[:, None] * DIM + dims[None], there[:, None] & (dims < DIM)[None], other=0.0)
+        acc = acc * keep + tl.sum(parts * add[:, None], 0)
         peak = top
     if SINKS:
         sink = tl.load(sinks + head)
@@ -153,31 +219,32 @@ def _reduce(
 def launch_decode(
     q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
+    total_seq_len: int | None = None, programs: int | None = None,
 ) -> None:  # fmt: skip
-    """The grid covers the longest sequence that the block tables could hold: no length has to come to the host."""
+    """No length comes to the host: room is made for the longest that the block tables could hold, or where it is known
+    to be less for `total_seq_len` keys of all sequences. `programs` overrules `pick_programs`."""
     num_seqs, heads, dim = len(seq_lens), q.shape[1], q.shape[2]
     kv_heads, size = cache.kv_heads, cache.block_size
     if num_seqs == 0:
         return
-    splits = max(1, -(-block_tables.shape[1] * size // SPLIT))
+    splits = most_splits(num_seqs, block_tables.shape[1] * size, total_seq_len)
     arch = arch_of(q.device)
     launch = pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), arch)
-    mid = torch.empty((num_seqs, heads, splits, dim), dtype=torch.float32, device=q.device)
-    peaks, sums = torch.empty((2, num_seqs, heads, splits), dtype=torch.float32, device=q.device)
-    _decode[(num_seqs, kv_heads, splits)](
+    mid = torch.empty((splits, heads, dim), dtype=torch.float32, device=q.device)
+    peaks, sums = (torch.empty((splits, heads), dtype=torch.float32, device=q.device) for _ in range(2))
+    _decode[(programs or pick_programs(splits, kv_heads, arch),)](
         q, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
         block_tables, seq_lens, cu_seqlens_q, mid, peaks, sums,
         q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0), cache.scales_stride(1),
-        block_tables.stride(0), scale, softcap, sliding_window,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLITS=splits, SPLIT_SIZE=SPLIT,
+        block_tables.stride(0), scale, softcap, sliding_window, num_seqs,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLIT_SIZE=SPLIT, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _reduce[(num_seqs, heads)](
-        mid, peaks, sums, seq_lens, cu_seqlens_q, peaks if sinks is None else sinks, out,
-        HEADS=heads, DIM=dim, SPLITS=splits, SPLIT_SIZE=SPLIT, BLOCK_D=triton.next_power_of_2(dim),
-        SINKS=sinks is not None,
-        num_warps=1,
+        mid, peaks, sums, seq_lens, cu_seqlens_q, peaks if sinks is None else sinks, out, sliding_window,
+        HEADS=heads, DIM=dim, SPLIT_SIZE=SPLIT, SEQS=_SEQS, BLOCK_D=triton.next_power_of_2(dim), TILE=16,
+        SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip

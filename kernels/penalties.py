@@ -24,10 +24,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prompt_lens", "total_lens", "ids_stride"])
 def _count_tokens(counts, token_ids, prompt_lens, total_lens, ids_stride, vocab, BLOCK: tl.constexpr):
     """Adds 1 for a token of the prompt, 2^16 for one of the output."""
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +39,7 @@ def _count_tokens(counts, token_ids, prompt_lens, total_lens, ids_stride, vocab,
     tl.atomic_add(counts + row * vocab + ids, one, inside & (ids >= 0) & (ids < vocab), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_lens", "repetition", "presence", "frequency", "ids_stride"])
 def _penalise(
     logits, counts, token_ids, total_lens, repetition, presence, frequency, stride, ids_stride, vocab,
     BLOCK: tl.constexpr,
@@ -106,7 +107,7 @@ def apply_penalties(
         want_dtype(name, tensor, dtype)
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         launch_penalties(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
         return logits
     library = native.library()

@@ -90,6 +90,18 @@ def _widened(x, KIND: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
     return y
 
 
+@triton.jit
+def _scales_of(
+    k_scales, v_scales, block, row, held, k_stride, v_stride, KIND: tl.constexpr
+):  # fmt: skip
+    """float32 scales of K's and V's rows; KIND 0 has none."""
+    k_scale, v_scale = tl.zeros(row.shape, tl.float32), tl.zeros(row.shape, tl.float32)
+    if KIND > 0:
+        k_scale = tl.load(k_scales + block * k_stride + row, held, other=0.0).to(tl.float32)
+        v_scale = tl.load(v_scales + block * v_stride + row, held, other=0.0).to(tl.float32)
+    return k_scale, v_scale
+
+
 def quantise_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[..., dim] -> elements [..., dim] (int4: [..., dim / 2]) of `dtype`, and scales float16 [...]."""
     wide, most = x.float(), MOST[dtype]

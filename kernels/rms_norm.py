@@ -23,6 +23,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .launch_check import FLOATS, Passed, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 _passed = Passed()
@@ -126,7 +127,7 @@ def rms_norm(
     if cast_first is None:
         cast_first = weight_offset == 0.0
     library = native.library()
-    on_gpu = x.device.type == "cuda"
+    on_gpu = takes_triton(x)
     if not on_gpu and (library is None or x.dtype not in native.TYPES or x.device.type != "cpu"):
         return rms_norm_reference(x, weight, eps, residual, weight_offset, cast_first, out)
     if out is None:

@@ -4,10 +4,10 @@
     y = [x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, x[rot_dim:]]      (float32 inside, rounded once)
 
 where cos1, cos2 are the halves of cos [tokens, rot_dim] (transformers gives both halves, equal). Shapes: q [tokens,
-heads, dim], k [tokens, kv_heads, dim], each token's heads dense and the stride over tokens free; cos and sin dense, in
-q's dtype or float32. `rotary_and_store` also puts the rotated k, and v, into the cache (see store_kv.py), quantised
-where the cache is, so that k is never written twice. One program turns one head. The file does not know positions: cos
-and sin say all.
+heads, dim], k [tokens, kv_heads, dim], each token's heads dense and the stride over tokens free; cos and sin dense,
+in q's dtype or float32. `rotary_and_store` also puts the rotated k, and v, into the cache (see store_kv.py),
+quantised where the cache is, so that k is never written twice. One program turns several heads of one token. The file
+does not know positions: cos and sin say all.
 """
 
 # Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
@@ -21,73 +21,95 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .kv_cache import KVCache
 from .launch_check import FLOATS, Passed, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
 from .quantise import KINDS
-from .store_kv import _store_row, check_store, serves_store, store_kv_reference
+from .store_kv import _store_rows, check_store, pick_rows, serves_store, store_kv_reference
 
 _passed = Passed()
 
 
 @triton.jit
-def _turn_head(x, y, cos, sin, HALF: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One head: the two halves of the rotated part, then the rest as it is."""
+def _turn_heads(
+    x, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """These heads of a token: the two halves of the rotated part, then the rest as it is. HALF covers one half."""
+    i = tl.arange(0, HALF)
+    half = i < ROT // 2
+    mask = inside[:, None] & half[None]
+    at, to = x + heads[:, None] * DIM + i[None], y + heads[:, None] * y_row + i[None]
+    a = tl.load(at, mask, other=0.0).to(tl.float32)
+    b = tl.load(at + ROT // 2, mask, other=0.0).to(tl.float32)
+    cos_a, cos_b = tl.load(cos + i, half).to(tl.float32)[None], tl.load(cos + ROT // 2 + i, half).to(tl.float32)[None]
+    sin_a, sin_b = tl.load(sin + i, half).to(tl.float32)[None], tl.load(sin + ROT // 2 + i, half).to(tl.float32)[None]
+    tl.store(to, (a * cos_a - b * sin_a).to(x.dtype.element_ty).to(y.dtype.element_ty), mask)
+    tl.store(to + ROT // 2, (b * cos_b + a * sin_b).to(x.dtype.element_ty).to(y.dtype.element_ty), mask)
+    if ROT < DIM:
+        _copy_heads(x, y, y_row, heads, inside, ROT, DIM, BLOCK)
+
+
+@triton.jit
+def _copy_heads(x, y, y_row, heads, inside, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements from FIRST on, as they are."""
     i = tl.arange(0, BLOCK)
-    half = i < HALF
-    a = tl.load(x + i, half, other=0.0).to(tl.float32)
-    b = tl.load(x + HALF + i, half, other=0.0).to(tl.float32)
-    cos_a, cos_b = tl.load(cos + i, half).to(tl.float32), tl.load(cos + HALF + i, half).to(tl.float32)
-    sin_a, sin_b = tl.load(sin + i, half).to(tl.float32), tl.load(sin + HALF + i, half).to(tl.float32)
-    rest = (i >= 2 * HALF) & (i < DIM)
-    tail = tl.load(x + i, rest, other=0.0)
-    tl.store(y + i, (a * cos_a - b * sin_a).to(x.dtype.element_ty).to(y.dtype.element_ty), half)
-    tl.store(y + HALF + i, (b * cos_b + a * sin_b).to(x.dtype.element_ty).to(y.dtype.element_ty), half)
-    tl.store(y + i, tail.to(y.dtype.element_ty), rest)
+    mask = inside[:, None] & ((i >= FIRST) & (i < DIM))[None]
+    own = tl.load(x + heads[:, None] * DIM + i[None], mask, other=0.0)
+    tl.store(y + heads[:, None] * y_row + i[None], own.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _rotary(
     q, k, v, cos, sin, q_out, k_out, k_cache, v_cache, k_scales, v_scales, slots,
     q_stride, k_stride, v_stride, q_out_stride, k_out_stride, k_block, v_block, k_scales_block, v_scales_block,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, SIZE: tl.constexpr,
-    STORE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, SIZE: tl.constexpr,
+    STORE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS  # of the queries' heads; those of k and v come behind them
     cos += token * ROT
     sin += token * ROT
-    if head < HEADS:
-        at = head * DIM
-        _turn_head(q + token * q_stride + at, q_out + token * q_out_stride + at, cos, sin, ROT // 2, DIM, BLOCK)
+    if tile < TILES:
+        heads = tile * ROWS + tl.arange(0, ROWS)
+        _turn_heads(
+            q + token * q_stride, q_out + token * q_out_stride, DIM, cos, sin, heads, heads < HEADS, ROT, DIM, HALF,
+            BLOCK,
+        )  # fmt: skip
     else:
-        at = (head - HEADS) * DIM
+        heads = (tile - TILES) * ROWS + tl.arange(0, ROWS)
+        inside = heads < KV_HEADS
+        from_k, from_v = k + token * k_stride, v + token * v_stride
         if STORE:
             slot = tl.load(slots + token)
             if slot >= 0:
-                block, row = slot // SIZE, (head - HEADS) * SIZE + slot % SIZE
-                head_k, head_v = k + token * k_stride + at, v + token * v_stride + at
                 WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
+                block, row = slot // SIZE, slot % SIZE
                 to_k, to_v = k_cache + block * k_block + row * WIDTH, v_cache + block * v_block + row * WIDTH
                 if KIND > 0:
-                    HALF: tl.constexpr = BLOCK // 2 if KIND == 3 else BLOCK
-                    _store_row(head_k, cos, sin, to_k, k_scales + block * k_scales_block + row, ROT, DIM, KIND, HALF)
-                    _store_row(head_v, cos, sin, to_v, v_scales + block * v_scales_block + row, 0, DIM, KIND, HALF)
+                    BYTES: tl.constexpr = BLOCK // 2 if KIND == 3 else BLOCK
+                    scale_k = k_scales + block * k_scales_block + row
+                    scale_v = v_scales + block * v_scales_block + row
+                    _store_rows(from_k, cos, sin, to_k, scale_k, heads, inside, SIZE, ROT, DIM, KIND, BYTES)
+                    _store_rows(from_v, cos, sin, to_v, scale_v, heads, inside, SIZE, 0, DIM, KIND, BYTES)
                 else:
-                    _turn_head(head_k, to_k, cos, sin, ROT // 2, DIM, BLOCK)
-                    i = tl.arange(0, BLOCK)
-                    tl.store(to_v + i, tl.load(head_v + i, i < DIM).to(v_cache.dtype.element_ty), i < DIM)
+                    _turn_heads(from_k, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
+                    _copy_heads(from_v, to_v, SIZE * DIM, heads, inside, 0, DIM, BLOCK)
         else:
-            _turn_head(k + token * k_stride + at, k_out + token * k_out_stride + at, cos, sin, ROT // 2, DIM, BLOCK)
+            to_k = k_out + token * k_out_stride
+            _turn_heads(from_k, to_k, DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
 
 
 def launch_rotary(
     q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None,
     cache: KVCache | None, slot_mapping: Tensor | None,
 ) -> None:  # fmt: skip
-    """With a cache, k and v go to their slots; without, rotated k goes to k_out. One program turns one head."""
+    """With a cache, k and v go to their slots; without, rotated k goes to k_out."""
     tokens, heads, dim = q.shape
     if tokens == 0:
         return
-    _rotary[(tokens, heads + k.shape[1])](
+    kv_heads, block = k.shape[1], triton.next_power_of_2(dim)
+    rows, warps = pick_rows(min(heads, kv_heads), block)
+    _rotary[(tokens, -(-heads // rows) - (-kv_heads // rows))](
         q, k, v if v is not None else k, cos, sin, q_out, k_out if k_out is not None else q_out,
         cache.k_bytes if cache is not None else k, cache.v_bytes if cache is not None else k,
         cache.k_scales if cache is not None else None, cache.v_scales if cache is not None else None,
@@ -96,17 +118,17 @@ def launch_rotary(
         k_out.stride(0) if k_out is not None else 0, cache.k.stride(0) if cache is not None else 0,
         cache.v.stride(0) if cache is not None else 0,
         cache.scales_stride(0) if cache is not None else 0, cache.scales_stride(1) if cache is not None else 0,
-        HEADS=heads, DIM=dim, ROT=cos.shape[1], SIZE=cache.block_size if cache is not None else 1,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROT=cos.shape[1],
+        SIZE=cache.block_size if cache is not None else 1,
         STORE=cache is not None, KIND=KINDS.get(cache.dtype, 0) if cache is not None else 0,
-        BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        ROWS=rows, HALF=triton.next_power_of_2(cos.shape[1] // 2), BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """Returns rotated (q, k): dense copies, or with `inplace` the arguments themselves, overwritten."""
-    _check_turn("q", q, cos, sin)
-    _check_turn("k", k, cos, sin)
-    if q.device.type == "cuda":
+    _check_turns(q, k, cos, sin)
+    if takes_triton(q):
         q_out, k_out = (q, k) if inplace else (q.new_empty(q.shape), k.new_empty(k.shape))
         launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None)
         return q_out, k_out
@@ -130,11 +152,10 @@ def rotary_and_store(
 ) -> Tensor:
     """Returns rotated q, dense [tokens, heads, dim]; rotated k and v go into their slots. Slot -1 is skipped."""
     if _passed.is_new(q, k, v, cos, sin, cache.k, slot_mapping):
-        _check_turn("q", q, cos, sin)
-        _check_turn("k", k, cos, sin)
+        _check_turns(q, k, cos, sin)
         check_store(k, v, cache, slot_mapping)
         _passed.add(q, k, v, cos, sin, cache.k, slot_mapping)
-    if q.device.type == "cuda":
+    if takes_triton(q):
         q_out = q.new_empty(q.shape)
         launch_rotary(q, k, v, cos, sin, q_out, None, cache, slot_mapping)
         return q_out
@@ -152,6 +173,13 @@ def rotary_and_store(
         )
     )  # fmt: skip
     return q_out
+
+
+def _check_turns(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_turn("q", q, cos, sin)
+    _check_turn("k", k, cos, sin)
+    want_shape("k", k, (q.shape[0], None, q.shape[2]))
+    want_dtype("k", k, q.dtype)
 
 
 def _check_turn(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:

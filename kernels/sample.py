@@ -28,6 +28,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .filter_floor import filter_floor
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
@@ -66,7 +67,7 @@ def _token_bits(key, token):
     return _murmur(_murmur(bits ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature", "floors", "seed", "choice", "position", "out", "bits_out"])
 def _draw(
     logits, temperature, floors, seed, choice, position, out, bits_out, stride, vocab,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,7 +135,7 @@ def sample(
         want_dtype(name, tensor, dtype)
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         floors = filter_floor(logits, temperature, top_k, top_p, min_p)
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         launch_draw(logits, temperature, floors, seed, choice, position, out)

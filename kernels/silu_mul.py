@@ -16,6 +16,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .launch_check import FLOATS, Passed, refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 _passed = Passed()
@@ -51,7 +52,7 @@ def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = Non
         _check(gate_up, out)
         _passed.add(gate_up, out)
     library = native.library()
-    if gate_up.device.type == "cuda":
+    if takes_triton(gate_up):
         if out is None:
             out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         launch_silu_mul(gate_up, activation, out)

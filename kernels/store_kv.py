@@ -1,10 +1,10 @@
 """cache.k[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
 
 Shapes: k, v [tokens, kv_heads, head_dim] (each token's heads dense; the stride over tokens is free, so slices of a
-fused projection serve), slot_mapping int64 [tokens]; cache as kv_cache.py has it: another float type is rounded to,
-a quantised one as quantise.py says. One program stores a stretch of one token's heads, or where the cache is quantised
-one head of it. The file does not know which sequence a slot belongs to; two tokens with the same slot are the caller's
-error.
+fused projection serve), slot_mapping int64 [tokens]; cache as kv_cache.py has it: another float type is rounded to, a
+quantised one as quantise.py says. One program stores a stretch of one token's heads, or where the cache is quantised
+several whole heads of it. The file does not know which sequence a slot belongs to; two tokens with the same slot are
+the caller's error.
 """
 
 # Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
@@ -18,6 +18,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .kv_cache import KVCache
 from .launch_check import FLOATS, refuse, want_contiguous, want_device, want_dtype, want_heads, want_shape
 from .quantise import KINDS, _quantised, _unit_of, quantise_reference
@@ -26,39 +27,45 @@ NATIVE_MAX_DIM = 512  # of heads that C stores as another kind
 
 
 @triton.jit
-def _turned(x, cos, sin, i, ROT: tl.constexpr, DIM: tl.constexpr):
-    """Elements i of one head as float32, turned (see rotary.py) and rounded to x's dtype; ROT 0: as they are."""
-    own = tl.load(x + i, i < DIM, other=0.0)
+def _turned(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
+    """Elements i of these heads of a token as float32 [heads, i], turned (see rotary.py) and rounded to x's dtype; ROT
+    0: as they are."""
+    at = x + heads[:, None] * DIM
+    own = tl.load(at + i[None], inside[:, None] & (i < DIM)[None], other=0.0)
     if ROT > 0:
         turning = i < ROT
-        first = i < ROT // 2
-        other = tl.load(x + tl.where(first, i + ROT // 2, i - ROT // 2), turning, other=0.0).to(tl.float32)
-        c = tl.load(cos + i, turning, other=0.0).to(tl.float32)
-        s = tl.load(sin + i, turning, other=0.0).to(tl.float32)
+        first = (i < ROT // 2)[None]
+        partner = tl.where(i < ROT // 2, i + ROT // 2, i - ROT // 2)
+        other = tl.load(at + partner[None], inside[:, None] & turning[None], other=0.0).to(tl.float32)
+        c = tl.load(cos + i, turning, other=0.0).to(tl.float32)[None]
+        s = tl.load(sin + i, turning, other=0.0).to(tl.float32)[None]
         y = own.to(tl.float32) * c + tl.where(first, -other, other) * s
-        own = tl.where(turning, y.to(x.dtype.element_ty), own)
+        own = tl.where(turning[None], y.to(x.dtype.element_ty), own)
     return own.to(tl.float32)
 
 
 @triton.jit
-def _store_row(
-    x, cos, sin, to, to_scale, ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One head, turned and quantised, into its row of the cache; BLOCK covers the row's bytes."""
+def _store_rows(
+    x, cos, sin, to, to_scale, heads, inside, SIZE: tl.constexpr,
+    ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """These heads of a token, turned and quantised, into their rows of the cache: `to` and `to_scale` are the row of
+    head 0; BLOCK covers a row's bytes."""
     i = tl.arange(0, BLOCK)
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
     if KIND == 3:
-        inside = i < DIM // 2
-        low = tl.where(inside, _turned(x, cos, sin, i, ROT, DIM), 0.0)
-        high = tl.where(inside, _turned(x, cos, sin, i + DIM // 2, ROT, DIM), 0.0)
-        scale, unit = _unit_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0), KIND)
-        y = _quantised(low, unit, KIND) | (_quantised(high, unit, KIND) << 4)
+        kept = (i < WIDTH)[None]
+        low = tl.where(kept, _turned(x, cos, sin, heads, inside, i, ROT, DIM), 0.0)
+        high = tl.where(kept, _turned(x, cos, sin, heads, inside, i + WIDTH, ROT, DIM), 0.0)
+        scale, unit = _unit_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
+        y = _quantised(low, unit[:, None], KIND) | (_quantised(high, unit[:, None], KIND) << 4)
     else:
-        inside = i < DIM
-        whole = _turned(x, cos, sin, i, ROT, DIM)
-        scale, unit = _unit_of(tl.max(tl.abs(whole), 0), KIND)
-        y = _quantised(whole, unit, KIND)
-    tl.store(to + i, y, inside)
-    tl.store(to_scale, scale)
+        whole = _turned(x, cos, sin, heads, inside, i, ROT, DIM)
+        scale, unit = _unit_of(tl.max(tl.abs(whole), 1), KIND)
+        y = _quantised(whole, unit[:, None], KIND)
+    rows = heads * SIZE
+    tl.store(to + rows[:, None] * WIDTH + i[None], y, inside[:, None] & (i < WIDTH)[None])
+    tl.store(to_scale + rows, scale, inside)
 
 
 @triton.jit
@@ -82,18 +89,27 @@ def _store_kv(
 def _store_quantised(
     k, v, k_cache, v_cache, k_scales, v_scales, slots,
     k_stride, v_stride, k_block, v_block, k_scales_block, v_scales_block,
-    DIM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + token)
     if slot < 0:
         return
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
-    block, row = slot // SIZE, head * SIZE + slot % SIZE
+    block, row = slot // SIZE, slot % SIZE
     to_k, to_v = k_cache + block * k_block + row * WIDTH, v_cache + block * v_block + row * WIDTH
-    head_k, head_v = k + token * k_stride + head * DIM, v + token * v_stride + head * DIM
-    _store_row(head_k, head_k, head_k, to_k, k_scales + block * k_scales_block + row, 0, DIM, KIND, BLOCK)
-    _store_row(head_v, head_v, head_v, to_v, v_scales + block * v_scales_block + row, 0, DIM, KIND, BLOCK)
+    scale_k, scale_v = k_scales + block * k_scales_block + row, v_scales + block * v_scales_block + row
+    from_k, from_v = k + token * k_stride, v + token * v_stride
+    _store_rows(from_k, from_k, from_k, to_k, scale_k, heads, heads < HEADS, SIZE, 0, DIM, KIND, BLOCK)
+    _store_rows(from_v, from_v, from_v, to_v, scale_v, heads, heads < HEADS, SIZE, 0, DIM, KIND, BLOCK)
+
+
+def pick_rows(heads: int, block: int) -> tuple[int, int]:
+    """(heads that one program takes, its warps): about a thousand elements, so that there are not too many programs."""
+    rows = max(1, min(triton.next_power_of_2(heads), 1024 // block))
+    return rows, max(1, min(4, rows * block // 256))
 
 
 def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
@@ -101,12 +117,14 @@ def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) 
     if tokens == 0:
         return
     if cache.is_quantised:
-        _store_quantised[(tokens, heads)](
+        block = triton.next_power_of_2(cache.k.shape[3])
+        rows, warps = pick_rows(heads, block)
+        _store_quantised[(tokens, -(-heads // rows))](
             k, v, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales, slot_mapping,
             k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
             cache.scales_stride(0), cache.scales_stride(1),
-            DIM=dim, SIZE=cache.block_size, KIND=KINDS[cache.dtype],
-            BLOCK=triton.next_power_of_2(cache.k.shape[3]), num_warps=1,
+            HEADS=heads, DIM=dim, SIZE=cache.block_size, KIND=KINDS[cache.dtype], ROWS=rows, BLOCK=block,
+            num_warps=warps,
         )  # fmt: skip
         return
     block = min(1024, triton.next_power_of_2(heads * dim))
@@ -118,7 +136,7 @@ def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) 
 
 def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     check_store(k, v, cache, slot_mapping)
-    if k.device.type == "cuda":
+    if takes_triton(k):
         return launch_store_kv(k, v, cache, slot_mapping)
     library = native.library()
     if library is None or not serves_store(cache, k.dtype):

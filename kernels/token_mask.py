@@ -17,12 +17,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import native
+from .arch import takes_triton
 from .launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _token_mask(logits, rows, mask, stride, words, vocab, BLOCK: tl.constexpr):
     masked = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + masked)
@@ -53,7 +54,7 @@ def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
         want_contiguous(name, tensor)
         want_device(name, tensor, logits.device)
     library = native.library()
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         launch_token_mask(logits, rows, mask)
     elif library is None or logits.device.type != "cpu":
         apply_token_mask_reference(logits, rows, mask)

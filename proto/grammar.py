@@ -1,20 +1,22 @@
 """Grammar: what an answer must be, as every rank and router reads it.
 
 Both ends of the wire need the same reading: the router refuses what does not compile before any group hears of it, and
-the ranks make the masks. It does not know models: a vocabulary is the caller's.
+the ranks make the masks. It does not know models: a vocabulary is the caller's. Imports of what only the wire or a
+grammar needs come late: an engine without either runs on torch and transformers alone.
 """
+
+from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-import llguidance
-
-from .coatcheck_pb2 import StructuredOutput
 from .errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+    from .coatcheck_pb2 import StructuredOutput
 
 Kind = Literal["json_schema", "regex", "grammar", "choices"]
 KINDS: Final[tuple[Kind, ...]] = ("json_schema", "regex", "grammar", "choices")
@@ -22,7 +24,7 @@ MAX_BYTES: Final = 256 * 1024
 _MAX_CHOICES: Final = 4096
 # One space behind commas and colons and no other: a model that may write spaces for ever sometimes does. A schema's own
 # "x-guidance" overrides it.
-JSON_STYLE: "Final[JsonCompileOptions]" = {
+JSON_STYLE: Final[JsonCompileOptions] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -44,7 +46,7 @@ class Grammar:
             raise InvalidRequest(f"structured.{self.kind} has more than {MAX_BYTES} bytes; it must be shorter")
 
     @classmethod
-    def from_message(cls, message: StructuredOutput) -> "Grammar":
+    def from_message(cls, message: StructuredOutput) -> Grammar:
         """The wire form; raises InvalidRequest."""
         kind = message.WhichOneof("kind")
         if kind is None:
@@ -54,7 +56,7 @@ class Grammar:
         return cls(kind, getattr(message, kind))
 
     @classmethod
-    def of_choices(cls, texts: list[str]) -> "Grammar":
+    def of_choices(cls, texts: list[str]) -> Grammar:
         """One of these."""
         if not texts or not all(texts) or len(texts) > _MAX_CHOICES:
             raise InvalidRequest(f"structured.choices must be 1 to {_MAX_CHOICES} strings, none of them empty")
@@ -62,6 +64,8 @@ class Grammar:
 
     def to_message(self) -> StructuredOutput:
         """The wire form."""
+        from .coatcheck_pb2 import StructuredOutput
+
         message = StructuredOutput()
         if self.kind == "choices":
             message.choices.texts.extend(json.loads(self.text))
@@ -71,6 +75,8 @@ class Grammar:
 
     def compiled(self) -> str:
         """As llguidance takes it; raises InvalidRequest for what it cannot read."""
+        import llguidance
+
         try:
             if self.kind == "json_schema":
                 schema = json.loads(self.text)
@@ -85,6 +91,8 @@ class Grammar:
 
     def check(self) -> None:
         """Raises InvalidRequest that says why it does not compile. Takes milliseconds, for large ones many."""
+        import llguidance
+
         error, said = llguidance.LLMatcher.validate_grammar_with_warnings(self.compiled())
         if error:
             raise self.refused(said[0])

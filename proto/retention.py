@@ -3,12 +3,16 @@
 It does not know what is kept, nor how much of it may be.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from .coatcheck_pb2 import Retention as RetentionMessage
 from .errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from .coatcheck_pb2 import Retention as RetentionMessage
 
 DEFAULT_TTL_SECONDS: Final = 300.0
 MAX_TTL_SECONDS: Final = 86400.0
@@ -41,4 +45,6 @@ class Retention:
 
     def to_message(self) -> RetentionMessage:
         """The wire form, nothing left to defaults."""
+        from .coatcheck_pb2 import Retention as RetentionMessage  # late, as in grammar.py
+
         return RetentionMessage(priority=self.priority, ttl_seconds=self.ttl_seconds)

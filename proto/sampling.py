@@ -4,13 +4,17 @@ The wire message leaves scalars unset; this frozen form is what router and worke
 know the model, except for the two numbers that `check_model` is given.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from .coatcheck_pb2 import SamplingParams as SamplingMessage
 from .errors import InvalidRequest
 from .grammar import Grammar
+
+if TYPE_CHECKING:
+    from .coatcheck_pb2 import SamplingParams as SamplingMessage
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -88,6 +92,8 @@ class SamplingParams:
 
     def to_message(self) -> SamplingMessage:
         """The wire form, every scalar set."""
+        from .coatcheck_pb2 import SamplingParams as SamplingMessage  # late, as in grammar.py
+
         scalars = {name: getattr(self, name) for name in _SCALARS if getattr(self, name) is not None}
         return SamplingMessage(
             **scalars,

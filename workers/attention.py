@@ -73,6 +73,7 @@ def attend(
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
         one_order=attention_metadata.one_order,
+        total_seq_len=attention_metadata.total_seq_len,
     )
     return out.unsqueeze(0), None
 

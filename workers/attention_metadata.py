@@ -17,6 +17,8 @@ class AttentionMetadata:
     block_tables: int32 [S, max_blocks]
     seq_lens:     int32 [S], context length with this step's tokens
     cu_seqlens_q: int32 [S + 1]
+
+    Rows of padding have slot -1, seq_len 0 and one token; what comes out of theirs means nothing.
     """
 
     slot_mapping: Tensor
@@ -27,3 +29,5 @@ class AttentionMetadata:
     max_seq_len: int
     # Whether a query's result must be the same bits in a decode and in a prefill (kernels/paged_attention.py).
     one_order: bool = False
+    # All context lengths together do not exceed it; None where nobody has added them up.
+    total_seq_len: int | None = None

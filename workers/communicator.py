@@ -33,6 +33,7 @@ class Communicator:
         self._ints: dist.ProcessGroup | None = None
         self._shared: SharedMemory | None = None
         self._in_order = False
+        self._over_host = False
         self._meeting = timedelta()
 
     @property
@@ -40,7 +41,13 @@ class Communicator:
         """How tensors travel, in a word or two for a log line."""
         if self.size == 1:
             return "none"
-        return "shared memory" if self._shared is not None else str(dist.get_backend())
+        means = "shared memory" if self._shared is not None else str(dist.get_backend())
+        return f"{means}, over host memory" if self._over_host else means
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold the collectives of tensors."""
+        return self.size == 1 or (not self._over_host and self._shared is None and dist.get_backend() == "nccl")
 
     @classmethod
     def join(
@@ -55,6 +62,7 @@ class Communicator:
         listener: socket.socket | None = None,
         share_memory: bool = True,
         in_order: bool = False,
+        over_host: bool = False,
     ) -> Self:
         """Meets the other ranks at rank 0's `address` (host:port). A collective that outlasts the timeout raises: ranks
         compute alike, so that one is never late by more than a layer. Only here and in `meet` do they wait for long.
@@ -62,16 +70,19 @@ class Communicator:
         `listener`: a socket that rank 0 has already bound to that address, so that nobody else can take the port.
         `in_order`: sums run over ranks in order whatever the size, as those through shared memory always do; NCCL and
         gloo choose an order by size. `share_memory`: false keeps to gloo even where memory could be shared.
+        `over_host`: GPU tensors go through host memory, for ranks that share one GPU, which NCCL does not take.
         """
         self = cls(rank, size)
         if size == 1:
             return self
         self._in_order = in_order
+        self._over_host = over_host and device.type == "cuda"
+        on_gpu = device.type == "cuda" and not over_host
         self._meeting = timedelta(seconds=meeting_seconds)
         timeout = timedelta(seconds=timeout_seconds)
         host, _, port = address.rpartition(":")
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if on_gpu else "gloo",
             store=dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing from the module's __all__
                 host,
                 int(port),
@@ -83,10 +94,10 @@ class Communicator:
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if on_gpu else None,
         )
-        self._ints = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
-        if share_memory and device.type == "cpu":
+        self._ints = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+        if share_memory and not on_gpu:
             self._shared = SharedMemory.meet(rank, size, self._exchange, timeout_seconds=timeout_seconds)
         return self
 
@@ -97,6 +108,8 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, written into `x` and returned."""
+        if self._over_host and x.device.type != "cpu":
+            return x.copy_(self.all_reduce(x.cpu()))
         if self._shared is not None and self._shared.takes(x):
             self._shared.all_reduce(x)
         elif self._in_order:
@@ -112,6 +125,8 @@ class Communicator:
         if self.size == 1:
             return x
         x = x.contiguous()
+        if self._over_host and x.device.type != "cpu":
+            return self.all_gather(x.cpu(), dim).to(x.device)
         if self._shared is not None:
             return torch.cat(self._shared.all_gather(x).unbind(0), dim=dim)
         parts = [torch.empty_like(x) for _ in range(self.size)]

@@ -122,6 +122,7 @@ class DecoderLayer:
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
             one_order=metadata.one_order,
+            total_seq_len=metadata.total_seq_len,
         )
         return out.flatten(1)
 

@@ -14,7 +14,7 @@ from ..kernels.decoder_layers import StepTables
 from ..kernels.rms_norm import RmsNorm
 from .attention import AttentionCall, KVPools
 from .attention_metadata import AttentionMetadata
-from .decoder_layer import ACTIVATIONS, DecoderLayer, Family, Turn, activation_name, as_run, needed, read_norm
+from .decoder_layer import ACTIVATIONS, DecoderLayer, DenseMlp, Family, Turn, activation_name, as_run, needed, read_norm
 from .model_spec import LayerSpec
 from .wanted import Wanted
 
@@ -32,6 +32,7 @@ class FusedBody:
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
+        self.is_dense = all(isinstance(layer.mlp, DenseMlp) for layer in layers)  # experts ask the host who has work
         self._kinds = tuple(dict.fromkeys(kinds))  # which rotary each layer takes, where there are several
         self._layers = list(zip(layers, kinds, strict=True))
         self._native = any(layer.attention_half is not None for layer in layers)

@@ -4,15 +4,18 @@ Compiling takes a millisecond or so and is done once per grammar: later sequence
 has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps or devices.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
-
-from llguidance import LLMatcher, LLTokenizer
+from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import InvalidRequest
 from ..proto.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 _MOST_KEPT: Final = 256
 
@@ -26,11 +29,13 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     @classmethod
-    def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> "Grammars":
+    def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
         """Over the vocabulary of a checkpoint; one whose tokens cannot be read serves all else."""
         if not eos_token_ids:
             return cls(None, "this model has no end-of-sequence token, with which structured output ends")
         try:
+            from llguidance import LLTokenizer  # late, as in proto/grammar.py
+
             path = model / "tokenizer.json"
             text = path.read_text(encoding="utf-8") if path.is_file() else _converted(model)
             return cls(LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids)))
@@ -43,6 +48,8 @@ class Grammars:
             raise InvalidRequest(f"{self._missing}; leave structured output out")
         compiled = self._compiled.get(grammar)
         if compiled is None:
+            from llguidance import LLMatcher
+
             compiled = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0)
             if compiled.is_error():
                 raise grammar.refused(compiled.get_error())

@@ -19,7 +19,7 @@ from .attention_metadata import AttentionMetadata
 from .checkpoint import Checkpoint
 from .communicator import Communicator
 from .determinism import check_deterministic
-from .fusion import fuse
+from .fusion import FusedBody, fuse
 from .head import Head, probe_head
 from .model_spec import LayerSpec, ModelSpec
 from .packing import pack_linears
@@ -37,10 +37,13 @@ Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, Wanted | None], Ten
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens."""
 
-    def __init__(self, spec: ModelSpec, body: Body, head: Head, directory: Path, *, deterministic: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, body: Body, head: Head, directory: Path, *, deterministic: bool, capturable: bool = False
+    ) -> None:
         self.spec = spec
         self.directory = directory  # of its checkpoint
         self.deterministic = deterministic
+        self.capturable = capturable  # whether a CUDA graph can hold its forward pass
         self._body = body
         self._head = head
 
@@ -147,7 +150,8 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    return Model(spec, body, head, directory, deterministic=deterministic)
+    capturable = isinstance(body, FusedBody) and body.is_dense and communicator.capturable
+    return Model(spec, body, head, directory, deterministic=deterministic, capturable=capturable)
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:

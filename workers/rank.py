@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.compile_watch import CompileWatch
 from ..kernels.native import native_status
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
@@ -23,8 +24,8 @@ from ..proto.errors import InvalidConfig
 from ..proto.tracing import Tracing
 from .block_layout import BlockLayout
 from .communicator import Communicator
-from .copier import Copier, CpuCopier
 from .copy_report import CopyReport
+from .decode_graphs import graph_sizes
 from .engine import Engine
 from .engine_loop import EngineLoop
 from .free_memory import free_bytes, peak_bytes
@@ -41,7 +42,7 @@ from .rank_process import die, divide_cores
 from .rank_progress import Phase, RankProgress
 from .runner import ModelRunner
 from .service import WorkerService
-from .stream_copier import StreamCopier
+from .stream_copier import make_copier
 from .warm_up import copy_warm_up_plans, warm_up_plans
 
 _FACTS_BYTES = 512
@@ -76,6 +77,7 @@ class Rank:
         self._stopping = False
         self._copies: CopyReport | None = None  # what the first of them took
         self._loop: EngineLoop | None = None
+        self.compile_watch = CompileWatch()
 
     def run(self, rendezvous: str) -> None:
         """The rank's life. Raises CoatcheckError for what cannot be served; returns when the group was stopped."""
@@ -106,6 +108,8 @@ class Rank:
         # Routers name the model as its operator does, and block hashes hold that name.
         spec = dataclasses.replace(model.spec, name=config.served_model_name)
         grammars = Grammars.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+        if device.type == "cuda":
+            self.compile_watch.start()
         runner, host_blocks = self._build_runner(model, communicator, device, grammars)
         ranks = self._warm_up(runner, communicator, host_blocks)
         # What is loaded stays: the collector need not walk it again in the middle of a step.
@@ -161,12 +165,15 @@ class Rank:
             max_model_len=min(spec.max_model_len, num_blocks * config.block_size),
             copier=make_copier(pool, host, communicator) if host is not None else None,
             grammars=grammars,
+            graph_sizes=graph_sizes(config.max_num_seqs) if device.type == "cuda" and model.capturable else (),
         )
         return runner, host_blocks
 
     def _warm_up(self, runner: ModelRunner, communicator: Communicator, host_blocks: int) -> list[public.RankStatus]:
         """The same first steps on every rank; returns what each has to say of itself."""
         config, device = self.config, runner.pool.device
+        if device.type == "cuda":
+            runner.warm()
         # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
         wanted = config.max_batch_tokens if device.type == "cuda" else _WARM_UP_TOKENS
         room = min(runner.model.spec.max_model_len, len(runner.pool) * config.block_size)
@@ -175,6 +182,7 @@ class Rank:
         for plan in copy_warm_up_plans(min(host_blocks, len(runner.pool))):
             self._copies = runner.launch(plan).wait().copies or self._copies
             runner.settle_copies()
+        self.compile_watch.ready()
         facts = gather(
             communicator, device, {"node": socket.gethostname()[:200], "pid": os.getpid(), "peak": peak_bytes(device)}
         )
@@ -216,7 +224,13 @@ class Rank:
         registration = self._registration(spec, engine, num_blocks, host_blocks)
         tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
         service = WorkerService(
-            registration, ranks, kernels=kernels, bytes_per_block=bytes_per_block, plane=config.plane, tracing=tracing
+            registration,
+            ranks,
+            kernels=kernels,
+            bytes_per_block=bytes_per_block,
+            plane=config.plane,
+            tracing=tracing,
+            compiled=self.compile_watch.late,
         )
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
         address = service.start(loop, f"{config.listen_host}:0")
@@ -281,11 +295,6 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # NCCL wants to know which one
-
-
-def make_copier(pool: torch.Tensor, host: torch.Tensor, communicator: Communicator) -> Copier:
-    """What moves blocks between the two, by where the pool lies."""
-    return (StreamCopier if pool.device.type == "cuda" else CpuCopier)(pool, host, communicator)
 
 
 def gather(communicator: Communicator, device: torch.device, facts: dict[str, Any]) -> list[dict[str, Any]]:

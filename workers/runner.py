@@ -5,6 +5,7 @@ changes the mirror, then one forward pass computes all its rows, and the sampler
 where the next plan finds them. It does not know requests, nor why a row is in a plan.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -17,6 +18,7 @@ from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
 from .copier import Copier
 from .copy_report import CopyReport
+from .decode_graphs import DecodeGraphs
 from .engine import StepResult
 from .grammars import Grammars
 from .kv_pool import layer_caches
@@ -27,6 +29,7 @@ from .step_plan import Row, StepPlan
 from .token_masks import TokenMasks
 from .transfer import Download, upload
 from .wanted import Wanted
+from .warm_up import kernel_plans
 
 _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
 
@@ -53,7 +56,8 @@ class DeviceStep:
 
 
 class ModelRunner:
-    """One rank's model, pool and mirror; `copier` where there is a host tier."""
+    """One rank's model, pool and mirror; `copier` where there is a host tier. `graph_sizes`: of decode_graphs.py, used
+    once they are captured."""
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class ModelRunner:
         max_model_len: int,
         copier: Copier | None = None,
         grammars: Grammars | None = None,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.pool = pool
@@ -76,6 +81,10 @@ class ModelRunner:
         max_blocks = -(-max_model_len // layout.block_size)
         self._tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
+        self.graphs = DecodeGraphs(
+            model, self._kv, self._tokens, self._tables,
+            block_size=layout.block_size, sizes=graph_sizes, most_tokens=len(pool) * layout.block_size,
+        )  # fmt: skip
         self._sampler = Sampler(max_num_seqs, self._device)
         grammars = grammars or Grammars(None, "this runner was given no grammars")
         self._masks = TokenMasks(grammars, model.spec.vocab_size, self._device)
@@ -91,6 +100,18 @@ class ModelRunner:
         step.copies = self._copier.report()
         return step
 
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Launches every kernel that serving can ask for, then captures the graphs; all ranks together, before any
+        other plan. What it leaves in the pool and the mirror nobody has named yet."""
+        vocab, size = self.model.spec.vocab_size, self._layout.block_size
+        room = min(self._tokens.shape[1] - 1, len(self.pool) * size)
+        for plan in kernel_plans(room=room, num_blocks=len(self.pool), block_size=size):
+            self.launch(plan).wait()
+        logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
+        apply_token_mask(logits, self._int64([0]), self._int32(mask))
+        self.graphs.capture()
+
     def settle_copies(self) -> None:
         """Waits until no copy between the tiers is under way on any rank; for all ranks together, between plans."""
         while self._copier is not None and self._copier.report() is not None:
@@ -102,14 +123,20 @@ class ModelRunner:
         if not plan.rows:
             return DeviceStep(0, [], None, {}, {})
         scores_prompt = any(self._sampler.scores_prompt(row.slot, row.start) for row in plan.rows)
+        if not scores_prompt and (size := self.graphs.pick(plan.rows)) is not None:
+            return self._sample(plan.rows, self.graphs.logits(plan.rows, size), {})
         wanted = None if scores_prompt else self._wanted(plan.rows)
         hidden = self._forward(plan.rows, wanted)
+        if not any(row.sample for row in plan.rows) and not scores_prompt:
+            return DeviceStep(len(plan.rows), [], None, {}, {})
         if not scores_prompt:
-            return self._sample(plan.rows, hidden, {})
+            return self._sample(plan.rows, self.model.logits(hidden), {})
         ends = list(accumulate(row.num_tokens for row in plan.rows))
         reports = self._prompt_logprobs(plan.rows, ends, hidden)
         last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.sample]
-        return self._sample(plan.rows, hidden[self._int64(last)], reports)
+        if not last:
+            return DeviceStep(len(plan.rows), [], None, {}, reports)
+        return self._sample(plan.rows, self.model.logits(hidden[self._int64(last)]), reports)
 
     def _update_mirror(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -165,16 +192,14 @@ class ModelRunner:
             max_seqlen_q=longest,
             max_seq_len=max_seq_len,
             one_order=self.model.deterministic,
+            total_seq_len=sum(row.start + row.num_tokens for row in rows),
         )
         ids = self._tokens[token_slots, positions].long()
         return self.model.forward(ids, positions, metadata, self._kv, wanted)
 
-    def _sample(self, rows: list[Row], hidden: Tensor, prompt_logprobs: dict[int, list[TokenLogprob]]) -> DeviceStep:
-        """Draws after each row that samples; `hidden` [R, hidden] holds those rows' last tokens."""
+    def _sample(self, rows: list[Row], logits: Tensor, prompt_logprobs: dict[int, list[TokenLogprob]]) -> DeviceStep:
+        """Draws after each row that samples; `logits` [R, vocab], which it changes, are those of their last tokens."""
         sampled = [index for index, row in enumerate(rows) if row.sample]
-        if not sampled:
-            return DeviceStep(len(rows), [], None, {}, prompt_logprobs)
-        logits = self.model.logits(hidden)
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
         counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.wants_logprobs(slot)) is not None}

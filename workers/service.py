@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -65,6 +65,7 @@ class WorkerService(WorkerServicer):
         buffer_bytes: int = BUFFER_BYTES,
         plane: PlaneCertificate | None = None,
         tracing: Tracing | None = None,
+        compiled: Callable[[], int] = int,
     ) -> None:
         self.address = ""
         self._plane = plane
@@ -74,6 +75,7 @@ class WorkerService(WorkerServicer):
         self._bytes_per_block = bytes_per_block
         self._buffer_bytes = buffer_bytes
         self._answers = AnswerLog(registration.group, tracing)
+        self._compiled = compiled  # how many kernels since readiness
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
         self._tickets: dict[str, _Ticket] = {}
         self._attached = 0
@@ -286,6 +288,7 @@ class WorkerService(WorkerServicer):
             self._ranks,
             block_size=self._registration.model.block_size,
             bytes_per_block=self._bytes_per_block,
+            late_compiles=self._compiled(),
         )
 
     async def _publish_load(self) -> None:

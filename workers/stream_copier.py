@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.move_blocks import sum_blocks
 from .communicator import Communicator
-from .copier import Copy, CopyLog, columns
+from .copier import Copier, Copy, CopyLog, CpuCopier, columns
 from .copy_report import CopyReport
 from .step_plan import StepPlan
 
@@ -86,3 +86,8 @@ class StreamCopier:
         good = [pair for pair, is_good in zip(pairs, intact, strict=True) if is_good]
         self._queue([(self._pool[block], self.host[slot]) for slot, block in good]).synchronize()
         self._log.restored(copies, intact, time.perf_counter() - began)
+
+
+def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> Copier:
+    """What moves blocks between the two, by where the pool lies."""
+    return (StreamCopier if pool.device.type == "cuda" else CpuCopier)(pool, host, communicator)

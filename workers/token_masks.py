@@ -5,17 +5,21 @@ they are drawn and read only when the next mask needs them: on a GPU that is whi
 the host's work hides behind it. It does not know logits, nor when a sequence ends.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
 from torch import Tensor
 
 from .grammars import Grammars
 from .step_plan import NewRow
 from .transfer import Download, upload
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 _THREADS = 4
 
@@ -29,7 +33,7 @@ class TokenMasks:
         self._device = device
         self._matchers: dict[int, LLMatcher] = {}
         self._drawn: list[tuple[Download, list[tuple[int, LLMatcher]]]] = []  # (tokens, whose each place is)
-        self._pool = LLExecutor(_THREADS) if device.type == "cuda" else None
+        self._pool: LLExecutor | None = None
 
     def set(self, new: NewRow) -> None:
         """A sequence takes its slot; what it has said so far is part of its row."""
@@ -44,10 +48,14 @@ class TokenMasks:
         rows = [row for row, slot in enumerate(slots) if slot in self._matchers] if self._matchers else []
         if not rows:
             return None
+        from llguidance import LLExecutor  # late, as in proto/grammar.py
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask, fill_next_token_bitmask_par
+
         self._catch_up()
         matchers = [self._matchers[slots[row]] for row in rows]
         bits = allocate_token_bitmask(len(rows), self._vocab_size)
-        if self._pool is not None and len(rows) > 1:
+        if self._device.type == "cuda" and len(rows) > 1:
+            self._pool = self._pool or LLExecutor(_THREADS)
             fill_next_token_bitmask_par(self._pool, [(matcher, at) for at, matcher in enumerate(matchers)], bits)
         else:
             for at, matcher in enumerate(matchers):
@@ -75,7 +83,7 @@ class TokenMasks:
                     matcher.consume_token(tokens[at])
         self._drawn.clear()
 
-    def _upload(self, bits: "np.ndarray[tuple[int, int], np.dtype[np.int32]]") -> Tensor:
+    def _upload(self, bits: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> Tensor:
         if self._device.type == "cpu":
             return torch.from_numpy(bits)
         return upload(bits, torch.int32, self._device)

@@ -13,7 +13,9 @@ from torch import Tensor
 def upload(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The values (numbers, or nested lists of them) on the device; the copy is queued behind what runs there."""
     tensor = torch.tensor(values, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or tensor.numel() == 0:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -88,6 +88,7 @@ def status_message(
     *,
     block_size: int = 0,
     bytes_per_block: int = 0,
+    late_compiles: int = 0,
 ) -> public.GroupStatus:
     """What a group can say of itself; state, reason and restarts are for those who watch it."""
     status = public.GroupStatus(
@@ -120,6 +121,7 @@ def status_message(
         demoted_bytes=stats.demotions * bytes_per_block * len(ranks),
         restored_bytes=stats.restores * bytes_per_block * len(ranks),
         bytes_per_block=bytes_per_block,
+        late_compiles=late_compiles,
         demote_bytes_per_second=bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
         restore_bytes_per_second=bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
         restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,

@@ -415,7 +415,7 @@ int attention_bf16_avx512(const Attention *a) {
     int64_t count = 0, partials = 0;
     for (int64_t seq = 0; seq < a->seqs; seq++) {
         int64_t q_len = a->cu_seqlens[seq + 1] - a->cu_seqlens[seq], splits = (a->seq_lens[seq] + SPLIT - 1) / SPLIT;
-        count += kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 ? splits : 1);
+        count += kv_heads * ((q_len * group + ROWS - 1) / ROWS) * (q_len == 1 && splits > 1 ? splits : 1);
         if (q_len == 1 && splits > 1) partials += splits * a->heads;
     }
     if (count == 0) return 0;

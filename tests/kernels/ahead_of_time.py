@@ -97,12 +97,12 @@ def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch) -> Key:
     launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, arch)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.scales}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
-        "i64 i64 i64 i64 i64 i64 fp32 fp32 i32 i32"
+        "i64 i64 i64 i64 i64 i32 fp32 fp32 i32 i32"
     )
     constants = dict(
         DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
-        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, NATIVE=arch.converts_fp8,
-        PRECISION="ieee" if pool.q == "fp32" else "tf32", **pool.constants,
+        SEQS=paged_decode._SEQS, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
+        NATIVE=arch.converts_fp8, PRECISION="ieee" if pool.q == "fp32" else "tf32", **pool.constants,
     )  # fmt: skip
     return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
 
@@ -111,7 +111,7 @@ def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
     launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.scales}*i32 *i32 *i32 *fp32 *{pool.q} "
-        "i64 i64 i64 i64 i64 i64 fp32 fp32 i32"
+        "i64 i64 i64 i64 i64 i32 fp32 fp32 i32"
     )
     constants = dict(
         DIM=dim, SIZE=16, GROUP=4, HEADS=32, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
@@ -122,22 +122,32 @@ def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
 
 
 def reduce(dim: int, arch: Arch) -> Key:
-    constants = dict(HEADS=32, DIM=dim, SPLIT_SIZE=paged_decode.SPLIT, BLOCK_D=triton.next_power_of_2(dim), SINKS=True)
-    return Key(paged_decode._reduce, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32", constants, 1)
+    constants = dict(
+        HEADS=32, DIM=dim, SPLIT_SIZE=paged_decode.SPLIT, SEQS=paged_decode._SEQS,
+        BLOCK_D=triton.next_power_of_2(dim), TILE=16, SINKS=True,
+    )  # fmt: skip
+    return Key(paged_decode._reduce, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32", constants, 4)
 
 
 def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
     q, element = f"*{pool.q}", f"*{pool.element}"
     strides = "i64 i64 i64 i64 i64 i64 i64 i64 i64"
     arguments = f"{q} {q} {q} *fp32 *fp32 {q} {q} {element} {element} {pool.scales}*i64 {strides}"
-    constants = dict(HEADS=32, DIM=dim, ROT=dim, SIZE=16, STORE=True, BLOCK=triton.next_power_of_2(dim))
-    return Key(rotary._rotary, arguments, constants | pool.constants, 1)
+    block = triton.next_power_of_2(dim)
+    rows, warps = store_kv.pick_rows(8, block)
+    constants = dict(
+        HEADS=32, KV_HEADS=8, DIM=dim, ROT=dim, SIZE=16, STORE=True, ROWS=rows, HALF=triton.next_power_of_2(dim // 2),
+        BLOCK=block,
+    )  # fmt: skip
+    return Key(rotary._rotary, arguments, constants | pool.constants, warps)
 
 
 def store_quantised(dim: int, pool: Pool, arch: Arch) -> Key:
-    constants = dict(DIM=dim, SIZE=16, KIND=pool.quantised, BLOCK=triton.next_power_of_2(pool.width(dim)))
+    block = triton.next_power_of_2(pool.width(dim))
+    rows, warps = store_kv.pick_rows(8, block)
+    constants = dict(HEADS=8, DIM=dim, SIZE=16, KIND=pool.quantised, ROWS=rows, BLOCK=block)
     arguments = "*bf16 *bf16 *u8 *u8 *fp16 *fp16 *i64 i64 i64 i64 i64 i64 i64"
-    return Key(store_kv._store_quantised, arguments, constants, 1)
+    return Key(store_kv._store_quantised, arguments, constants, warps)
 
 
 def same(*parts: Any) -> Keys:

@@ -1,0 +1,32 @@
+"""What a GPU makes of the kernels and the engine, in one table: how far off, how fast, and beside what.
+
+    python bench/gpu.py [--out DIR] [--only decode,engine] [--quick] [--device cpu]
+
+Needs torch, triton, transformers and this checkout; neither Ray nor gRPC, and nothing installed. The table is printed
+and saved (DIR/gpu.json and DIR/gpu.md) row by row, so that what was measured survives a cut. A part that breaks leaves
+a row FAILED with its traceback, and the others go on; the exit code then is 1. `--device cpu --quick` runs all of it in
+small, to see that the script itself works.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_importable() -> None:
+    """The checkout is the package `coatcheck`, whatever its folder is called and whatever is installed."""
+    spec = importlib.util.spec_from_file_location(
+        "coatcheck", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec is not None and spec.loader is not None
+    sys.modules["coatcheck"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+if __name__ == "__main__":
+    make_importable()
+    from coatcheck.bench.gpu_parts import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""The table of bench/gpu.py: rows that are printed and saved as they come. It does not know what is measured."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_HEAD = "| part | what | ms | share of roof | error | beside | times as fast | target | state |"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `share`: the least time that the roof allows over what it took; `error`: against the reference, or 0
+    and 1 for equal and not; `ratio`: the other's time over ours. `target` reads `share`, `ratio` or `error`."""
+
+    part: str
+    what: str
+    ms: float | None = None
+    share: float | None = None
+    error: float | None = None
+    beside: str = ""
+    beside_ms: float | None = None
+    target: str = ""
+    met: bool | None = None
+    failure: str = ""
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as what stands beside."""
+        return self.beside_ms / self.ms if self.ms and self.beside_ms else None
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        return "FAILED" if self.failure else {True: "met", False: "NOT MET", None: "-"}[self.met]
+
+    def cells(self) -> list[str]:
+        """As the table has them."""
+        beside = "" if not self.beside else f"{self.beside} {_number(self.beside_ms)}"
+        share = "" if self.share is None else f"{self.share:.0%}"
+        ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
+        error = "" if self.error is None else f"{self.error:.2g}"
+        state = self.state + (f" ({self.note})" if self.note else "")
+        return [self.part, self.what, _number(self.ms), share, error, beside, ratio, self.target, state]
+
+
+class Table:
+    """Saved to `directory` after every row; `facts` say on what it was measured."""
+
+    def __init__(self, directory: Path, facts: dict[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.rows: list[Row] = []
+        self.facts = facts
+        self._directory = directory
+        self._started = time.monotonic()
+        print(json.dumps(facts), _HEAD, _HEAD.translate({ord(c): "-" for c in _HEAD if c != "|"}), sep="\n", flush=True)
+
+    def add(self, row: Row) -> None:
+        """Prints and saves it."""
+        self.rows.append(row)
+        print("| " + " | ".join(row.cells()) + " |", flush=True)
+        if row.failure:
+            print(row.failure, flush=True)
+        self.save()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    @property
+    def failed(self) -> bool:
+        """Whether any row is."""
+        return any(row.failure for row in self.rows)
+
+    def save(self) -> None:
+        """All of it, as it is now."""
+        rows = [asdict(row) | {"ratio": row.ratio, "state": row.state} for row in self.rows]
+        content = {"facts": self.facts, "seconds": self.seconds, "rows": rows}
+        (self._directory / "gpu.json").write_text(json.dumps(content, indent=1) + "\n")
+        facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
+        lines = [_HEAD, "|" + "---|" * len(self.rows[0].cells()) if self.rows else ""]
+        lines += ["| " + " | ".join(row.cells()) + " |" for row in self.rows]
+        failures = "".join(
+            f"\n{row.part}, {row.what}:\n\n```\n{row.failure}\n```\n" for row in self.rows if row.failure
+        )
+        (self._directory / "gpu.md").write_text(f"{facts}\n\n" + "\n".join(lines) + "\n" + failures)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

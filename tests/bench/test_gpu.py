@@ -1,0 +1,91 @@
+"""bench/gpu.py on a CPU, in small: that it runs from a bare checkout, keeps what it measured, and names what broke."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from coatcheck.bench.gpu_parts import main
+from coatcheck.bench.gpu_table import Row, Table
+
+ROOT = Path(__file__).parents[2]
+# What a GPU host need not have, and the installed package, which a checkout must not lean on.
+ABSENT = (
+    "cryptography",
+    "ray",
+    "grpc",
+    "google.protobuf",
+    "llguidance",
+    "pydantic",
+    "fastapi",
+    "typer",
+    "rich",
+    "prometheus_client",
+)
+_PROGRAM = """
+import runpy, sys
+for name in {absent}: sys.modules[name] = None
+sys.path = [p for p in sys.path if "editable" not in p]
+sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "") + str(f)]
+sys.argv = [{script!r}, *{arguments}]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = _PROGRAM.format(absent=ABSENT, script=str(ROOT / "bench/gpu.py"), arguments=list(arguments))
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=110,
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_the_whole_script_runs_from_a_bare_checkout(tmp_path: Path) -> None:
+    """Without Ray, gRPC, protobuf or an installation, every part that one process runs ends with rows, none FAILED."""
+    parts = ("correct", "decode", "prefill", "rows", "sampling", "engine", "tiers", "deterministic")
+    done = run("--device", "cpu", "--quick", "--out", str(tmp_path), "--only", ",".join(parts))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    saved = json.loads((tmp_path / "gpu.json").read_text())
+    assert {row["part"] for row in saved["rows"]} == set(parts)
+    assert [row for row in saved["rows"] if row["state"] in ("FAILED", "NOT MET")] == []
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    assert sum(line.startswith("| ") for line in lines) == len(saved["rows"]) + 1
+
+
+@pytest.mark.full
+def test_ranks_and_flex_run_too(tmp_path: Path) -> None:
+    """Two ranks are two more processes of the same script; FlexAttention runs uncompiled."""
+    done = run("--device", "cpu", "--quick", "--out", str(tmp_path), "--only", "ranks,flex")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_part_that_breaks_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """A failure keeps its traceback in both files, makes the table failed, and leaves the rows before it."""
+    table = Table(tmp_path, {"device": "none"})
+    table.add(Row("one", "good", ms=2.0, beside="other", beside_ms=3.0, target="1.4 times as fast", met=True))
+    assert not table.failed
+    table.add(Row("two", "the rest of it", failure="Traceback: it broke"))
+    table.add(Row("three", "short", share=0.5, target="share >= 80%", met=False))
+    assert table.failed
+    saved = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [row["state"] for row in saved] == ["met", "FAILED", "NOT MET"] and saved[0]["ratio"] == 1.5
+    assert "Traceback: it broke" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(("--only", "nonsense"), "nonsense"), (("--device", "cuda"), "--device cpu --quick")]
+)
+def test_what_cannot_be_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    """An unknown part, or a GPU where there is none, ends at once with what to change."""
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--out", str(tmp_path)])
+    assert ended.value.code == 2 and said in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""Launchers refuse wrong tensors before any launch, naming the tensor and what they expected: each tensor of each one
+with a wrong shape, dtype, stride and device in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatcheck.kernels.copy_blocks import copy_blocks
+from coatcheck.kernels.gather_blocks import gather_blocks, scatter_blocks
+from coatcheck.kernels.kv_cache import KVCache
+from coatcheck.kernels.launch_check import LaunchRefused
+from coatcheck.kernels.linear import PackedLinear
+from coatcheck.kernels.logit_bias import add_logit_bias
+from coatcheck.kernels.logprobs import logprobs
+from coatcheck.kernels.move_blocks import move_blocks, sum_blocks
+from coatcheck.kernels.paged_attention import paged_attention
+from coatcheck.kernels.penalties import apply_penalties
+from coatcheck.kernels.rms_norm import rms_norm
+from coatcheck.kernels.rotary import apply_rotary, rotary_and_store
+from coatcheck.kernels.sample import sample
+from coatcheck.kernels.silu_mul import silu_mul
+from coatcheck.kernels.store_kv import store_kv
+from coatcheck.kernels.token_mask import apply_token_mask
+from tests.kernels.caches import strided_cache
+
+I32, I64 = torch.int32, torch.int64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operation with arguments that it takes."""
+
+    call: Callable[..., object]
+    tensors: dict[str, Tensor]
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+def _f(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def _cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    return strided_cache(4, 2, 16, 32, dtype, fill=0)
+
+
+def launches() -> dict[str, Launch]:
+    parts = {"k": _f(4, 2, 16, 32), "v": _f(4, 2, 16, 32)}
+    bytes_ = {name: torch.zeros(4, 2, 16, 32, dtype=torch.int8) for name in ("k", "v")}
+    scales = {name: torch.zeros(4, 2, 16, dtype=torch.float16) for name in ("k_scales", "v_scales")}
+    tables = {"block_tables": torch.zeros(2, 2, dtype=I32), "seq_lens": torch.tensor([1, 5], dtype=I32),
+              "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=I32)}  # fmt: skip
+    turn = {"q": _f(3, 4, 32), "k": _f(3, 2, 32), "cos": _f(3, 32), "sin": _f(3, 32)}
+    slots = torch.arange(3)
+    pool, rows = torch.zeros(6, 64, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8)
+    two = torch.tensor([1, 2])
+    knobs = {"temperature": torch.ones(3), "top_k": torch.zeros(3, dtype=I32), "top_p": torch.ones(3),
+             "min_p": torch.zeros(3), "seed": torch.arange(3), "choice": torch.zeros(3, dtype=I32),
+             "position": torch.arange(3)}  # fmt: skip
+    fine = {"prompt_lens": torch.ones(3, dtype=I32), "total_lens": torch.ones(3, dtype=I32),
+            "repetition": torch.ones(3), "presence": torch.zeros(3), "frequency": torch.zeros(3)}  # fmt: skip
+    return {
+        "KVCache": Launch(KVCache, parts),
+        "KVCache, int8": Launch(KVCache, bytes_ | scales),
+        "paged_attention": Launch(
+            paged_attention, {"q": _f(3, 4, 32), **tables, "sinks": _f(4), "out": _f(3, 4, 32)},
+            {"cache": _cache(), "max_seqlen_q": 2, "scale": 0.2},
+        ),
+        "store_kv": Launch(
+            store_kv, {"k": _f(3, 2, 32), "v": _f(3, 2, 32), "slot_mapping": slots}, {"cache": _cache()}
+        ),
+        "apply_rotary": Launch(apply_rotary, turn),
+        "rotary_and_store": Launch(
+            rotary_and_store, {**turn, "v": _f(3, 2, 32), "slot_mapping": slots}, {"cache": _cache(torch.int8)}
+        ),
+        "rms_norm": Launch(
+            partial(rms_norm, eps=1e-6), {"x": _f(3, 8), "weight": _f(8), "residual": _f(3, 8), "out": _f(3, 8)}
+        ),
+        "silu_mul": Launch(silu_mul, {"gate_up": _f(3, 8), "out": _f(3, 4)}),
+        "copy_blocks": Launch(copy_blocks, {"pool": pool, "src": two, "dst": two + 2}),
+        "gather_blocks": Launch(gather_blocks, {"pool": pool, "blocks": two, "out": rows}),
+        "scatter_blocks": Launch(scatter_blocks, {"rows": rows, "pool": pool, "blocks": two}),
+        "move_blocks": Launch(
+            move_blocks, {"source": pool, "from_rows": two, "target": pool.clone(), "to_rows": two + 2}
+        ),
+        "sum_blocks": Launch(sum_blocks, {"pool": pool, "rows": two}),
+        "sample": Launch(sample, {"logits": _f(3, 40), **knobs}),
+        "apply_penalties": Launch(
+            apply_penalties, {"logits": _f(3, 40), "token_ids": torch.zeros(3, 4, dtype=I32), **fine}
+        ),
+        "apply_token_mask": Launch(
+            apply_token_mask, {"logits": _f(3, 40), "rows": two, "mask": torch.zeros(2, 2, dtype=I32)}
+        ),
+        "add_logit_bias": Launch(
+            add_logit_bias, {"logits": _f(3, 40), "rows": two, "token_ids": two, "bias": torch.ones(2)}
+        ),
+        "logprobs": Launch(logprobs, {"logits": _f(3, 40), "token_ids": torch.arange(3)}, {"k": 2}),
+        "PackedLinear": Launch(PackedLinear, {"weight": _f(4, 6), "bias": _f(4)}),
+    }  # fmt: skip
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same with every element two apart."""
+    wide = torch.zeros(*x.shape, 2, dtype=x.dtype)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "dimensions": lambda x: x[None],
+    "length": lambda x: torch.cat((x, x[..., :1]), dim=-1),
+    "dtype": lambda x: x.to(torch.int16 if x.dtype != torch.int16 else torch.float32),
+    "stride": _apart,
+    "device": lambda x: x.to("meta"),
+}
+# What is no mistake: torch itself multiplies any strides; one tensor alone is on its own device; a length that others
+# follow, or that nothing else knows.
+FINE = {
+    ("PackedLinear", "weight", "length"), ("PackedLinear", "weight", "stride"), ("PackedLinear", "bias", "stride"),
+    ("paged_attention", "block_tables", "length"), ("apply_penalties", "token_ids", "length"),
+    ("logprobs", "logits", "length"), ("sample", "logits", "length"), ("apply_penalties", "logits", "length"),
+    ("add_logit_bias", "logits", "length"), ("copy_blocks", "pool", "length"), ("sum_blocks", "rows", "length"),
+    ("apply_token_mask", "logits", "length"), ("PackedLinear", "weight", "dtype"),
+}  # fmt: skip
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    for name, launch in launches().items():
+        for tensor in launch.tensors:
+            for wrong in WRONG:
+                if (name, tensor, wrong) not in FINE:
+                    yield name, tensor, wrong
+
+
+@pytest.mark.parametrize(("name", "tensor", "wrong"), list(cases()))
+def test_a_wrong_tensor_is_refused_by_its_name(name: str, tensor: str, wrong: str) -> None:
+    """One tensor that is wrong in one way is refused, and the message names a tensor, what was expected and what came.
+
+    Where two disagree, either may be the one that is named."""
+    launch = launches()[name]
+    arguments = dict(launch.tensors) | {tensor: WRONG[wrong](launch.tensors[tensor])}
+    with pytest.raises(LaunchRefused) as refused:
+        launch.call(**arguments, **launch.others)
+    said = str(refused.value)
+    names = {*launch.tensors, "k_cache", "v_cache"}
+    assert said.partition(":")[0] in names and "expected" in said and "got" in said, said
+
+
+@pytest.mark.parametrize("name", launches())
+def test_the_same_tensors_right_are_taken(name: str) -> None:
+    """What the refusals start from is accepted: it is the one change that is refused."""
+    launch = launches()[name]
+    launch.call(**launch.tensors, **launch.others)

@@ -1,0 +1,93 @@
+"""The same requests through two engines, one of which pads its decode steps: for test_decode_graphs.py.
+
+Run as a module with TRITON_INTERPRET=1 it does so over the Triton kernels, in Triton's interpreter, beside what the CPU
+path said in the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.block_layout import BlockLayout
+from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.engine import Engine
+from coatcheck.workers.kv_dtype import choose_kv_dtype
+from coatcheck.workers.kv_pool import allocate_pool
+from coatcheck.workers.model import Model, load_model
+from coatcheck.workers.request import Request
+from coatcheck.workers.runner import ModelRunner
+
+SIZES = (2, 4, 8)
+PROMPTS = [[3, 4, 5], [9], [7] * 9, [11, 12] * 5, [5] * 8]
+SAMPLINGS = [
+    SamplingParams(max_tokens=6, temperature=0.0, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, top_k=20, seed=2, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=7, temperature=0.0, repetition_penalty=1.3, seed=3, ignore_eos=True),
+]
+Said = dict[str, list[int]]
+
+
+def make_runner(model: Model, sizes: Sequence[int], kv_dtype: str = "auto", num_blocks: int = 24) -> ModelRunner:
+    """Over a pool whose bits are all set, a NaN of every float."""
+    layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
+    pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
+    pool.fill_(255)
+    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes)
+
+
+def load(path: Path, dtype: str = "float32") -> Model:
+    return load_model(path, communicator=Communicator(), dtype=dtype, device="cpu")
+
+
+def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]:
+    """What each request said, and the sizes of the padded steps. `short`: two requests of three tokens."""
+    count = 2 if short else len(PROMPTS)
+    engine = Engine(
+        runner.model.spec, runner, num_blocks=len(runner.pool), block_size=8, max_num_seqs=8, max_batch_tokens=12
+    )
+    for index, prompt in enumerate(PROMPTS[:count]):
+        sampling = SAMPLINGS[index % len(SAMPLINGS)]
+        if short:
+            sampling = replace(sampling, max_tokens=3, top_p=1.0, top_k=0)
+        engine.submit(Request(str(index), tuple(prompt), sampling))
+    said: Said = {str(index): [] for index in range(count)}
+    padded = []
+    while engine.has_work:
+        before = runner.graphs.steps
+        for output in engine.step().outputs:
+            said[output.request_id] += output.token_ids
+        padded += [runner.graphs.last_size] * (runner.graphs.steps - before)
+    return said, padded
+
+
+def padded_beside_plain(
+    model: Model, kv_dtype: str = "auto", short: bool = False
+) -> tuple[Said, Said, Tensor, Tensor, list[int]]:
+    """What plain and padded steps said, both pools, and which sizes were taken."""
+    sizes = (4,) if short else SIZES
+    plain, padded = make_runner(model, (), kv_dtype), make_runner(model, sizes, kv_dtype)
+    padded.graphs.capture()
+    padded.pool.fill_(255)  # capturing ran once for each size
+    (want, none), (have, taken) = serve(plain, short=short), serve(padded, short=short)
+    assert none == []
+    return want, have, plain.pool, padded.pool, taken
+
+
+def main() -> None:
+    path, kv_dtype, expected = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    want, have, plain, padded, sizes = padded_beside_plain(load(path), kv_dtype, short=True)
+    assert have == want == expected, (have, want, expected)
+    assert sizes and torch.equal(plain, padded)
+    print("agreed")
+
+
+if __name__ == "__main__":
+    main()

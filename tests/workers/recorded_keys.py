@@ -1,0 +1,97 @@
+"""Which kernels a runner asks Triton for, without a GPU: for test_kernel_keys.py, which runs this as a module.
+
+Triton's own code works out each launch's key, for an sm_90 that a driver of ours claims to be there; its hook before a
+compilation notes the key and says that nothing is to be done. So nothing is compiled or computed, and what comes out of
+a kernel means nothing: plans bring their own tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from coatcheck.kernels import arch
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.decode_graphs import graph_sizes
+from coatcheck.workers.step_plan import NewRow, Row, StepPlan, TableWrite
+from tests.workers.padded_steps import load, make_runner
+
+_SEQS, _LEN, _BLOCKS = 8, 64, 24
+
+
+class _Driver:
+    """As much of a GPU's driver as a launch asks before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Recorder:
+    """The keys asked for so far, each with the kernel's name."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        arch.TRITON_DEVICES.add("cpu")
+        triton.runtime.driver.set_active(_Driver())
+        triton.knobs.runtime.jit_cache_hook = self._asked
+
+    def _asked(self, *, key: Any, repr: str, fn: Any, **others: Any) -> bool:
+        self.keys.add(f"{fn.name} {key}")
+        return True
+
+
+def any_plans(seed: int) -> Iterator[StepPlan]:
+    """Steps of every mix: chunks and decodes of any length, samplings, copies, prompts that are scored."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        news, writes, rows = [], [], []
+        decoding = rng.random() < 0.4
+        for slot in rng.sample(range(_SEQS), rng.randint(1, _SEQS)):
+            count = rng.randint(1, 3) if rng.random() < 0.5 else rng.randint(1, _LEN - 2)
+            start = rng.randint(0, _LEN - 1 - count)
+            count = 1 if decoding else count
+            length = start + count
+            sampling = SamplingParams(
+                seed=rng.getrandbits(64), temperature=rng.choice((0.0, 0.7)), top_k=rng.choice((0, 3)),
+                top_p=rng.choice((1.0, 0.9)), min_p=rng.choice((0.0, 0.1)),
+                repetition_penalty=rng.choice((1.0, 1.2)), frequency_penalty=rng.choice((0.0, 0.5)),
+                logit_bias=rng.choice(({}, {3: 1.0})), logprobs=rng.choice((None, 0, 2)),
+                prompt_logprobs=rng.choice((None, None, None, 1)),
+            )  # fmt: skip
+            news.append(NewRow(slot, 0, rng.randint(1, length), [5] * length, sampling, ()))
+            writes += [TableWrite(slot, index, rng.randrange(_BLOCKS)) for index in range(-(-length // 8))]
+            rows.append(Row(slot, start, count, sample=decoding or rng.random() < 0.8))
+        copies = [(2 * i, 2 * i + 1) for i in range(rng.choice((0, 0, 1, 2, 3)))]
+        yield StepPlan(new_rows=news, table_writes=writes, copies=copies, rows=rows)
+
+
+def main() -> None:
+    path, dtype, kv_dtype = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    recorder = Recorder()
+    model = load(path, dtype)
+    runner = make_runner(model, graph_sizes(_SEQS) if model.capturable else (), kv_dtype, _BLOCKS)
+    runner.warm()
+    warmed = set(recorder.keys)
+    for plan in any_plans(7):
+        runner.launch(plan)
+    for key in sorted(recorder.keys - warmed):
+        print("not warmed:", key)
+    print(f"{len(warmed)} warmed:", *sorted({key.split()[0] for key in warmed}))
+
+
+if __name__ == "__main__":
+    main()
