@@ -2,17 +2,20 @@
 
     python bench/chaos.py --kills 200 [--json bench/results/chaos.json]
 
-Two groups of two ranks on a Ray of their own, a small llama in float32, and streams of every kind of sampling. Ranks,
-rank 0, whole groups, the router, the supervisor and `coatcheck serve` are killed with kill -9, and ranks stopped, half
-of the time during a prefill or another failover. Every stream is compared with an undisturbed run.
+Two groups of two ranks on a Ray of three nodes, a small llama in float32, and streams of every kind of sampling.
+Ranks, rank 0, whole groups, the router, the supervisor, `coatcheck serve` and whole nodes are killed with kill -9, and
+ranks stopped, half of the time during a prefill, a restore from host memory or another failover. Every stream is
+compared with an undisturbed run. The figures are written after every kill, so that what was cut off has them too.
 """
 
 import asyncio
 import json
 import random
+import signal
+import sys
 import time
 from collections import Counter
-from itertools import count
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,9 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coatcheck.bench.chaos_cluster import ChaosCluster
 from coatcheck.bench.chaos_load import ChaosLoad, cases
-from coatcheck.bench.chaos_strike import KINDS, MOMENTS, Strike, Striker
+from coatcheck.bench.chaos_strike import MOMENTS, Strike, Striker
 from coatcheck.bench.checkpoint import VOCABULARY, train_tokenizer
 from coatcheck.bench.machine import describe_machine
+
+_COUNTS = ("started", "ended", "failed", "changed", "refused", "moved")
 
 
 def main(
@@ -39,18 +44,20 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """Kill everything, again and again, and compare."""
+    # What is told to end leaves no Ray behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console()
     with TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         checkpoint = make_small_checkpoint(scratch / "llama-small")
         with ChaosCluster(checkpoint, scratch) as cluster:
-            figures = asyncio.run(run(cluster, console, kills, streams, tokens, seconds, random.Random(seed)))
+            figures = asyncio.run(
+                run(cluster, console, kills, streams, tokens, seconds, random.Random(seed), json_path)
+            )
     console.print(as_table(figures))
     for fault in figures["faults"]:
         console.print(fault, soft_wrap=True, markup=False)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    raise typer.Exit(1 if figures["faults"] else 0)
 
 
 async def run(
@@ -61,45 +68,76 @@ async def run(
     tokens: int,
     seconds: float,
     rng: random.Random,
+    json_path: Path | None,
 ) -> dict[str, Any]:
     """So many kills of every kind in turn, then the figures."""
     load = ChaosLoad(cluster.address, cases(VOCABULARY, tokens))
-    striker = Striker(cluster, load, rng)
     await load.learn()
-    console.print(f"{len(load.requests)} cases are known")
+    striker = Striker(cluster, load, rng)
+    console.print(f"{len(load.requests)} cases are known", highlight=False)
     began = time.monotonic()
     keeping = asyncio.create_task(load.keep(streams))
     made: list[Strike] = []
-    for turn in count():
+    for kind, moment in deck(cluster.kinds, rng):
         if len(made) >= kills or time.monotonic() - began > seconds:
             break
-        kind, moment = KINDS[turn % len(KINDS)], MOMENTS[turn % len(MOMENTS)]
         try:
             made += await striker.strike(kind, moment)
         except (TimeoutError, RuntimeError) as error:
             load.faults.append(f"{kind}, {moment}: {error}")
             break
-        said = " ".join(f"{load.counts[name]} {name}" for name in ("started", "ended", "failed", "changed", "refused"))
-        console.print(f"{time.monotonic() - began:6.1f} s  {len(made)} kills  {kind}, {moment}: "
-                      f"stall {made[-1].longest_stall:.1f} s; {said}", highlight=False)  # fmt: skip
+        figures = figures_of(load, striker, made, time.monotonic() - began)
+        said = f"stall {made[-1].longest_stall:.1f} s; " + " ".join(f"{figures[name]} {name}" for name in _COUNTS)
+        console.print(
+            f"{figures['seconds']:6.1f} s  {len(made)} kills  {kind}, {moment}: {said}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        write(figures, json_path)
     load.stop()
     await asyncio.wait_for(keeping, 300)
     await load.close()
+    figures = figures_of(load, striker, made, time.monotonic() - began)
+    write(figures, json_path)
+    return figures
+
+
+def deck(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Each kind in turn, each time at another of its moments, for ever."""
+    while True:
+        moments = {kind: rng.sample(MOMENTS, len(MOMENTS)) for kind in kinds}
+        for turn in range(len(MOMENTS)):
+            for kind in kinds:
+                yield kind, moments[kind][turn]
+
+
+def figures_of(load: ChaosLoad, striker: Striker, made: list[Strike], seconds: float) -> dict[str, Any]:
+    """What there is to say so far."""
+    kinds = dict.fromkeys(strike.kind for strike in made)
     return {
         "machine": describe_machine(),
         "kills": len(made),
-        "seconds": round(time.monotonic() - began, 1),
-        **{name: load.counts[name] for name in ("started", "ended", "failed", "changed", "refused", "moved")},
-        "by_kind": {kind: _of_kind([strike for strike in made if strike.kind == kind]) for kind in KINDS},
+        "seconds": round(seconds, 1),
+        **{name: load.counts[name] for name in _COUNTS},
+        "by_kind": {kind: _of_kind([strike for strike in made if strike.kind == kind]) for kind in kinds},
         "moments": dict(Counter(strike.moment for strike in made)),
         "stopped_rank_found_seconds": [round(value, 2) for value in striker.found],
         "faults": load.faults,
     }
 
 
+def write(figures: dict[str, Any], path: Path | None) -> None:
+    """Whole or not at all."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(figures, indent=2) + "\n")
+        part.replace(path)
+
+
 def as_table(figures: dict[str, Any]) -> Table:
     """The counts, and how long streams stood still."""
-    names = ("kills", "started", "ended", "failed", "changed", "refused", "moved")
+    names = ("kills", *_COUNTS)
     table = Table(*names, title="streams while everything is killed")
     table.add_row(*(str(figures[name]) for name in names))
     return table

@@ -1,11 +1,11 @@
-"""The cluster that bench/chaos.py strikes: a Ray of its own, `coatcheck serve` upon it, and the process of every part.
+"""The cluster that bench/chaos.py strikes: a Ray of several nodes, `coatcheck serve` upon it, every process.
 
-The command only watches a Ray that was there before it, so that it too can be killed. It does not know streams.
+The head has no CPUs and each other node has those of one group. The command only watches, so that it too can be
+killed. It does not know streams.
 """
 
+import asyncio
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,41 +14,50 @@ from typing import Self
 
 import grpc
 
+from coatcheck.bench.ray_nodes import RayNodes
 from coatcheck.bench.servers import free_port
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
 
-_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",
-}
+_TITLES = {"router": "RouterActor", "supervisor": "Supervisor"}
 
 
 class ChaosCluster:
     """A context manager that has everything serving when it is entered, and leaves no process."""
 
-    def __init__(self, checkpoint: Path, scratch: Path, *, groups: int = 2, tp: int = 2) -> None:
+    kinds = ("rank", "rank 0", "group", "router", "supervisor", "serve", "node", "stop")
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        scratch: Path,
+        *,
+        groups: int = 2,
+        tp: int = 2,
+        kv_memory: str = "12MiB",
+        host_kv_memory: str = "48MiB",
+    ) -> None:
+        """The pool is to hold a few long prompts and no more, so that prefixes are often found in host memory."""
         self.groups = groups
         self.address = f"127.0.0.1:{free_port()}"
-        self._ray = f"127.0.0.1:{free_port()}"
+        self._tp = tp
         self._scratch = scratch
+        self._ray = RayNodes(scratch)
+        self.ray_address = self._ray.address
+        self.environment = self._ray.environment
         port = self.address.rpartition(":")[2]
-        flags = f"--groups {groups} --tp {tp} --kv-memory 32MiB --grpc-port {port} --ray-address {self._ray}".split()
-        self._serve_command = [str(_command("coatcheck")), "serve", str(checkpoint), *flags, "--dtype", "float32"]
-        ray_flags = f"--head --block --port={self._ray.rpartition(':')[2]} --num-cpus={groups * tp}".split()
-        self._ray_command = [str(_command("ray")), "start", *ray_flags, "--include-dashboard=false"]
+        flags = f"--groups {groups} --tp {tp} --kv-memory {kv_memory} --host-kv-memory {host_kv_memory} --dtype float32"
+        where = f"--grpc-port {port} --http-port none --ray-address {self._ray.address}"
+        self._serve_command = [str(Path(sys.executable).with_name("coatcheck")), "serve", str(checkpoint)]
+        self._serve_command += f"{flags} {where}".split()
         self._channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
 
     def __enter__(self) -> Self:
-        self._head = self._start(self._ray_command, "ray.log")
+        self._ray.__enter__()
         try:
-            while not _listens(self._ray):
-                if self._head.poll() is not None:
-                    raise RuntimeError(f"Ray did not start: {(self._scratch / 'ray.log').read_text()}")
-                time.sleep(0.1)
-            self.start_serve()
+            for _ in range(self.groups):
+                self._ray.add(self._tp)
+            self.start_serve(wait_seconds=60.0)
             self.wait_whole(120.0)
         except BaseException:
             self.__exit__()
@@ -57,21 +66,52 @@ class ChaosCluster:
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
-        processes = self._descendants()
         if hasattr(self, "serve"):
             self.serve.kill()
             self.serve.wait()
-        os.killpg(self._head.pid, signal.SIGKILL)
-        self._head.wait()
-        for pid in processes:  # workers too that have left the session
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        self._ray.__exit__()
 
-    def start_serve(self) -> None:
-        """The command, for the first time or again after it was killed; returns at once."""
-        self.serve = self._start(self._serve_command, "serve.log")
+    def start_serve(self, wait_seconds: float = 0.0) -> None:
+        """The command, for the first time or again after it was killed. Nodes may still be joining: it is tried until
+        then, for so long."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            with (self._scratch / "serve.log").open("ab") as output:
+                self.serve = subprocess.Popen(
+                    self._serve_command,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **self._ray.environment},
+                    start_new_session=True,
+                )
+            self._ray.check()
+            while time.monotonic() < deadline and self.serve.poll() is None:
+                if self.pids("supervisor"):
+                    return
+                time.sleep(0.1)
+            if time.monotonic() >= deadline:
+                return
+
+    def kill_serve(self) -> None:
+        """kill -9 of the command, and the same command again."""
+        if self.serve.poll() is not None:
+            raise RuntimeError(f"coatcheck serve has ended by itself with {self.serve.returncode}: {self.said()}")
+        self.serve.kill()
+        self.serve.wait()
+        self.start_serve()
+
+    def kill_node(self, pid: int) -> None:
+        """The node where a process runs is gone, and a new one joins."""
+        for node in self._ray.nodes:
+            if pid in node.processes():
+                self._ray.kill(node)
+                self._ray.add(self._tp, wait=False)
+                return
+
+    def pids(self, kind: str) -> list[int]:
+        """The processes of the router or the supervisor, whether they serve yet or not."""
+        title = f"ray::{_TITLES[kind]}"
+        return [pid for pid, command in self._ray.processes().items() if command.startswith(title)]
 
     def status(self) -> pb.StatusResponse | None:
         """None while no router answers."""
@@ -82,55 +122,31 @@ class ChaosCluster:
             return None
         return status
 
+    async def host_tokens(self, request: pb.GenerateRequest) -> int:
+        """How much of a prompt would be fetched from host memory by the group that would be chosen."""
+
+        def ask() -> int:
+            try:
+                explanation = AdminStub(self._channel).Explain(request, timeout=2.0)  # type: ignore[no-untyped-call]
+            except grpc.RpcError:
+                return 0
+            return next((cost.host_tokens for cost in explanation.costs if cost.group == explanation.group), 0)
+
+        return await asyncio.to_thread(ask)
+
     def serving(self) -> list[pb.GroupStatus]:
-        """The groups that serve now."""
+        """The groups that serve now, and have said who their ranks are."""
         status = self.status()
-        return [group for group in status.groups if group.state == "serving"] if status else []
+        return [group for group in status.groups if group.state == "serving" and group.ranks] if status else []
 
     def wait_whole(self, seconds: float) -> None:
         """Until every group serves; raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while len(self.serving()) < self.groups:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the groups did not all serve within {seconds:g} s: {self.status()}")
+                raise TimeoutError(f"the groups did not all serve within {seconds:g} s: {self.status()}\n{self.said()}")
             time.sleep(0.1)
 
-    def actors(self, title: str) -> list[int]:
-        """The processes of an actor's class, whether they serve yet or not."""
-        return [pid for pid, command in self._descendants().items() if command.startswith(f"ray::{title}")]
-
-    def _start(self, command: list[str], log: str) -> "subprocess.Popen[bytes]":
-        with (self._scratch / log).open("ab") as output:
-            return subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **_ENVIRONMENT}, start_new_session=True
-            )
-
-    def _descendants(self) -> dict[int, str]:
-        children: dict[int, list[int]] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except (OSError, IndexError):
-                    continue  # it has just ended
-                children.setdefault(parent, []).append(int(entry.name))
-        found, pending = {}, [self._head.pid]
-        while pending:
-            for pid in children.get(pending.pop(), []):
-                pending.append(pid)
-                try:
-                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                except OSError:
-                    continue
-        return found
-
-
-def _command(name: str) -> Path:
-    return Path(sys.executable).with_name(name)
-
-
-def _listens(address: str) -> bool:
-
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
+    def said(self) -> str:
+        """What `coatcheck serve` has printed of late."""
+        return (self._scratch / "serve.log").read_text()[-2000:]

@@ -98,13 +98,10 @@ class ChaosLoad:
         """Those that run end; none begins."""
         self._stopping = True
 
-    async def run(self, case: int) -> None:
+    async def run(self, case: int, salt: str = "") -> None:
         """One stream, counted and compared. Every other one shares no prefix with any, so that its prefill is whole."""
         number = next(self._salts)
-        request = pb.GenerateRequest()
-        request.CopyFrom(self.requests[case])
-        if number % 2 or self.is_long(case):
-            request.cache_salt = f"salt {number}"
+        request = self.request(case, salt or (f"salt {number}" if number % 2 or self.is_long(case) else ""))
         running = Running(case, Answer(time.monotonic()))
         self.running.add(running)
         try:
@@ -126,6 +123,13 @@ class ChaosLoad:
         if change := difference(self.expected[case], running.answer):
             self.counts["changed"] += 1
             self.faults.append(f"case {case}: {change}")
+
+    def request(self, case: int, salt: str) -> pb.GenerateRequest:
+        """A case, as it is sent."""
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.requests[case])
+        request.cache_salt = salt
+        return request
 
     def is_long(self, case: int) -> bool:
         """Whether its prompt takes several steps."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coatcheck.bench.chaos_cluster import ChaosCluster
-from coatcheck.bench.chaos_load import ChaosLoad, Running
+from coatcheck.bench.chaos_load import LONG_PROMPT, ChaosLoad, Running
 from coatcheck.proto import coatcheck_pb2 as pb
 
-KINDS = ("rank", "rank 0", "group", "router", "supervisor", "serve", "stop")
-MOMENTS = ("any", "prefill", "any", "failover")
+MOMENTS = ("any", "prefill", "any", "restore", "any", "failover")
 _BESIDE_GROUPS = ("router", "supervisor", "serve")
-_PATIENCE = 180.0
+_PATIENCE = 120.0
 _LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
+_SHELVES = 8  # long prompts that come again and again, so that the host's memory holds some
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +41,33 @@ class Striker:
         self._cluster = cluster
         self._load = load
         self._rng = rng
+        self._shelf = 0
+        self._long = [case for case in range(len(load.requests)) if load.is_long(case)]
 
     async def strike(self, kind: str, moment: str) -> list[Strike]:
         """One kill, or two for a failover; returns once every stream that ran has come further."""
-        groups = await self._serving_groups()
-        began = time.monotonic()
+        await asyncio.to_thread(self._cluster.wait_whole, _PATIENCE)
+        groups = await asyncio.to_thread(self._cluster.serving)
+        victim = self._rng.choice(groups)
         made = [(kind, moment)]
-        victim = self._rng.choice(groups).name
-        prefill: asyncio.Task[None] | None = None
-        if moment == "prefill":
-            prefill, running = await self._begin_prefill()
-            victim = running.group
-        elif moment == "failover":
+        mine: asyncio.Task[None] | None = None
+        begun = await self._begin_restore() if moment == "restore" else None
+        if moment == "restore" and begun is None:
+            made = [(kind, moment := "prefill")]
+        if moment in ("prefill", "restore"):
+            mine, running = begun or await self._begin_prefill()
+            victim = next((group for group in groups if group.name == running.group), victim)
+        began = time.monotonic()
+        if moment == "failover":
             # The group that streams leave first; they are then struck on their way, or where they arrive.
             made.append(("rank", "any"))
-            await self._hit("rank", next(group for group in groups if group.name == victim))
+            await self._hit("rank", victim)
             await asyncio.sleep(self._rng.uniform(0.0, 0.5))
-            others = [group for group in groups if group.name != victim]
-            if not others and kind not in _BESIDE_GROUPS:
-                others = await self._serving_groups()
-            groups = others or groups
-            victim = groups[0].name
-        group = next((group for group in groups if group.name == victim), groups[0])
-        await self._hit(kind, group)
+            victim = next(group for group in groups if group is not victim)
+        await self._hit(kind, victim)
         await self._settle()
-        if prefill is not None:
-            await asyncio.wait_for(prefill, _PATIENCE)
+        if mine is not None:
+            await asyncio.wait_for(mine, _PATIENCE)
         stall = max((seconds for when, seconds in self._load.stalls if when > began), default=0.0)
         return [Strike(name, when, stall) for name, when in made]
 
@@ -81,16 +82,13 @@ class Striker:
                 for pid in pids:
                     _kill(pid)
             case "router" | "supervisor":
-                title = {"router": "RouterActor", "supervisor": "Supervisor"}[kind]
-                await _until(lambda: bool(self._cluster.actors(title)), f"there is a {kind}")
-                for pid in self._cluster.actors(title):
+                await _until(lambda: bool(self._cluster.pids(kind)), f"there is a {kind}")
+                for pid in self._cluster.pids(kind):
                     _kill(pid)
             case "serve":
-                if self._cluster.serve.poll() is not None:
-                    raise RuntimeError(f"coatcheck serve has ended by itself with {self._cluster.serve.returncode}")
-                self._cluster.serve.kill()
-                self._cluster.serve.wait()
-                self._cluster.start_serve()
+                self._cluster.kill_serve()
+            case "node":
+                self._cluster.kill_node(pids[0])
             case "stop":
                 await self._stop(self._rng.choice(pids), group.name)
 
@@ -107,17 +105,35 @@ class Striker:
 
     async def _begin_prefill(self) -> tuple["asyncio.Task[None]", Running]:
         """A stream whose prompt is being computed just now."""
-        long = [case for case in range(len(self._load.requests)) if self._load.is_long(case)]
         while True:
-            before = set(self._load.running)
-            task = asyncio.create_task(self._load.run(self._rng.choice(long)))
-            while not task.done():
-                await asyncio.sleep(0.001)
-                mine = next((stream for stream in self._load.running - before if stream.task is task), None)
-                if mine is not None and mine.in_prefill:
-                    return task, mine
-                if mine is not None and mine.events > 1:
-                    await task
+            if begun := await self._begin(self._rng.choice(self._long), ""):
+                return begun
+
+    async def _begin_restore(self) -> tuple["asyncio.Task[None]", Running] | None:
+        """A stream whose prompt is being fetched from host memory just now; None when none lies there for long."""
+        for _ in range(_SHELVES):
+            for shelf in range(_SHELVES):
+                case, salt = self._long[shelf % len(self._long)], f"shelf {shelf}"
+                lies_there = await self._cluster.host_tokens(self._load.request(case, salt)) >= LONG_PROMPT // 2
+                if lies_there and (begun := await self._begin(case, salt)):
+                    return begun
+            # The load itself moves it out of the pool in a while.
+            self._shelf = (self._shelf + 1) % _SHELVES
+            await self._load.run(self._long[self._shelf % len(self._long)], f"shelf {self._shelf}")
+        return None
+
+    async def _begin(self, case: int, salt: str) -> tuple["asyncio.Task[None]", Running] | None:
+        """A stream that has started and got nothing yet; None when its first token was faster than we look."""
+        before = set(self._load.running)
+        task = asyncio.create_task(self._load.run(case, salt))
+        while not task.done():
+            await asyncio.sleep(0.001)
+            mine = next((stream for stream in self._load.running - before if stream.task is task), None)
+            if mine is not None and mine.in_prefill:
+                return task, mine
+            if mine is not None and mine.events > 1:
+                await task
+        return None
 
     async def _settle(self) -> None:
         """Until each stream that runs has come further than it is now."""
@@ -126,14 +142,6 @@ class Striker:
         await _until(
             lambda: all(running.ended or running.events > events for running, events in before), "streams go on"
         )
-
-    async def _serving_groups(self) -> list[pb.GroupStatus]:
-        deadline = time.monotonic() + _PATIENCE
-        while not (groups := await asyncio.to_thread(self._cluster.serving)):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no group serves after {_PATIENCE:g} s")
-            await asyncio.sleep(0.05)
-        return groups
 
 
 async def _until(holds: Callable[[], bool], what: str) -> None:

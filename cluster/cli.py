@@ -16,6 +16,7 @@ COMMANDS = {
     "status": "status",
     "drain": "status",
     "top": "top",
+    "restart": "restart",
     "explain": "explain",
     "bench": "bench",
     "plan": "plan",

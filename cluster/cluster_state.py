@@ -19,18 +19,18 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """`router` and `http` are host:port once clients may connect (`http` stays empty when there is none). `failure`:
-    why the cluster will never serve, else empty."""
+    """`routers` and `http` are host:port, once clients may connect to all of them (`http` stays empty when there is
+    none). `failure`: why the cluster will never serve, else empty."""
 
     groups: tuple[GroupState, ...] = ()
-    router: str = ""
+    routers: tuple[str, ...] = ()
     failure: str = ""
-    http: str = ""
+    http: tuple[str, ...] = ()
 
     @property
     def is_ready(self) -> bool:
-        """Whether the router and every group serve."""
-        return bool(self.router and self.groups) and all(group.state == "serving" for group in self.groups)
+        """Whether the routers and every group serve."""
+        return bool(self.routers and self.groups) and all(group.state == "serving" for group in self.groups)
 
     @property
     def stage(self) -> str:

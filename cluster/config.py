@@ -109,6 +109,7 @@ class ServeConfig(BaseModel):
     http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = None
     # A Ray resource: the router runs only where a node offers it.
     router_resource: str | None = Field(None, min_length=1)
+    router_per_node: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = "auto"
     kv_dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"], BeforeValidator(parse_kv_dtype)] = (

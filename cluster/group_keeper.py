@@ -14,14 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from ..proto.errors import CoatcheckError
+from ..proto.errors import CoatcheckError, Unavailable
 from ..workers.group_config import GroupConfig
 from ..workers.rank_progress import Phase, RankProgress
 from . import launch
 from .cluster_state import GroupState
+from .rank_end import RankEnded, brief, cause_of
+from .rank_hosts import RankHosts
 
 POLL_SECONDS = 0.1
 _STOP_SECONDS = 5.0
@@ -35,11 +37,14 @@ _WAITS = 6
 # While it starts, a rank imports torch, which answers nobody for a while.
 _WAITS_WHILE_STARTING = 120
 
+_RENEWED = "it is being started again, as asked"
+_NO_PLACE = "it waits for a place in the Ray cluster"
+
 _log = logging.getLogger(__name__)
 
 
-class RankEnded(Exception):
-    """A rank has ended; the message says which and why."""
+class Renewal(Exception):
+    """The group is to be ended and started again, though nothing is wrong with it."""
 
 
 def backoff_seconds(failures: int) -> float:
@@ -48,7 +53,7 @@ def backoff_seconds(failures: int) -> float:
 
 
 class GroupKeeper:
-    """`state` is always current; `ranks_on_host` and `loopback` are the ranks' (see RankActor).
+    """`state` is always current; `loopback` is the ranks' (see RankActor), and `hosts` is kept current too.
 
     `has_served`: whether it did so before this keeper's time; then a start that fails is tried again.
     """
@@ -57,8 +62,8 @@ class GroupKeeper:
         self,
         config: GroupConfig,
         reserved: PlacementGroup,
+        hosts: RankHosts,
         *,
-        ranks_on_host: int,
         loopback: bool,
         has_served: bool,
         on_change: Callable[[], None],
@@ -66,13 +71,15 @@ class GroupKeeper:
         self.state = GroupState(config.name, ranks=(RankProgress(),) * config.tp)
         self._config = config
         self._reserved = reserved
-        self._ranks_on_host = ranks_on_host
+        self._hosts = hosts
         self._loopback = loopback
         self._has_served = has_served
         self._on_change = on_change
         self._actors: list[launch.Actor] = []
         self._logs: list[str] = []
         self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
+        self._renewal = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def adopt(self) -> None:
         """Takes over ranks that a former supervisor has started, if all of them serve; else ends what is left."""
@@ -111,26 +118,59 @@ class GroupKeeper:
                 _log.error("%s is lost: %s", self._config.name, ended)
                 # The router is told first: each moment that it knows nothing costs requests.
                 self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
+            except Renewal:
+                _log.info("%s is started again", self._config.name)
+                self._change(state="lost", address="", reason=_RENEWED)
+                await self._end()
+                self._change(state="starting", restarts=self.state.restarts + 1)
+                continue
             self._kill()
             if not self._has_served:
                 return
             await asyncio.sleep(backoff_seconds(failures))
             self._change(state="starting", restarts=self.state.restarts + 1)
 
+    def drain(self) -> None:
+        """Lets no new work in; what runs goes on. A start ends it."""
+        if self.state.state == "serving":
+            self._change(state="draining")
+
+    async def renew(self) -> None:
+        """Ends the ranks and starts others; what still runs moves to other groups. Returns once the new ones serve;
+        raises Unavailable when they do not come up at once."""
+        before = self.state.restarts
+        if self.state.state not in ("serving", "draining"):
+            raise Unavailable(
+                f"{self._config.name} is {self.state.state}: {self.state.reason or 'wait until it serves'}"
+            )
+        self._renewal.set()
+        while self.state.restarts == before or self.state.state == "starting":
+            self._changed.clear()
+            await self._changed.wait()
+        if self.state.state != "serving":
+            raise Unavailable(f"{self._config.name} does not start again: {self.state.reason}")
+
     async def stop(self, *, now: bool) -> None:
         """Ends the ranks, first with a word (unless `now`), then without."""
-        if self._actors and not now:
+        if now:
+            self._kill()
+        else:
+            await self._end()
+        launch.forget_incarnations(self._config.name)
+
+    async def _end(self) -> None:
+        if self._actors:
             with suppress(RayError, TimeoutError):  # a rank that hangs does not hear it
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._actors[0].stop.remote()
             if self._lives:
                 await asyncio.wait(self._lives, timeout=_STOP_SECONDS)
         self._kill()
-        launch.forget_incarnations(self._config.name)
 
     async def _start(self) -> None:
         """Returns once every rank serves; raises RankEnded when one cannot."""
         config, incarnation = self._config, self.state.restarts
+        await self._find_place()
         launch.note_incarnation(config.name, incarnation)
         try:
             for rank in range(config.tp):
@@ -139,12 +179,12 @@ class GroupKeeper:
                     rank,
                     incarnation,
                     self._reserved,
-                    ranks_on_host=self._ranks_on_host,
+                    ranks_on_host=self._hosts.busiest(config.name),
                     loopback=self._loopback,
                 )
                 self._actors.append(actor)
         except ValueError as error:  # Ray has not freed the name of a former rank yet
-            raise RankEnded(f"rank {len(self._actors)} could not start: {_brief(error)}") from None
+            raise RankEnded(f"rank {len(self._actors)} could not start: {brief(error)}") from None
         await self._read_logs(_WAITS_WHILE_STARTING)
         (rendezvous,) = await self._ask(self._actors[:1], "rendezvous", _WAITS_WHILE_STARTING)
         self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
@@ -154,16 +194,29 @@ class GroupKeeper:
                 await self._first_end()
             await self._read_progress(_WAITS_WHILE_STARTING)
 
+    async def _find_place(self) -> None:
+        """Waits until Ray has a place for every rank: a node may be gone, and another to come."""
+        while not (hosts := await asyncio.to_thread(launch.hosts_of, self._reserved)):
+            if not self.state.reason.startswith(_NO_PLACE):
+                _log.warning("%s waits for a place", self._config.name)
+                self._change(reason=f"{_NO_PLACE}, which has no room for {self._config.tp} ranks now: is a node lost?")
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._hosts.note(self._config.name, hosts)
+
     async def _watch(self) -> None:
-        """Waits until a rank ends or hangs, and raises RankEnded: a stopped process keeps its connections."""
-        end, look = asyncio.ensure_future(self._first_end()), asyncio.ensure_future(self._look())
+        """Waits until a rank ends or hangs, and raises RankEnded (a stopped process keeps its connections), or until
+        others are wanted, and raises Renewal."""
+        self._renewal.clear()
+        watches = [asyncio.ensure_future(watch) for watch in (self._first_end(), self._look(), self._renewal.wait())]
         try:
-            done, _ = await asyncio.wait([end, look], return_when=asyncio.FIRST_COMPLETED)
-            await (end if end in done else look)
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            if watches[2] in done:
+                raise Renewal
+            await done.pop()
         finally:
-            end.cancel()
-            look.cancel()
-            await asyncio.gather(end, look, return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
 
     async def _look(self) -> None:
         while True:
@@ -177,7 +230,7 @@ class GroupKeeper:
         if self.state.state != "serving":
             # While starting, one rank may only have lost another that knows more: its own word is worth a moment.
             await asyncio.wait(self._lives, timeout=1.0)
-        told = [rank for rank, life in enumerate(self._lives) if life.done() and _cause(life.exception())]
+        told = [rank for rank, life in enumerate(self._lives) if life.done() and cause_of(life.exception())]
         rank = told[0] if told else first
         raise RankEnded(self._explain(rank, self._lives[rank].exception()))
 
@@ -196,7 +249,7 @@ class GroupKeeper:
                 answered, silent = await asyncio.wait(silent, timeout=_WAIT_SECONDS)
                 for answer in answered:
                     if error := answer.exception():
-                        raise RankEnded(f"rank {answers.index(answer)} has ended: {_brief(error)}")
+                        raise RankEnded(f"rank {answers.index(answer)} has ended: {brief(error)}")
                 if not silent:
                     return [answer.result() for answer in answers]
             rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
@@ -208,10 +261,10 @@ class GroupKeeper:
 
     def _explain(self, rank: int, error: BaseException | None) -> str:
         """A line for people: our own errors as they are, everything else with the rank."""
-        cause = _cause(error)
+        cause = cause_of(error)
         if isinstance(cause, CoatcheckError):
             return str(cause)
-        return f"rank {rank} has ended: {_brief(cause or error)} (log: {self._logs[rank]})"
+        return f"rank {rank} has ended: {brief(cause or error)} (log: {self._logs[rank]})"
 
     def _all_serve(self) -> bool:
         return all(rank.phase is Phase.SERVING for rank in self.state.ranks)
@@ -226,20 +279,7 @@ class GroupKeeper:
 
     def _change(self, **changed: object) -> None:
         self.state = replace(self.state, **changed)  # type: ignore[arg-type]  # names and types are GroupState's
-        if self.state.state != "serving":
+        if self.state.state not in ("serving", "draining"):
             self.state = replace(self.state, ranks=(RankProgress(),) * self._config.tp)
+        self._changed.set()
         self._on_change()
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """What a rank's own code raised; None when the process itself died."""
-    return error.cause if isinstance(error, RayTaskError) else None
-
-
-def _brief(error: BaseException | None) -> str:
-    if error is None:
-        return "it returned"
-    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
-        return "its process died"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1]}"

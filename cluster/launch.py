@@ -12,13 +12,15 @@ through it. This module does not know when any of these is called: see serve.py 
 """
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..proto.errors import InvalidConfig, Unavailable
 from ..proto.plane_certificate import PlaneCertificate
@@ -44,43 +46,58 @@ _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 # Of its node's resource; small, so that the next router need not wait until Ray has taken the last one's back.
 _ROUTER_SHARE = 0.01
 
+_QUIETLY: dict[str, Any] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
 Actor = Any  # Ray's handles answer to whatever methods the class has
 
 
 def connect(config: ServeConfig) -> None:
     """Connects to the cluster at `ray_address`, or starts a local Ray that ends with this process."""
-    quietly: dict[str, Any] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    where = f"no Ray cluster answers at {config.ray_address}" if config.ray_address else "Ray did not start"
+    if config.ray_address:
+        join(config.ray_address)
+        return
     try:
-        if config.ray_address:
-            ray.init(address=config.ray_address, **quietly)
-        else:
-            _start_ray(config, quietly)
+        _start_ray(config)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise Unavailable(f"{where}: {_first_line(error)}") from None
+        raise Unavailable(f"Ray did not start: {_first_line(error)}") from None
 
 
-def _start_ray(config: ServeConfig, quietly: dict[str, Any]) -> None:
+def join(address: str) -> None:
+    """Connects to a cluster that is there; raises Unavailable, and InvalidConfig where it runs other versions."""
+    try:
+        ray.init(address=address, **_QUIETLY)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        if "ersion mismatch" in str(error):
+            versions = " ".join(str(error).split())
+            raise InvalidConfig(f"{versions}; install the same versions of Ray and Python on every node") from None
+        raise Unavailable(f"no Ray cluster answers at {address}: {_first_line(error)}") from None
+
+
+def _start_ray(config: ServeConfig) -> None:
     ray.init(
         address="local",
         # Logical: each rank on a CPU takes one, however many cores there are.
         num_cpus=max(config.groups * config.tp, os.cpu_count() or 1),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
-        **quietly,
+        **_QUIETLY,
     )
 
 
-def free_resources() -> list[Resources]:
-    """What each node of the cluster has free."""
+def free_resources() -> dict[str, Resources]:
+    """What each node of the cluster has free, by the node's name; of equal names, with a bit of its id."""
     from ray._private.state import available_resources_per_node  # public only as a command, `ray status`
 
-    return list(available_resources_per_node().values())  # type: ignore[no-untyped-call]
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    times = Counter(names[id] for id in free)
+    return {names[id] if times[names[id]] == 1 else f"{names[id]} ({id[:6]})": free[id] for id in free}
 
 
-def count_nodes() -> int:
-    """Nodes that live."""
-    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+def hosts_of(reserved: PlacementGroup) -> list[str]:
+    """The node of each rank's place, by id; empty while Ray has none, or has lost one."""
+    table = placement_group_table(reserved)
+    return list(table["bundles_to_node_id"].values()) if table["state"] == "CREATED" else []
 
 
 def find_actor(name: str) -> Actor | None:
@@ -99,13 +116,19 @@ def start_supervisor(config: ServeConfig, placement: Placement) -> Actor:
     from .supervisor import Supervisor
 
     options = ray.remote(Supervisor).options(
-        name=SUPERVISOR, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1, max_concurrency=32
+        name=SUPERVISOR,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=32,
+        scheduling_strategy=_head(),
     )
     plane = Plane.signed_by(Authority()) if needs_plane(config) else Plane()
     return options.remote(config, placement, plane)
 
 
-def reserve(group: str, placement: Placement, tp: int) -> PlacementGroup:
+def reserve(group: str, bundle: Mapping[str, float], strategy: str, tp: int) -> PlacementGroup:
     """One placement group per group, one bundle per rank; found again if it is there."""
     try:
         found: PlacementGroup = ray.util.get_placement_group(group)
@@ -115,8 +138,7 @@ def reserve(group: str, placement: Placement, tp: int) -> PlacementGroup:
                 f"remove it, or serve with --tp {found.bundle_count}"
             )
     except ValueError:
-        bundles = [placement.bundle] * tp
-        found = ray.util.placement_group(bundles, placement.strategy, name=group, lifetime="detached")
+        found = ray.util.placement_group([dict(bundle)] * tp, strategy, name=group, lifetime="detached")
     return found
 
 
@@ -138,10 +160,10 @@ def start_rank(
     return options.remote(config, rank, ranks_on_host=ranks_on_host, loopback=loopback)
 
 
-def start_router(config: RouterConfig, resource: str | None = None) -> Actor:
+def start_router(config: RouterConfig, resource: str | None = None, node: str | None = None) -> Actor:
     """One process: the public gRPC service, OpenAI's endpoints over HTTP, and a stream to rank 0 of every group.
 
-    Waits for a node that offers `resource`, where one is named.
+    On `node`, by its id, where one is named; else it waits for a node that offers `resource`, where one is named.
     """
     made_actor: Any = RouterActor  # Ray's decorator has made it an actor class, unknown to type checkers
     options = made_actor.options(
@@ -150,12 +172,27 @@ def start_router(config: RouterConfig, resource: str | None = None) -> Actor:
         lifetime="detached",
         max_restarts=0,
         resources={resource: _ROUTER_SHARE} if resource else None,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else None,
     )
     return options.remote(config)
 
 
+def router_nodes(resource: str | None) -> list[str]:
+    """Nodes that may have a router, by id: all that live, or of those the ones that offer `resource`."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return [node["NodeID"] for node in nodes if resource is None or node["Resources"].get(resource, 0) > 0]
+
+
+def _head() -> NodeAffinitySchedulingStrategy | None:
+    """At the head where it can be: it ends with no worker node, and nothing is left to supervise without a head."""
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+    return None
+
+
 def group_config(
-    config: ServeConfig, name: str, placement: Placement, *, loopback: bool, plane: PlaneCertificate | None = None
+    config: ServeConfig, name: str, placement: Placement, plane: PlaneCertificate | None = None
 ) -> GroupConfig:
     """What one group is told."""
     return GroupConfig(
@@ -176,17 +213,16 @@ def group_config(
         deterministic=config.deterministic,
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,
-        listen_host="127.0.0.1" if loopback else "0.0.0.0",
         plane=plane,
     )
 
 
-def router_config(config: ServeConfig, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
+def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
     """What a router is told."""
     return RouterConfig(
         model=config.model_source,
         served_model_name=config.model_name,
-        name=ROUTER,
+        name=name,
         host=config.grpc_host,
         port=port,
         http_host=config.http_host,

@@ -1,6 +1,6 @@
 """Where ranks go: device, resources per rank, and whether a Ray cluster has room. Pure: nodes come in as numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..proto.errors import InvalidConfig
@@ -8,27 +8,49 @@ from .counted import counted
 
 Resources = Mapping[str, float]
 
+_SHOWN_NODES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One group's bundles: `tp` times `bundle`, all on one node if `strategy` is STRICT_PACK."""
+    """One group's bundles are `tp` times `bundle`. `strategies` has one for each group, in the order in which they
+    are to be reserved: STRICT_PACK, all on one node, comes first, then PACK, over several."""
 
     device: str
     bundle: dict[str, float]
-    strategy: str
+    strategies: tuple[str, ...]
 
 
-def choose_placement(device: str, groups: int, tp: int, nodes: Sequence[Resources]) -> Placement:
-    """`nodes`: what each node has free. Raises InvalidConfig when the groups do not fit, with what is missing."""
+def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> Placement:
+    """`nodes`: what each has free, by its name. Raises InvalidConfig when the groups do not fit, with what is missing
+    and where."""
     if device == "auto":
-        device = "cuda" if any(node.get("GPU", 0) >= 1 for node in nodes) else "cpu"
+        device = "cuda" if any(node.get("GPU", 0) >= 1 for node in nodes.values()) else "cpu"
     resource = "GPU" if device == "cuda" else "CPU"
-    needed, free = groups * tp, sum(int(node.get(resource, 0)) for node in nodes)
-    if free < needed:
-        raise InvalidConfig(
-            f"{counted(groups, 'group')} with tp {tp} need {counted(needed, resource)}, and this Ray cluster has "
-            f"{free} free on {counted(len(nodes), 'node')}; lower --groups or --tp, or add nodes"
-        )
-    # Ranks of a group talk in every layer: one node where one can hold them.
-    holds = any(int(node.get(resource, 0)) >= tp for node in nodes)
-    return Placement(device, {resource: 1.0}, "STRICT_PACK" if holds else "PACK")
+    free = {name: int(node.get(resource, 0)) for name, node in nodes.items()}
+    if sum(free.values()) < groups * tp:
+        raise InvalidConfig(_too_small(resource, groups, tp, free))
+    strategies = []
+    for _ in range(groups):
+        # Ranks of a group talk in every layer: one node where one can hold them, and of those the fullest.
+        holding = [name for name, amount in free.items() if amount >= tp]
+        if not holding:
+            break
+        free[min(holding, key=lambda name: free[name])] -= tp
+        strategies.append("STRICT_PACK")
+    spread = groups - len(strategies)
+    return Placement(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
+
+
+def _too_small(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> str:
+    needed, there = groups * tp, sum(free.values())
+    offering = sorted(((amount, name) for name, amount in free.items() if amount), reverse=True)
+    shown = [f"{amount} on {name}" for amount, name in offering[:_SHOWN_NODES]]
+    if len(offering) > _SHOWN_NODES:
+        shown.append(f"others on {len(offering) - _SHOWN_NODES} more")
+    where = f" ({', '.join(shown)})" if shown else ""
+    return (
+        f"{counted(groups, 'group')} with tp {tp} {'needs' if groups == 1 else 'need'} {counted(needed, resource)}, "
+        f"and this Ray cluster has {there} free on {counted(len(free), 'node')}{where}: {needed - there} missing; "
+        "lower --groups or --tp, or add nodes"
+    )

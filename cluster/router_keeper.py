@@ -26,13 +26,16 @@ _log = logging.getLogger(__name__)
 class RouterKeeper:
     """`address` (gRPC's) and `http_address` are host:port while the router serves; `failure` why it never will."""
 
-    def __init__(self, config: RouterConfig, *, has_served: bool, resource: str | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, *, has_served: bool, resource: str | None = None, node: str | None = None
+    ) -> None:
         self.address = ""
         self.http_address = ""
         self.failure = ""
         self._config = config
         self._resource = resource  # of the nodes where it may run; None: any
-        self._has_served = has_served  # also before this keeper's time: then it is started again whatever happens
+        self._node = node  # where it must run, by id; None: anywhere
+        self.has_served = has_served  # also before this keeper's time: then it is started again whatever happens
         self._actor: launch.Actor | None = None
         self._groups: list[GroupAddress] | None = None  # not yet known
         self._version = 0
@@ -41,7 +44,7 @@ class RouterKeeper:
         """Holds the router up until cancelled; gives up only on one that has never served."""
         while True:
             try:
-                self._actor = launch.find_actor(self._config.name) or launch.start_router(self._config, self._resource)
+                self._actor = launch.find_actor(self._config.name) or self._start()
                 address = await self._actor.start.remote()
                 self.http_address = await self._actor.http_address.remote()
                 self.address = address
@@ -49,17 +52,17 @@ class RouterKeeper:
                 self._config = replace(
                     self._config, port=int(address.rpartition(":")[2]), http_port=_port(self.http_address)
                 )
-                self._has_served = True
+                self.has_served = True
                 self._send_groups()
                 await self._watch(self._actor)
             except (RayError, TimeoutError, ValueError) as error:  # ValueError: its name is not free again yet
                 _log.error("the router has ended: %r", error)
                 cause = error.cause if isinstance(error, RayTaskError) else None
-                if not self._has_served:
+                if not self.has_served:
                     self.failure = str(cause) if isinstance(cause, CoatcheckError) else f"router: {cause or error}"
             self.address = self.http_address = ""
             self._kill()
-            if not self._has_served:
+            if not self.has_served:
                 return
             await asyncio.sleep(_RESTART_SECONDS)
 
@@ -87,6 +90,15 @@ class RouterKeeper:
             return bool(await self._actor.drain.remote(None))
         return False
 
+    async def load(self, group: str) -> int:
+        """Requests that a group has, running or waiting, as far as this router knows; 0 when it does not answer."""
+        if self._actor is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    status = await self._actor.status.remote()
+                    return sum(one.running + one.waiting for one in status.groups if one.name == group)
+        return 0
+
     async def stop(self, *, now: bool) -> None:
         """Ends the router, first with a word (unless `now`), then without."""
         if self._actor is not None and not now:
@@ -105,6 +117,9 @@ class RouterKeeper:
             async with asyncio.timeout(_HANGS_SECONDS):
                 await actor.status.remote()
             self._send_groups()
+
+    def _start(self) -> launch.Actor:
+        return launch.start_router(self._config, self._resource, self._node)
 
     def _send_groups(self) -> None:
         if self._actor is not None and self.address and self._groups is not None:

@@ -54,6 +54,9 @@ def serve(
     router_resource: Annotated[
         str | None, typer.Option(help="A Ray resource of the nodes where the router may run. Default: any node.")
     ] = None,
+    router_per_node: Annotated[
+        bool | None, typer.Option("--router-per-node", help="A router on each node that may have one. Default: one.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default): GPUs where there are any.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or auto (default): the checkpoint's.")
@@ -195,6 +198,8 @@ class Serving:
             if state is not None:
                 self._has_served = True
                 self._say(ready_line(self._config, state))
+                for more in state.routers[1:]:
+                    self._say(f"another router at {more}")
                 self._watch(state)
                 self._drain()
         finally:
@@ -317,7 +322,7 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     """Where to connect, and what each group holds: the smallest one, where they differ."""
     rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
     longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
-    http = f" and http{'s' if config.tls_cert else ''}://{state.http}" if state.http else ""
+    http = f" and http{'s' if config.tls_cert else ''}://{state.http[0]}" if state.http else ""
     holds = f"{counted(rank.num_blocks, 'block')} of {config.block_size} tokens"
     if tokens < rank.model_len:
         holds += (
@@ -329,7 +334,7 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
         holds += f", {at_once} of {longest} tokens at once"
     groups = counted(config.groups, "group")
     return (
-        f"ready: {config.model_name} ({rank.dtype}) at {state.router}{http}, {groups} x tp {config.tp}, "
+        f"ready: {config.model_name} ({rank.dtype}) at {state.routers[0]}{http}, {groups} x tp {config.tp}, "
         f"{'each with ' if config.groups > 1 else ''}{holds}"
     )
 

@@ -1,18 +1,17 @@
-"""Supervisor: a detached Ray actor that keeps the router and the groups running.
+"""Supervisor: a detached Ray actor that keeps the routers and the groups running.
 
-Ray starts it again when it dies, with the arguments of its first start; it then adopts what still runs. It tells the
-router of every change in a group at once. It does not know tokens, nor who reads its state.
+Ray starts it again when it dies, with the arguments of its first start; it then adopts what still runs. It tells every
+router of each change in a group at once. It does not know tokens, nor who reads its state.
 """
 
 import asyncio
 import logging
 import os
-from collections import Counter
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup
 
-from ..proto.errors import InvalidConfig
+from ..proto.errors import InvalidConfig, NotFound, Unavailable
 from ..proto.log_lines import configure_logging
 from . import launch
 from .authority import Plane
@@ -20,7 +19,8 @@ from .cluster_state import ClusterState
 from .config import ServeConfig
 from .group_keeper import GroupKeeper
 from .placement import Placement
-from .router_keeper import RouterKeeper
+from .rank_hosts import RankHosts
+from .router_set import RouterSet
 
 _RESERVE_SECONDS = 60
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Every method answers at once, but for `drain` and `stop`."""
+    """Every method answers at once, but for `drain`, `restart` and `stop`."""
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: Placement, plane: Plane) -> None:  # type: ignore[misc]
@@ -38,12 +38,9 @@ class Supervisor:
         self._plane = plane
         self._groups: list[GroupKeeper] = []
         self._reserved: list[PlacementGroup] = []
+        self._hosts = RankHosts()
         self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._router = RouterKeeper(
-            launch.router_config(config, config.grpc_port, plane.router),
-            has_served=self._is_restarted,
-            resource=config.router_resource,
-        )
+        self._routers = RouterSet(config, plane.router, has_served=self._is_restarted)
         self._failure = ""
         self._life = asyncio.create_task(self._supervise())
 
@@ -55,30 +52,43 @@ class Supervisor:
         """How far everything is."""
         groups = tuple(keeper.state for keeper in self._groups)
         failed = next((group.reason for group in groups if group.state == "failed"), "")
-        failure = self._failure or self._router.failure or failed
-        return ClusterState(groups, self._router.address, failure, self._router.http_address)
+        failure = self._failure or self._routers.failure or failed
+        routers = tuple(self._routers.addresses) if self._routers.is_whole else ()
+        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
 
     async def drain(self) -> bool:
         """Lets no new request in and waits for those that run."""
-        return await self._router.drain()
+        return await self._routers.drain()
+
+    async def restart(self, group: str, drain_seconds: float) -> None:
+        """New processes for one group, of whatever is installed now: no new work goes to it, what runs may end within
+        that time, and the rest moves. Returns once it serves; raises Unavailable, and NotFound for no such group."""
+        keeper = next((keeper for keeper in self._groups if keeper.state.name == group), None)
+        if keeper is None:
+            raise NotFound(f"there is no group {group!r}; there are {', '.join(self._config.group_names)}")
+        if not any(other.state.state == "serving" for other in self._groups if other is not keeper):
+            raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
+        keeper.drain()
+        await self._routers.wait_idle(group, drain_seconds)
+        await keeper.renew()
 
     async def stop(self, *, now: bool = False) -> None:
-        """Ends the router and every rank, and gives their places back; the actor itself is for the caller to end."""
+        """Ends the routers and every rank, and gives their places back; the actor itself is for the caller to end."""
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
-        await asyncio.gather(self._router.stop(now=now), *(keeper.stop(now=now) for keeper in self._groups))
+        await asyncio.gather(self._routers.stop(now=now), *(keeper.stop(now=now) for keeper in self._groups))
         for reserved in self._reserved:
             ray.util.remove_placement_group(reserved)
 
     async def _supervise(self) -> None:
         try:
-            # The router's start needs no group: its process comes up beside theirs.
+            # A router's start needs no group: its process comes up beside theirs.
             async with asyncio.TaskGroup() as lives:
-                lives.create_task(self._router.keep())
+                lives.create_task(self._routers.keep())
                 await self._reserve()
-                # All are known before the router hears of any, so that it drops none that a restart has found running.
+                # All are known before a router hears of any, so that it drops none that a restart has found running.
                 await asyncio.gather(*(keeper.adopt() for keeper in self._groups))
-                self._tell_router()
+                self._tell_routers()
                 for keeper in self._groups:
                     lives.create_task(keeper.keep())
         except* Exception as errors:
@@ -88,26 +98,34 @@ class Supervisor:
                 os._exit(1)  # Ray starts it again, and it adopts what runs: better than nobody watching
 
     async def _reserve(self) -> None:
-        """A place for every group, then what its ranks share there."""
-        config, tp = self._config, self._config.tp
-        self._reserved = [launch.reserve(name, self._placement, tp) for name in config.group_names]
-        waits = [asyncio.to_thread(reserved.wait, _RESERVE_SECONDS) for reserved in self._reserved]
-        if not all(await asyncio.gather(*waits)):
-            raise InvalidConfig(f"Ray found no place for every group in {_RESERVE_SECONDS:.0f} s; see `ray status`")
-        hosts = [placement_group_table(reserved)["bundles_to_node_id"] for reserved in self._reserved]
-        ranks_on_host = Counter(node for bundles in hosts for node in bundles.values())
-        loopback = launch.count_nodes() == 1
+        """A place for every group, those that need a whole node first."""
+        config, placement = self._config, self._placement
+        places = list(zip(config.group_names, placement.strategies, strict=True))
+        for name, strategy in places:
+            reserved = launch.reserve(name, placement.bundle, strategy, config.tp)
+            if not await asyncio.to_thread(reserved.wait, _RESERVE_SECONDS):
+                raise InvalidConfig(self._no_place(name, strategy))
+            self._reserved.append(reserved)
+            self._hosts.note(name, launch.hosts_of(reserved))
         self._groups = [
             GroupKeeper(
-                launch.group_config(config, name, self._placement, loopback=loopback, plane=self._plane.group),
+                launch.group_config(config, name, placement, self._plane.group),
                 reserved,
-                ranks_on_host=max(ranks_on_host[node] for node in bundles.values()),
-                loopback=loopback,
+                self._hosts,
+                loopback=config.ray_address is None,
                 has_served=self._is_restarted,
-                on_change=self._tell_router,
+                on_change=self._tell_routers,
             )
-            for name, reserved, bundles in zip(config.group_names, self._reserved, hosts, strict=True)
+            for name, reserved in zip(config.group_names, self._reserved, strict=True)
         ]
 
-    def _tell_router(self) -> None:
-        self._router.set_groups([keeper.state for keeper in self._groups])
+    def _no_place(self, name: str, strategy: str) -> str:
+        needs = ", ".join(f"{self._config.tp * amount:g} {kind}" for kind, amount in self._placement.bundle.items())
+        where = "on one node" if strategy == "STRICT_PACK" else "over its nodes"
+        return (
+            f"Ray found no place for {name} in {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
+            "see `ray status` for who else holds them"
+        )
+
+    def _tell_routers(self) -> None:
+        self._routers.set_groups([keeper.state for keeper in self._groups])

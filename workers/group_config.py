@@ -34,7 +34,6 @@ class GroupConfig:
     max_model_len: int | None = None
     deterministic: bool = False
     threads: int = 0
-    listen_host: str = "127.0.0.1"
     # What rank 0 shows routers, and which it believes; None: plain connections.
     plane: PlaneCertificate | None = None
     # How far apart ranks may begin and load, and how long one waits for another within a step.

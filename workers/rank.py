@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 class Rank:
     """`run` is called once and blocks; `stop` (on rank 0) and `progress` may be used from other threads.
 
-    `ranks_on_host`: of all groups, who share its cores and memory. `host`: where other hosts reach this one.
+    `ranks_on_host`: of all groups, who share its cores and memory. `host`: where it listens, and others reach it.
     `listener`: rank 0's bound socket, whose address is the rendezvous.
     """
 
@@ -233,7 +233,7 @@ class Rank:
             compiled=self.compile_watch.late,
         )
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
-        address = service.start(loop, f"{config.listen_host}:0")
+        address = service.start(loop, f"{self._host}:0")
         self._note(
             phase=Phase.SERVING,
             address=f"{self._host}:{address.rpartition(':')[2]}",

@@ -15,5 +15,5 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
 
     directory = tmp_path_factory.mktemp("chaos")
     model = write_model(tiny_checkpoint("llama", directory, vocab_size=600, max_position_embeddings=2048))
-    with ChaosCluster(model, directory) as cluster:
+    with ChaosCluster(model, directory, kv_memory="2400KiB", host_kv_memory="9MiB") as cluster:
         yield cluster

@@ -9,37 +9,57 @@ from coatcheck.bench.chaos_cluster import ChaosCluster
 from coatcheck.bench.chaos_load import ChaosLoad, cases
 from coatcheck.bench.chaos_strike import Striker
 from coatcheck.proto import coatcheck_pb2 as pb
-from tests.cluster.serving import kill, until
+from tests.cluster.serving import coatcheck, kill, until
 
-# Each kind once, about half of them amid a prefill or another failover.
+# Every kind of process; half of them amid a prefill, a restore or another failover, which is a kill of its own.
 _STRIKES = [
-    ("rank", "prefill"),
-    ("supervisor", "failover"),
-    ("stop", "any"),
-    ("rank 0", "failover"),
     ("router", "prefill"),
+    ("supervisor", "failover"),
     ("serve", "any"),
+    ("rank 0", "restore"),
+    ("node", "failover"),
     ("group", "any"),
+    ("stop", "any"),
 ]
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-async def test_no_stream_ends_or_changes_whatever_is_killed(cluster: ChaosCluster) -> None:
-    """Each kind of process is killed or stopped amid streams: all end, with the ids, text and logprobs expected."""
-    load = ChaosLoad(cluster.address, cases(600, tokens=100))
-    striker = Striker(cluster, load, random.Random(7))
+@pytest.mark.timeout(120)
+async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
+    """Every group gets new processes under load: no request is refused, none fails, none changes."""
+    before = {rank.pid for group in cluster.serving() for rank in group.ranks}
+    load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     keeping = asyncio.create_task(load.keep(3))
     try:
-        for kind, moment in _STRIKES:
-            await striker.strike(kind, moment)
+        flags = ["--ray-address", cluster.ray_address, "--drain-seconds", "2"]
+        done = await asyncio.to_thread(coatcheck, "restart", *flags, environment=cluster.environment)
+    finally:
+        load.stop()
+        await keeping
+        await load.close()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["group-0", "group-1"]
+    assert not load.faults and not load.counts["refused"] and load.counts["started"] == load.counts["ended"]
+    await asyncio.to_thread(cluster.wait_whole, 30.0)
+    assert not before & {rank.pid for group in cluster.serving() for rank in group.ranks}
+
+
+@pytest.mark.timeout(240)
+async def test_no_stream_ends_or_changes_whatever_is_killed(cluster: ChaosCluster) -> None:
+    """Each kind of process is killed or stopped amid streams: all end, with the ids, text and logprobs expected."""
+    load = ChaosLoad(cluster.address, cases(600, tokens=60))
+    await load.learn()
+    striker = Striker(cluster, load, random.Random(7))
+    keeping = asyncio.create_task(load.keep(3))
+    try:
+        struck = [strike for kind, moment in _STRIKES for strike in await striker.strike(kind, moment)]
     finally:
         load.stop()
         await keeping
         await load.close()
     assert not load.faults
     assert load.counts["started"] == load.counts["ended"] and load.counts["moved"] > 0
+    assert {strike.kind for strike in struck} == set(cluster.kinds)
     assert max(striker.found) < 5.0
 
 
@@ -49,7 +69,7 @@ def test_restarts_outlive_the_supervisor(cluster: ChaosCluster) -> None:
     """The supervisor and a whole group are killed together: the next supervisor counts on from where the group was."""
     cluster.wait_whole(60.0)
     before = _group_0(cluster)
-    for pid in [*cluster.actors("Supervisor"), *(rank.pid for rank in before.ranks)]:
+    for pid in [*cluster.pids("supervisor"), *(rank.pid for rank in before.ranks)]:
         kill(pid)
     until(lambda: _group_0(cluster).restarts > before.restarts, "the group is started again")
     cluster.wait_whole(60.0)

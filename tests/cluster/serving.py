@@ -66,13 +66,13 @@ class Serving:
                 return line
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
 
-    def wait_line(self, beginning: str) -> None:
-        """Until it prints a line that begins so."""
+    def wait_line(self, beginning: str) -> str:
+        """The next line that begins so, once it prints one."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
             if line.startswith(beginning):
-                return
+                return line
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
 
     def rest(self) -> str:

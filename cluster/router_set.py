@@ -1,0 +1,116 @@
+"""RouterSet: the routers of a cluster: one anywhere, or one on each node that may have one, as nodes come and go.
+
+All are told of every group and share nothing else. It does not know how groups come and go.
+"""
+
+import asyncio
+import logging
+import time
+
+from ..proto.plane_certificate import PlaneCertificate
+from . import launch
+from .cluster_state import GroupState
+from .config import ServeConfig
+from .router_keeper import RouterKeeper
+
+_LOOK_SECONDS = 1.0
+_REPORT_SECONDS = 1.5
+
+_log = logging.getLogger(__name__)
+
+
+class RouterSet:
+    """`addresses` (gRPC's) and `http_addresses` are those of the routers that serve; `failure` why one never will.
+
+    `has_served`: whether routers did so before this set's time.
+    """
+
+    def __init__(self, config: ServeConfig, plane: PlaneCertificate | None, *, has_served: bool) -> None:
+        self._config = config
+        self._plane = plane  # what they show groups, and which they believe
+        self._has_served = has_served
+        self._keepers: dict[str, RouterKeeper] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._groups: list[GroupState] | None = None  # not yet known
+
+    @property
+    def addresses(self) -> list[str]:
+        """host:port of each."""
+        return [keeper.address for keeper in self._keepers.values() if keeper.address]
+
+    @property
+    def http_addresses(self) -> list[str]:
+        """host:port of each that listens for HTTP."""
+        return [keeper.http_address for keeper in self._keepers.values() if keeper.http_address]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of them serve."""
+        return bool(self._keepers) and len(self.addresses) == len(self._keepers)
+
+    @property
+    def failure(self) -> str:
+        """Empty while there is hope."""
+        return next((keeper.failure for keeper in self._keepers.values() if keeper.failure), "")
+
+    async def keep(self) -> None:
+        """Holds them up until cancelled."""
+        try:
+            if not self._config.router_per_node:
+                self._add(launch.ROUTER, None)
+                await asyncio.gather(*self._lives.values())
+                return
+            while True:
+                await self._follow_nodes()
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            for life in self._lives.values():
+                life.cancel()
+            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+
+    def set_groups(self, states: list[GroupState]) -> None:
+        """Sends the groups as they are now, without waiting for an answer."""
+        self._groups = states
+        for keeper in self._keepers.values():
+            keeper.set_groups(states)
+
+    async def drain(self) -> bool:
+        """Lets no new request in and waits for those that run."""
+        return all(await asyncio.gather(*(keeper.drain() for keeper in self._keepers.values())))
+
+    async def wait_idle(self, group: str, seconds: float) -> None:
+        """Until a group that takes no new work has none, as far as routers know, or the time is up."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            # A group reports its load once a second, and a router may have sent it something before it heard.
+            await asyncio.sleep(min(_REPORT_SECONDS, seconds))
+            if not any(await asyncio.gather(*(keeper.load(group) for keeper in self._keepers.values()))):
+                return
+
+    async def stop(self, *, now: bool) -> None:
+        """Ends all, first with a word (unless `now`), then without."""
+        await asyncio.gather(*(keeper.stop(now=now) for keeper in self._keepers.values()))
+
+    async def _follow_nodes(self) -> None:
+        nodes = await asyncio.to_thread(launch.router_nodes, self._config.router_resource)
+        wanted = {f"router-{id[:8]}": id for id in nodes}
+        gone = [name for name in self._keepers if name not in wanted]
+        for name in gone:
+            _log.warning("%s is gone with its node", name)
+            self._lives[name].cancel()
+            await asyncio.gather(self._lives.pop(name), return_exceptions=True)
+            await self._keepers.pop(name).stop(now=True)
+        for name, id in wanted.items():
+            if name not in self._keepers:
+                self._add(name, id)
+
+    def _add(self, name: str, node: str | None) -> None:
+        # Where others serve, one that cannot is tried again, and keeps nobody from serving.
+        has_served = self._has_served or any(keeper.has_served for keeper in self._keepers.values())
+        config = launch.router_config(self._config, name, self._config.grpc_port, self._plane)
+        resource = None if node else self._config.router_resource
+        keeper = RouterKeeper(config, has_served=has_served, resource=resource, node=node)
+        if self._groups is not None:
+            keeper.set_groups(self._groups)
+        self._keepers[name] = keeper
+        self._lives[name] = asyncio.create_task(keeper.keep())

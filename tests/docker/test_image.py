@@ -1,0 +1,124 @@
+"""What the images hold: the same tree, made here without a container engine, and a server that runs from it."""
+
+import fnmatch
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+_BUILD = "docker/install.sh"
+
+
+def sources() -> list[Path]:
+    """What the build sees: files of the repository that the ignore file lets through, by its own rules."""
+    rules = [line for line in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] != "#"]
+    known = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    taken = []
+    for name in known.stdout.splitlines():
+        let_in = False
+        for rule in rules:
+            pattern = rule.removeprefix("!").removeprefix("**/")
+            parts = (
+                Path(name).parts
+                if rule.startswith("**/")
+                else ["/".join(Path(name).parts[:depth]) for depth in (1, 2, 3)]
+            )
+            if any(fnmatch.fnmatch(part, pattern) for part in parts):
+                let_in = rule.startswith("!")
+        if let_in:
+            taken.append(Path(name))
+    return taken
+
+
+@pytest.fixture(scope="session")
+def tree() -> Iterator[Path]:
+    """PREFIX, made by the Dockerfile's own script from the Dockerfile's own files; others may read it."""
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        scratch.chmod(0o755)
+        for file in sources():
+            (scratch / "source" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, scratch / "source" / file)
+        site = sysconfig.get_path("purelib")
+        command = ["sh", str(scratch / "source" / _BUILD), str(scratch / "prefix"), site]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
+        assert done.returncode == 0, done.stdout + done.stderr
+        shutil.rmtree(scratch / "source")
+        yield scratch / "prefix"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_tree_is_whole(tree: Path) -> None:
+    """It has the command, the rooms with their protos and native kernels, the demo's model, and no tests."""
+    package = next(tree.glob("lib/python3*/site-packages/coatcheck"))
+    there = {str(file.relative_to(package)) for file in package.rglob("*")}
+    assert {"proto/coatcheck.proto", "py.typed", "router/http/api.py", "cluster/serve.py"} <= there
+    assert any(re.fullmatch(r"kernels/_native.*\.so", name) for name in there)
+    assert not {"tests", "bench", "demo", "docker"} & {Path(name).parts[0] for name in there}
+    assert (tree / "demo" / "model" / "config.json").is_file() and (tree / "bin" / "coatcheck").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_server_runs_from_it(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As another user, who may write nothing of the tree, it serves the demo's model and answers."""
+    home = Path(tempfile.mkdtemp())
+    home.chmod(0o777)
+    user = 65534 if os.getuid() == 0 else None
+    environment = {"PATH": f"{tree / 'bin'}:/usr/bin:/bin", "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"RAY_TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
+    flags = ["--grpc-port", "0", "--http-port", "none", "--kv-memory", "16MiB"]
+    command = [str(tree / "bin" / "coatcheck"), "serve", str(tree / "demo" / "model"), *flags]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=home, user=user)
+    try:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if line.startswith("ready: "):
+                break
+        assert lines and lines[-1].startswith("ready: "), lines
+        address = lines[-1].split(" at ")[1].split(",")[0]
+        asked = [str(tree / "bin" / "coatcheck"), "generate", "def f(", "--max-tokens", "4", "--address", address]
+        done = subprocess.run(asked, capture_output=True, text=True, env=environment, cwd=home, user=user, timeout=60)
+        assert done.returncode == 0, done.stderr
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def test_the_dockerfile_builds_what_is_tested() -> None:
+    """Its build runs the same script, its base is pinned, both images end as a user who is not root."""
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    names = [stage.split("\n")[0].split(" AS ")[1] for stage in stages]
+    assert names == ["build", "base", "cuda", "cpu"]
+    assert f"sh {_BUILD} /opt/coatcheck" in stages[0]
+    assert re.search(r"^ARG PYTHON=\d+\.\d+\.\d+-\S+$", DOCKERFILE, flags=re.MULTILINE)
+    for stage in stages[2:]:
+        assert re.search(r"^USER 1000:1000$", stage, flags=re.MULTILINE)
+    # KubeRay's probes and its start command.
+    assert {"bash", "wget"} <= set(stages[1].split())
+    version = re.search(r'^version = "(\S+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert version and f"coatcheck:{version[1]}" in DOCKERFILE
+
+
+def test_the_image_agrees_with_the_chart() -> None:
+    """The chart's Ray is the image's, and its model in the image is where the script puts it."""
+    values = (ROOT / "helm" / "coatcheck" / "values.yaml").read_text()
+    pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert pinned and f"version: {pinned[1]}" in values
+    assert "/opt/coatcheck/demo/model" in (ROOT / "helm" / "coatcheck" / "values" / "cpu.yaml").read_text()
