@@ -41,6 +41,7 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.timeout(300)  # four starts, on a machine that may be busy
 def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> None:
     """kill -9 of `serve` disturbs nothing; the same command finds the cluster again, and other settings are refused."""
     arguments = [str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-address", ray_address]

@@ -67,6 +67,9 @@ def test_settings_are_those_of_serve(values: str, tmp_path: Path) -> None:
     resource = "num-gpus" if config.device == "cuda" else "num-cpus"
     pods = group["replicas"] * group["numOfHosts"]
     assert int(group["rayStartParams"][resource]) * pods == config.groups * config.tp
+    routers = rendered.group("router")["replicas"]
+    assert config.router_per_node == (routers > 1)
+    assert (("PodDisruptionBudget", "demo-coatcheck-router") in rendered.objects) == (routers > 1)
     assert (config.grpc_host, config.http_host, config.router_resource) == ("0.0.0.0", "0.0.0.0", "coatcheck_router")
     assert 'coatcheck_router\\": 1' in rendered.group("router")["rayStartParams"]["resources"]
 
