@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -119,7 +119,9 @@ def figures_of(load: ChaosLoad, striker: Striker, made: list[Strike], seconds: f
         "kills": len(made),
         "seconds": round(seconds, 1),
         **{name: load.counts[name] for name in _COUNTS},
-        "by_kind": {kind: _of_kind([strike for strike in made if strike.kind == kind]) for kind in kinds},
+        "kinds": dict(Counter(strike.kind for strike in made)),
+        "stalls": {kind: _stalls(one for one in made if one.alone and one.kind == kind) for kind in kinds},
+        "stalls_amid_another_failover": _stalls(one for one in made if one.moment == "failover"),
         "moments": dict(Counter(strike.moment for strike in made)),
         "stopped_rank_found_seconds": [round(value, 2) for value in striker.found],
         "faults": load.faults,
@@ -163,14 +165,14 @@ def make_small_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def _of_kind(strikes: list[Strike]) -> dict[str, float]:
+def _stalls(strikes: Iterable[Strike]) -> dict[str, float]:
     stalls = sorted(strike.longest_stall for strike in strikes)
     if not stalls:
-        return {"kills": 0}
+        return {"strikes": 0}
     return {
-        "kills": len(stalls),
-        "median_stall": round(stalls[len(stalls) // 2], 2),
-        "longest_stall": round(stalls[-1], 2),
+        "strikes": len(stalls),
+        "median_seconds": round(stalls[len(stalls) // 2], 2),
+        "longest_seconds": round(stalls[-1], 2),
     }
 
 

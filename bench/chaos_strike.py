@@ -31,6 +31,7 @@ class Strike:
     kind: str
     moment: str
     longest_stall: float
+    alone: bool  # else the streams had just lost another group
 
 
 class Striker:
@@ -69,7 +70,7 @@ class Striker:
         if mine is not None:
             await asyncio.wait_for(mine, _PATIENCE)
         stall = max((seconds for when, seconds in self._load.stalls if when > began), default=0.0)
-        return [Strike(name, when, stall) for name, when in made]
+        return [Strike(name, when, stall, len(made) == 1) for name, when in made]
 
     async def _hit(self, kind: str, group: pb.GroupStatus) -> None:
         pids = [rank.pid for rank in group.ranks]
