@@ -80,10 +80,12 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Captures every size, the largest first: the others then live in the memory that it left."""
         graphs: dict[int, Callable[[], object]] = {}
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
+        # One stream, since the allocator hands memory on only within a stream.
+        pool, side = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)) if on_gpu else (None, None)
         for size in reversed(self.sizes):
             self._set([], size)
-            graphs[size] = partial(self._compute, size) if pool is None else self._captured(size, pool)
+            graphs[size] = self._captured(size, pool, side) if on_gpu else partial(self._compute, size)
         self._replays = dict(sorted(graphs.items()))
 
     def logits(self, rows: Sequence[Row], size: int) -> Tensor:
@@ -93,8 +95,7 @@ class DecodeGraphs:
         self._replays[size]()
         return self._logits[: len(rows)]
 
-    def _captured(self, size: int, pool: Any) -> Callable[[], object]:
-        side = torch.cuda.Stream(self._device)
+    def _captured(self, size: int, pool: Any, side: Any) -> Callable[[], object]:
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             self._compute(size)  # what libraries set up at the first call is no part of a graph
