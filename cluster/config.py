@@ -121,6 +121,8 @@ class ServeConfig(BaseModel):
     kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None
     host_kv_memory: Annotated[float, BeforeValidator(parse_memory), Field(ge=0, lt=2**60)] = 0.0
     max_num_seqs: int = Field(256, ge=1, le=2**16)
+    # With the router, while no group has room.
+    max_queued: int = Field(1024, ge=0, le=2**20)
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
     max_model_len: int | None = Field(None, ge=2, lt=2**31)
     deterministic: bool = False

@@ -234,6 +234,7 @@ def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertifi
         tls_client_ca=absolute(config.tls_client_ca),
         keys_file=absolute(config.api_keys),
         plane=plane,
+        max_queued=config.max_queued,
     )
 
 

@@ -34,6 +34,8 @@ class RouterConfig:
     # The latter is no less than a start may take (GroupConfig.meeting_seconds), since all may be lost together.
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 600.0
+    # Requests that wait here while no group has room; more are refused.
+    max_queued: int = 1024
     # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
     # as often, so that a stream has moved within 5 s.
     silence_seconds: float = 4.0
@@ -67,6 +69,7 @@ class RouterConfig:
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_cert", self.tls_cert, "given with tls_client_ca")
         check_log_format(self.log_format)
         check_endpoint(self.otlp_endpoint)
+        _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
     @property

@@ -32,6 +32,7 @@ from .admission import admit, check_model_name, check_token_ids, prompt_token_id
 from .config import RouterConfig
 from .explanation import explanation_of
 from .groups import Groups, capacity
+from .limits import Limits
 from .passage import Passage
 from .policy import Decision
 from .relay import Relay
@@ -63,6 +64,7 @@ class Generation:
         self._groups = groups
         self._traffic = traffic
         self._tracing = tracing
+        self._limits = Limits()
         self._rng = random.SystemRandom()
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -91,7 +93,9 @@ class Generation:
         failure: BaseException | None = None
         try:
             with self._traffic.request(tenant):
+                self._shed(message, tenant)
                 request = await self._admit(message, tenant, passage)
+                self._limits.tokens(tenant, len(request.prompt_token_ids))
                 skip = request.sampling.skip_special_tokens
                 relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
                 try:
@@ -101,6 +105,7 @@ class Generation:
                         yield event
                 finally:
                     relay.close()
+                    self._limits.tokens(tenant, relay.completion_tokens)
                     if on_decision is not None and relay.decision is not None:
                         on_decision(relay.decision)
         except BaseException as error:
@@ -169,6 +174,13 @@ class Generation:
     def close(self) -> None:
         """Ends the tokeniser's threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _shed(self, message: GenerateRequest, tenant: Tenant) -> None:
+        """Whoever is refused for the load is refused at once, before its prompt is tokenised: raises Overloaded."""
+        if not message.resume:  # else it was taken before
+            self._limits.request(tenant)
+            now = asyncio.get_running_loop().time()
+            self._groups.line.require_room(tenant, tenant.ranked(message.priority), now)
 
     async def _admit(self, message: GenerateRequest, tenant: Tenant, passage: Passage | None = None) -> Request:
         refuse_unknown_fields(message)

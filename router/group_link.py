@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import grpc
 
-from ..proto.errors import error_of
+from ..proto.errors import Overloaded, error_of
 from ..proto.plane_certificate import plane_channel
 from ..proto.worker_pb2 import (
     Abort,
@@ -46,7 +46,8 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
 
 class GroupLink:
-    """`registration` is None while the group is not attached; `changed` is called whenever that changes."""
+    """`registration` is None while the group is not attached; `changed` is called whenever that changes, `eased`
+    whenever it may have room again."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class GroupLink:
         config: RouterConfig,
         index: PrefixIndex,
         changed: Callable[[], None],
+        eased: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
@@ -64,6 +66,7 @@ class GroupLink:
         self._plane = config.plane
         self._index = index
         self._changed = changed
+        self._eased = eased
         self._silence = config.silence_seconds
         self.tickets = Delivery()
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
@@ -86,7 +89,7 @@ class GroupLink:
         self._last_id += 1
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
-        self.load.sent(uncached_tokens, asyncio.get_running_loop().time())
+        ticket.sent = self.load.sent(uncached_tokens, asyncio.get_running_loop().time())
         self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens)))
         return ticket
 
@@ -95,6 +98,14 @@ class GroupLink:
         ticket.close(finished)
         self.tickets.forget(ticket.id)
         self.clear(ticket)
+        self.computed(ticket)
+
+    def computed(self, ticket: Ticket) -> None:
+        """Its prompt is not ahead of others any more."""
+        if ticket.sent is not None:
+            ticket.sent.computed()
+            ticket.sent = None
+        self._eased()
 
     def clear(self, ticket: Ticket) -> None:
         """It is not what ends groups; whoever may not run beside a suspect may come."""
@@ -190,6 +201,7 @@ class GroupLink:
                 self._apply(self._index.apply(self.name, message.events))
             case "load":
                 self.load.report(message.load, asyncio.get_running_loop().time())
+                self._eased()
             case "snapshot":
                 self._apply(self._index.apply_snapshot(self.name, message.snapshot))
             case "refused":
@@ -201,7 +213,10 @@ class GroupLink:
         ticket = self.tickets.get(refused.id)
         if ticket is not None and ticket.attempt == refused.attempt:
             self.tickets.forget(refused.id)
-            ticket.fail(error_of(refused.code, refused.message))
+            error = error_of(refused.code, refused.message)
+            if isinstance(error, Overloaded):
+                self.load.refused()
+            ticket.fail(error)
 
     def _register(self, registration: Registration) -> None:
         if registration.group != self.name:

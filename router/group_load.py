@@ -15,6 +15,34 @@ from .prefix_index import NOTHING, Match
 # A report may have been on its way when a submission was: only older ones are in it.
 _REPORT_LAG: Final = 0.05
 _BUSY_SECONDS: Final = 60.0  # of the running average of the busy share
+# A group has room while its own queue is no longer than that: enough to fill its steps until its next report, and to
+# have somebody ready for each place that comes free meanwhile; more waits with the router, where turns are fair.
+_AHEAD_SECONDS: Final = 1.0
+_AHEAD_STEPS: Final = 2
+_GUESSED_CHUNK: Final = 2048
+_FEWEST_READY, _READY_SHARE = 4, 8
+
+
+class Sent:
+    """One prompt that was sent; `tokens` of it are believed to be ahead of others there, until it is `computed`."""
+
+    __slots__ = ("_load", "at", "tokens")
+
+    def __init__(self, load: "GroupLoad", at: float, tokens: int) -> None:
+        self._load: GroupLoad | None = load
+        self.at = at
+        self.tokens = tokens
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is still ahead of others."""
+        return self._load is not None
+
+    def computed(self) -> None:
+        """It has been answered or reported, or is wanted no longer."""
+        if self._load is not None:
+            self._load.forget(self.tokens)
+            self._load = None
 
 
 class GroupLoad:
@@ -27,30 +55,62 @@ class GroupLoad:
         self._free = registration.num_blocks * self._block_size
         self._cold = 0
         # Of the last report, as plain numbers: every decision reads them, of every group.
-        self._queued_tokens = self._waiting = 0
+        self._queued_tokens = self._waiting = self._running = 0
         self._rate = self._restore_rate = self._step_seconds = 0.0
         self._busy = 0.0
         self._heard: tuple[float, float] | None = None  # when the last report came, and its prefill_seconds
-        self._sent: deque[tuple[float, int]] = deque()  # (when, uncached tokens), not in the last report
-        self._sent_tokens = 0
+        self._sent: deque[Sent] = deque()  # not in the last report
+        self._sent_tokens = self._sent_requests = 0
+        self._seats = registration.max_num_seqs
+        self._ready = max(self._seats // _READY_SHARE, _FEWEST_READY)
+        self._refuses = False
 
     def report(self, load: Load, now: float) -> None:
         """The group's word."""
         self.last = load
         status = load.status
         self._queued_tokens, self._waiting = load.queued_prefill_tokens, status.waiting
+        self._running = status.running
+        self._refuses = False
         self._rate, self._restore_rate = status.prefill_tokens_per_second, status.restore_tokens_per_second
         self._step_seconds = status.step_seconds
         self._free = (status.blocks_total - status.blocks_used - status.blocks_cached) * self._block_size
         self._cold = status.blocks_cached * self._block_size
         self._move_busy(load.prefill_seconds, now)
-        while self._sent and self._sent[0][0] < now - _REPORT_LAG:
-            self._sent_tokens -= self._sent.popleft()[1]
+        while self._sent and (self._sent[0].at < now - _REPORT_LAG or not self._sent[0].counts):
+            self._sent.popleft().computed()
 
-    def sent(self, uncached_tokens: int, now: float) -> None:
+    def sent(self, uncached_tokens: int, now: float) -> Sent:
         """A prompt has been sent there."""
-        self._sent.append((now, uncached_tokens))
+        sent = Sent(self, now, uncached_tokens)
+        self._sent.append(sent)
         self._sent_tokens += uncached_tokens
+        self._sent_requests += 1
+        return sent
+
+    def forget(self, tokens: int) -> None:
+        """One that was sent does not count any more: only Sent says so, and once."""
+        self._sent_tokens -= tokens
+        self._sent_requests -= 1
+
+    def refused(self) -> None:
+        """It has said that it is full; until its next report it has no room."""
+        self._refuses = True
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it takes nothing until its next report."""
+        return self._refuses
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more would start soon, or at least keep it busy."""
+        if self._refuses or self._waiting > self._ready:
+            return False
+        if self._seats and self._running + self._waiting + self._sent_requests >= self._seats + self._ready:
+            return False
+        most = max(self._rate * _AHEAD_SECONDS, (self._chunk or _GUESSED_CHUNK) * _AHEAD_STEPS)
+        return self._queued_tokens + self._sent_tokens < most
 
     def candidate(self, group: str, match: Match = NOTHING) -> Candidate:
         """The group as the policy sees it, for a prompt of which it holds so much."""
@@ -59,7 +119,7 @@ class GroupLoad:
         return Candidate(
             group,
             self._queued_tokens + self._sent_tokens,
-            self._waiting + len(self._sent),
+            self._waiting + self._sent_requests,
             self._rate,
             self._restore_rate,
             self._step_seconds,

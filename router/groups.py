@@ -14,8 +14,10 @@ from ..proto.errors import NeverFits, Unavailable
 from ..proto.worker_pb2 import Registration
 from .audit import Audit
 from .config import RouterConfig
+from .fair_queue import Served
 from .group_address import GroupAddress
 from .group_link import GroupLink
+from .line import Line
 from .placement import Placement
 from .policy import Candidate, Decision, choose
 from .prefix_index import NOTHING, Match, PrefixIndex
@@ -33,6 +35,7 @@ class Groups:
     def __init__(self, config: RouterConfig, rng: random.Random | None = None) -> None:
         self.index = PrefixIndex()
         self.audit = Audit()
+        self.line = Line(config.max_queued)
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
         # By name, so that a group that is lost and started again stays drained.
         self.draining: set[str] = set()
@@ -77,7 +80,7 @@ class Groups:
             if name in self._links:
                 self._links[name].address = address
             else:
-                self._links[name] = GroupLink(address, self._config, self.index, self.notify)
+                self._links[name] = GroupLink(address, self._config, self.index, self.notify, self.line.move)
         await asyncio.gather(*closing)
         self.notify()
 
@@ -97,6 +100,36 @@ class Groups:
             for link in self._links.values()
             if link.registration is not None and link.name not in self.draining and link.address.state != "draining"
         ]
+
+    async def enter(
+        self,
+        request: Request,
+        attempt: int = 0,
+        delivered: Mapping[int, Sequence[int]] | None = None,
+        *,
+        wait_seconds: float = 0.0,
+        like: GetModelResponse | None = None,
+        bounded: bool = True,
+    ) -> tuple[Placement, Served]:
+        """As `place`, for one that waits for its turn, and until some group has room for it.
+
+        Waits `wait_seconds` for a first group that serves; once in line it stays, whatever happens to the groups.
+        Raises Overloaded where there is no room in line, Unavailable and NeverFits.
+        """
+
+        def place() -> Placement | None:
+            serving = self._serving_like(request, like)
+            if not serving:
+                return None
+            holding = serving if like is not None else _holding(serving, request)
+            if not any(link.load.has_room for link, _ in holding):
+                return None
+            full = {link.name for link, _ in holding if link.load.refuses}
+            return self._place(request, attempt, delivered or {}, serving, full)
+
+        if like is None and not len(self.line):
+            await self._await_group(wait_seconds)
+        return await self.line.placed(request, place, bounded=bounded)
 
     async def place(
         self,
@@ -123,9 +156,7 @@ class Groups:
         until = loop.time() + wait_seconds
         while True:
             change = self.next_change
-            serving = self.serving()
-            if like is not None:
-                serving = [(link, reg) for link, reg in serving if _equal(like, reg.model) and _holds(reg, request)]
+            serving = self._serving_like(request, like)
             if suspicion:
                 serving = [
                     (link, reg) for link, reg in serving if suspicion + link.tickets.suspicion <= _SUSPICION_TOGETHER
@@ -139,6 +170,22 @@ class Groups:
                     await change.wait()
             except TimeoutError:
                 raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
+
+    def _serving_like(self, request: Request, like: GetModelResponse | None) -> list[tuple[GroupLink, Registration]]:
+        """Those that serve; for one that has begun on `like`, only those that can go on with it."""
+        serving = self.serving()
+        if like is None:
+            return serving
+        return [(link, reg) for link, reg in serving if _equal(like, reg.model) and _holds(reg, request)]
+
+    async def _await_group(self, wait_seconds: float) -> None:
+        """Returns once a group serves; raises Unavailable when none does in time."""
+        try:
+            async with asyncio.timeout(wait_seconds):
+                while not self.serving():
+                    await self.next_change.wait()
+        except TimeoutError:
+            raise Unavailable(_NO_GROUP) from None
 
     def _place(
         self,
@@ -197,6 +244,7 @@ class Groups:
             self.model = registration.model
         self._changed.set()
         self._changed = asyncio.Event()
+        self.line.move()
 
 
 def capacity(registration: Registration) -> int:

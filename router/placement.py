@@ -38,6 +38,7 @@ class Placement:
 
     def computed(self, cached: Cached) -> None:
         """The group has computed the prompt, and found so much of it; choices after the first change nothing."""
+        self._link.computed(self.ticket)
         if self._expectation is None:
             return
         self._settle()

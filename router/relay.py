@@ -4,14 +4,16 @@ It places the request, turns outputs into events, and when a group is lost sends
 what has been delivered, so that the client sees one stream. It does not know how events are sent.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from ..proto.coatcheck_pb2 import ChoiceEnd, Delta, Final, GenerateEvent, PromptLogprobs, Started, TokenLogprob, Usage
-from ..proto.errors import Poisoned
+from ..proto.errors import Overloaded, Poisoned
 from ..proto.worker_pb2 import SequenceOutput
 from .choice import Choice
 from .config import RouterConfig
 from .detokenizer import Detokenizer
+from .fair_queue import Served
 from .groups import Groups
 from .placement import Placement
 from .policy import Decision
@@ -39,6 +41,7 @@ class Relay:
         # Prompt tokens whose log-probabilities were passed on, and that the present group has sent: it begins again.
         self._echoed = self._scored = 0
         self._decision: Decision | None = None
+        self._served: Served | None = None
         self._moves = 0
         self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
         self._deaths = 0  # groups lost in a row, none of which delivered anything since the one before
@@ -56,9 +59,11 @@ class Relay:
     async def events(self) -> AsyncIterator[GenerateEvent]:
         """Started, then deltas, then one Final; raises CoatcheckError where the request cannot go on."""
         request = self.request
-        # One that resumes was accepted by another router, or by this one before it was started again.
-        wait = self._config.move_wait_seconds if request.resume else self._config.admission_wait_seconds
-        placement = await self._place(wait)
+        began = asyncio.get_running_loop().time()
+        if request.resume:  # accepted by another router, or by this one before it was started again
+            placement = await self._place(self._config.move_wait_seconds)
+        else:
+            placement = await self._enter(wait_seconds=self._config.admission_wait_seconds)
         yield GenerateEvent(
             started=Started(
                 request_id=request.request_id,
@@ -76,6 +81,11 @@ class Relay:
             except GroupLost as lost:
                 placement = await self._move(placement, lost)
                 continue
+            except Overloaded:
+                if asyncio.get_running_loop().time() - began > self._config.move_wait_seconds:
+                    raise
+                placement = await self._return(placement)
+                continue
             events = self._advance(outputs, placement)
             if events and self._deaths:
                 self._deaths = 0
@@ -87,6 +97,10 @@ class Relay:
     def close(self) -> None:
         """Frees what a group holds of it; events end."""
         self.usage.completion_tokens = self.completion_tokens
+        if self._served is not None:
+            found = self.usage.cached_device_tokens + self.usage.cached_host_tokens
+            self._groups.line.ended(self._served, max(self.usage.prompt_tokens - found, 0), self.completion_tokens)
+            self._served = None
         if self._placement is not None:
             self._placement.close(finished=self._finished)
             self._placement = None
@@ -95,22 +109,51 @@ class Relay:
     def _finished(self) -> bool:
         return bool(self._choices) and all(choice.finish_reason for choice in self._choices)
 
+    async def _enter(self, lost: Placement | None = None, wait_seconds: float = 0.0) -> Placement:
+        """Into the line; one that is back with nothing answered may be refused there as if it came now."""
+        self._placement, served = await self._groups.enter(
+            self.request,
+            self._moves,
+            self._delivered,
+            wait_seconds=wait_seconds,
+            like=lost.model if lost else None,
+            bounded=not self.completion_tokens and not self.request.resume and not self._moves,
+        )
+        if self._served is None:
+            self._served = served
+        else:
+            served.settle(0)  # it has been charged already
+        return self._placed(self._placement)
+
+    async def _return(self, placement: Placement) -> Placement:
+        """The group has no room for it after all: back into the line."""
+        placement.close(finished=True)
+        self._placement = None
+        self._scored = 0
+        return await self._enter(placement)
+
     async def _place(self, wait_seconds: float, lost: Placement | None = None) -> Placement:
-        delivered = {choice.index: choice.token_ids for choice in self._choices} or self.request.resume
         self._placement = await self._groups.place(
             self.request,
             self._moves,
-            delivered,
+            self._delivered,
             wait_seconds=wait_seconds,
             like=lost.model if lost else None,
             avoid=self._left,
             suspicion=self._deaths,
         )
-        self._decision = self._placement.decision
+        return self._placed(self._placement)
+
+    @property
+    def _delivered(self) -> Mapping[int, Sequence[int]]:
+        return {choice.index: choice.token_ids for choice in self._choices} or self.request.resume
+
+    def _placed(self, placement: Placement) -> Placement:
+        self._decision = placement.decision
         for choice in self._choices:
             if choice.finish_reason:  # a group cannot know where a stop string ended a choice
-                self._placement.ticket.abort(choice.index)
-        return self._placement
+                placement.ticket.abort(choice.index)
+        return placement
 
     def _prime(self, placement: Placement) -> list[Delta]:
         """Makes the choices and takes up what the client already has; returns the ends that it implies."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from ..proto.errors import CoatcheckError, SlowReader
 from ..proto.worker_pb2 import SequenceOutput
+from .group_load import Sent
 
 # Steps that may wait for a reader: some ten seconds of a fast stream, and a few megabytes where log-probabilities come.
 MOST_WAITING: Final = 8192
@@ -39,6 +40,7 @@ class Ticket:
         "id",
         "on_return",
         "round",
+        "sent",
         "suspicion",
     )
 
@@ -51,6 +53,7 @@ class Ticket:
         self.choices = choices
         self.round = 0
         self.suspicion = 0
+        self.sent: Sent | None = None  # as the link's load counts it
         self.on_return: Callable[[int], None] | None = None
         self._abort = abort
         self._outputs: list[SequenceOutput] = []

@@ -30,6 +30,7 @@ class GroupConfig:
     host_kv_memory: float = 0.0
     eviction: str = "cost"
     max_num_seqs: int = 256
+    max_waiting: int = 1024  # requests beyond those, of all routers together
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
     deterministic: bool = False
@@ -60,7 +61,7 @@ class GroupConfig:
             raise InvalidConfig(
                 f"host-kv-memory is {self.host_kv_memory}; use bytes (above 1), a share in (0, 1], or 0 for none"
             )
-        for name in ("tp", "max_num_seqs", "max_batch_tokens"):
+        for name in ("tp", "max_num_seqs", "max_waiting", "max_batch_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name.replace('_', '-')} is {getattr(self, name)}; use at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -231,6 +231,7 @@ class Rank:
             plane=config.plane,
             tracing=tracing,
             compiled=self.compile_watch.late,
+            max_open=config.max_num_seqs + config.max_waiting,
         )
         loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: die(self.name, error))
         address = service.start(loop, f"{self._host}:0")

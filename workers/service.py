@@ -19,7 +19,7 @@ import grpc.aio
 from ..proto import coatcheck_pb2 as public
 from ..proto import plane_certificate
 from ..proto import worker_pb2 as wire
-from ..proto.errors import CoatcheckError, InvalidRequest, status_of
+from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
 from ..proto.plane_certificate import PlaneCertificate
 from ..proto.tracing import Tracing
 from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -53,7 +53,8 @@ class _Ticket:
 
 
 class WorkerService(WorkerServicer):
-    """Made before its engine's loop, which calls `publish`; `start` is given that loop."""
+    """Made before its engine's loop, which calls `publish`; `start` is given that loop. Of all routers together it
+    holds at most `max_open` requests, running and waiting, and refuses more: their routers keep those."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class WorkerService(WorkerServicer):
         plane: PlaneCertificate | None = None,
         tracing: Tracing | None = None,
         compiled: Callable[[], int] = int,
+        max_open: int = 1 << 16,
     ) -> None:
         self.address = ""
         self._plane = plane
@@ -76,6 +78,7 @@ class WorkerService(WorkerServicer):
         self._buffer_bytes = buffer_bytes
         self._answers = AnswerLog(registration.group, tracing)
         self._compiled = compiled  # how many kernels since readiness
+        self._max_open = max_open
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
         self._tickets: dict[str, _Ticket] = {}
         self._attached = 0
@@ -229,6 +232,10 @@ class WorkerService(WorkerServicer):
             request = request_of(submit, key)
         except CoatcheckError as error:
             self._reply_refused(subscriber, submit.id, submit.attempt, error)
+            return
+        if len(self._tickets) >= self._max_open:
+            text = f"group {self._registration.group} has {len(self._tickets)} requests, as many as it holds"
+            self._reply_refused(subscriber, submit.id, submit.attempt, Overloaded(text))
             return
         choices = set(range(request.sampling.n))
         carrier = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}

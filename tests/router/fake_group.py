@@ -58,6 +58,7 @@ class FakeGroup(WorkerServicer):
         hold_after: int | None = None,
         model: GetModelResponse | None = None,
         num_blocks: int = 64,
+        max_num_seqs: int = 0,
         refuse: tuple[int, str] | None = None,
         die_on_submit: bool = False,
         poison: int | None = None,
@@ -71,6 +72,7 @@ class FakeGroup(WorkerServicer):
             fingerprint="weights", eos_token_ids=[EOS],
         )  # fmt: skip
         self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
         self.token = token
         self.hold_after = hold_after
         self.refuse = refuse
@@ -128,6 +130,11 @@ class FakeGroup(WorkerServicer):
         self.hold_after = hold_after
         self._changed.set()
 
+    def report(self, waiting: int) -> None:
+        """So many wait here, from now on."""
+        self.load.status.waiting = waiting
+        self.send(FromGroup(load=self.load))
+
     def send(self, message: FromGroup) -> None:
         """To every attached router."""
         for stream in self._streams:
@@ -182,7 +189,13 @@ class FakeGroup(WorkerServicer):
             self._changed.set()
 
     def _greet(self, outbox: "asyncio.Queue[FromGroup | None]") -> None:
-        registration = Registration(group=self.name, epoch=self.epoch, model=self.model, num_blocks=self.num_blocks)
+        registration = Registration(
+            group=self.name,
+            epoch=self.epoch,
+            model=self.model,
+            num_blocks=self.num_blocks,
+            max_num_seqs=self.max_num_seqs,
+        )
         outbox.put_nowait(FromGroup(registration=registration))
         self._send_snapshot(outbox)
         outbox.put_nowait(FromGroup(load=self.load))

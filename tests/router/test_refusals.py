@@ -227,12 +227,21 @@ async def test_without_a_group_there_is_no_service(open_door: OpenDoor) -> None:
 
 
 async def test_what_a_group_refuses_reaches_the_client(open_door: OpenDoor) -> None:
-    """A group's refusal keeps its code and words; shedding carries RetryInfo."""
-    door = await open_door(FakeGroup(refuse=(8, "the queue is full")))
+    """A group's refusal keeps its code and words."""
+    door = await open_door(FakeGroup(refuse=(3, "this cannot be")))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(GenerateRequest(text="a fox"))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == "this cannot be"
+
+
+async def test_a_full_group_and_a_full_line_shed(open_door: OpenDoor) -> None:
+    """Where the group is full and nobody more may wait, the client hears when to come again."""
+    door = await open_door(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await door.generation.Generate(GenerateRequest(text="a fox"))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert refused.value.details() == "the queue is full"
+    assert "no group has room" in (refused.value.details() or "")
     assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
     assert (await door.admin.Status(StatusRequest())).active_streams == 0
 

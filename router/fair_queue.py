@@ -1,0 +1,195 @@
+"""FairQueue: who waits for a place on a group, and who is next.
+
+    next = of the lowest priority, the tenant that was served least for its weight, and its oldest request
+
+What a tenant was served is counted in tokens over its weight, its virtual time: a guess when a request is taken, put
+right when it ends (see `Served`). A tenant that comes back from a pause starts where those that wait are, so that
+nobody saves up. One of every few taken is so without regard to priority: nobody starves. When it is full, whoever
+fills it most for their weight gives way. Pure: it does not know groups, clocks or what a request is.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+from typing import Final, Generic, TypeVar
+
+from .tenant import Tenant
+
+Waiting = TypeVar("Waiting")
+# One of so many is taken whatever its priority.
+_ANY_PRIORITY_EVERY: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """How many wait, and how many were taken, displaced by others, and refused, since the start."""
+
+    waiting: int = 0
+    taken: int = 0
+    displaced: int = 0
+    refused: int = 0
+
+
+class Served:
+    """What one request was charged, until it is known what it took."""
+
+    __slots__ = ("_tenant", "tokens")
+
+    def __init__(self, tenant: "_Share", tokens: float) -> None:
+        self._tenant = tenant
+        self.tokens = tokens
+
+    def settle(self, tokens: float) -> None:
+        """It took so many."""
+        self._tenant.time += (tokens - self.tokens) / self._tenant.weight
+        self.tokens = tokens
+
+
+class _Share:
+    """One tenant's: its virtual time, and what it has waiting, by priority and then by age."""
+
+    __slots__ = ("levels", "size", "time", "weight")
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.weight = 1.0
+        self.size = 0
+        self.levels: dict[int, OrderedDict[int, None]] = {}
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Waiting]):
+    what: Waiting
+    tenant: str
+    priority: int
+    tokens: float
+
+
+class FairQueue(Generic[Waiting]):
+    """Holds at most `most`; what is put in with `bounded=False` is taken in whatever its size."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._entries: OrderedDict[int, _Entry[Waiting]] = OrderedDict()  # by age
+        self._shares: dict[str, _Share] = {}
+        self._ids = count(1)
+        self._now = 0.0  # the virtual time of those that wait; it only grows
+        self._taken = self._displaced = self._refused = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def has_room(self, tenant: Tenant, priority: int) -> bool:
+        """Whether one more of this tenant would be taken in now."""
+        return len(self._entries) < self.most or self._victim(tenant, priority) is not None
+
+    def put(
+        self, what: Waiting, tenant: Tenant, *, priority: int = 0, tokens: float = 1.0, bounded: bool = True
+    ) -> tuple[int, Waiting | None] | None:
+        """Takes one in that will need about so many tokens: its id, and whom it displaced if it did. None: no room."""
+        displaced: Waiting | None = None
+        if bounded and len(self._entries) >= self.most:
+            victim = self._victim(tenant, priority)
+            if victim is None:
+                self._refused += 1
+                return None
+            displaced = self._remove(victim).what
+            self._displaced += 1
+        share = self._share(tenant)
+        if not share.size:
+            share.time = max(share.time, self._now)
+        id = next(self._ids)
+        self._entries[id] = _Entry(what, tenant.name, priority, tokens)
+        share.levels.setdefault(priority, OrderedDict())[id] = None
+        share.size += 1
+        return id, displaced
+
+    def peek(self) -> Waiting | None:
+        """Who is next; None when nobody waits."""
+        return self._entries[self._next()].what if self._entries else None
+
+    def take(self) -> tuple[Waiting, Served]:
+        """Removes whoever is next, and charges its tenant."""
+        id = self._next()
+        self._now = max(self._now, min(share.time for share in self._shares.values() if share.size))
+        entry = self._remove(id)
+        self._taken += 1
+        return entry.what, self._charge(self._shares[entry.tenant], entry.tokens)
+
+    def pass_by(self, tenant: Tenant, tokens: float) -> Served:
+        """Charges for one that need not wait, since nobody does."""
+        share = self._share(tenant)
+        share.time = max(share.time, self._now)
+        self._now = share.time
+        self._taken += 1
+        return self._charge(share, tokens)
+
+    def drop(self, id: int) -> bool:
+        """It waits no longer; whether it did."""
+        if id not in self._entries:
+            return False
+        self._remove(id)
+        return True
+
+    def stats(self) -> QueueStats:
+        """Its counts."""
+        return QueueStats(len(self._entries), self._taken, self._displaced, self._refused)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        found = {id: name for name, share in self._shares.items() for level in share.levels.values() for id in level}
+        assert found == {id: entry.tenant for id, entry in self._entries.items()}, "the shares hold what waits"
+        for share in self._shares.values():
+            assert share.size == sum(len(level) for level in share.levels.values()), "a share knows its size"
+            assert all(share.levels.values()), "no level is empty"
+            for priority, level in share.levels.items():
+                assert list(level) == sorted(level), "a level is in order of age"
+                assert all(self._entries[id].priority == priority for id in level), "and of one priority"
+        assert list(self._entries) == sorted(self._entries), "all are in order of age"
+
+    def _next(self) -> int:
+        waiting = [share for share in self._shares.values() if share.size]
+        if (self._taken + 1) % _ANY_PRIORITY_EVERY == 0:
+            share = min(waiting, key=lambda share: share.time)
+            return min(next(iter(level)) for level in share.levels.values())
+        first = min(min(share.levels) for share in waiting)
+        share = min((share for share in waiting if first in share.levels), key=lambda share: share.time)
+        return next(iter(share.levels[first]))
+
+    def _victim(self, tenant: Tenant, priority: int) -> int | None:
+        """Who would give way to one more of this tenant: the newest of the least urgent, of whoever has most waiting
+        for its weight. Itself, if that is the newcomer's tenant and nobody there is less urgent."""
+        own = self._shares.get(tenant.name)
+        mine = ((own.size if own else 0) + 1) / tenant.weight
+        fullest, name = max(
+            ((share.size / share.weight, name) for name, share in self._shares.items() if share.size),
+            default=(0.0, ""),
+        )
+        if name == tenant.name or fullest <= mine:
+            name = tenant.name
+        share = self._shares.get(name)
+        if share is None or not share.size:
+            return None
+        last = max(share.levels)
+        if name == tenant.name and last <= priority:
+            return None
+        return next(reversed(share.levels[last]))
+
+    def _share(self, tenant: Tenant) -> _Share:
+        share = self._shares.setdefault(tenant.name, _Share())
+        share.weight = tenant.weight  # which may have changed since
+        return share
+
+    def _charge(self, share: _Share, tokens: float) -> Served:
+        share.time += tokens / share.weight
+        return Served(share, tokens)
+
+    def _remove(self, id: int) -> _Entry[Waiting]:
+        entry = self._entries.pop(id)
+        share = self._shares[entry.tenant]
+        level = share.levels[entry.priority]
+        del level[id]
+        if not level:
+            del share.levels[entry.priority]
+        share.size -= 1
+        return entry

@@ -1,0 +1,134 @@
+"""Line: where requests wait until a group has room for them, and are sent from in their turn.
+
+While some group has room and nobody waits, a request goes straight through. Placing and taking out of the queue are one
+step, so that what one request takes of the room the next one sees. It does not know groups: whoever puts a request in
+gives the way to place it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from ..proto.errors import CoatcheckError, Overloaded
+from .fair_queue import FairQueue, QueueStats, Served
+from .placement import Placement
+from .request import Request
+from .tenant import Tenant
+
+# To None while no group has room.
+Place = Callable[[], Placement | None]
+_SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
+_REMEMBERED: Final = 64  # places given, for the rate of them
+_FIRST_ANSWER_TOKENS: Final = 64.0  # foreseen of an answer until some have ended
+_ANSWERS_AVERAGED: Final = 32
+
+
+class _Waiting:
+    __slots__ = ("place", "placed", "since")
+
+    def __init__(self, place: Place, since: float) -> None:
+        self.place = place
+        self.since = since
+        self.placed: asyncio.Future[tuple[Placement, Served]] = asyncio.get_running_loop().create_future()
+
+
+class Line:
+    """Holds at most `most` requests that no group has yet."""
+
+    def __init__(self, most: int) -> None:
+        self._queue: FairQueue[_Waiting] = FairQueue(most)
+        self._given: deque[float] = deque(maxlen=_REMEMBERED)
+        self._answer_tokens = _FIRST_ANSWER_TOKENS
+        self._last_wait = (0.0, 0.0)  # when, and how long the one that was placed then had waited
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def stats(self) -> QueueStats:
+        """Its counts."""
+        return self._queue.stats()
+
+    def queue_seconds(self, now: float) -> float:
+        """How long requests wait now: the longest of those here, or what the last one that was placed had waited."""
+        head = self._queue.peek()
+        when, waited = self._last_wait
+        return max(now - head.since if head is not None else 0.0, waited if now - when < 1.0 else 0.0)
+
+    def require_room(self, tenant: Tenant, priority: int, now: float) -> None:
+        """Raises Overloaded where a request of this tenant would find no room, before anything is done for it."""
+        if len(self._queue) and not self._queue.has_room(tenant, priority):
+            raise self._full(now)
+
+    async def placed(self, request: Request, place: Place, *, bounded: bool = True) -> tuple[Placement, Served]:
+        """Waits for its turn and a place. Raises Overloaded when there is no room to wait, or others have more claim
+        to it, and what `place` raises."""
+        now = asyncio.get_running_loop().time()
+        tokens = self._foreseen(request)
+        if not len(self._queue) and (placement := place()) is not None:
+            return placement, self._queue.pass_by(request.tenant, tokens)
+        waiting = _Waiting(place, now)
+        put = self._queue.put(waiting, request.tenant, priority=request.priority, tokens=tokens, bounded=bounded)
+        if put is None:
+            raise self._full(now)
+        id, displaced = put
+        if displaced is not None and not displaced.placed.done():
+            displaced.placed.set_exception(self._full(now))
+        try:
+            return await waiting.placed
+        except asyncio.CancelledError:
+            placed = waiting.placed
+            if not self._queue.drop(id) and not placed.cancelled() and placed.exception() is None:
+                placement, served = placed.result()  # just as its client went
+                placement.close(finished=False)
+                served.settle(0)
+            self.move()  # somebody else may be next now, and fit where this one did not
+            raise
+
+    def move(self) -> None:
+        """Some group may have room again: places whoever is next, while there is."""
+        while (waiting := self._queue.peek()) is not None:
+            try:
+                placement = waiting.place()
+            except CoatcheckError as error:  # it fits none of the groups that there are by now
+                self._queue.take()[1].settle(0)
+                if not waiting.placed.done():
+                    waiting.placed.set_exception(error)
+                continue
+            if placement is None:
+                return
+            _, served = self._queue.take()
+            now = asyncio.get_running_loop().time()
+            self._given.append(now)
+            self._last_wait = (now, now - waiting.since)
+            if waiting.placed.done():  # its client goes just now
+                placement.close(finished=False)
+                served.settle(0)
+            else:
+                waiting.placed.set_result((placement, served))
+
+    def ended(self, served: Served, computed: int, answered: int) -> None:
+        """What a request took in the end: prompt tokens that no cache held, and those of its answer."""
+        served.settle(computed + answered)
+        self._answer_tokens += (answered - self._answer_tokens) / _ANSWERS_AVERAGED
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        self._queue.check()
+
+    def _foreseen(self, request: Request) -> float:
+        most = float((request.sampling.max_tokens or 1) * request.sampling.n)
+        return len(request.prompt_token_ids) + min(most, self._answer_tokens)
+
+    def _full(self, now: float) -> Overloaded:
+        return Overloaded(
+            f"no group has room, and {len(self._queue)} requests wait already, as many as may; try again later",
+            self._retry_seconds(now),
+        )
+
+    def _retry_seconds(self, now: float) -> float:
+        """How long those that wait will take, as places have been given lately."""
+        if len(self._given) < 2:
+            return _SHORTEST_RETRY
+        rate = len(self._given) / max(now - self._given[0], 1e-3)
+        return min(max(len(self._queue) / rate, _SHORTEST_RETRY), _LONGEST_RETRY)

@@ -1,0 +1,140 @@
+"""The queue is fair by weight, keeps priorities, starves nobody, and is bounded."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coatcheck.router.fair_queue import FairQueue, Served
+from coatcheck.router.tenant import Tenant
+
+HEAVY, LIGHT, OTHER = Tenant("heavy", weight=3), Tenant("light", weight=1), Tenant("other", weight=0.5)
+
+
+@pytest.mark.parametrize("flood", [1, 10])
+def test_shares_follow_weights_under_a_flood(flood: int) -> None:
+    """While both always wait, tokens served divide by weight, however many of one wait and however long each is, also
+    when the guess of what a request takes is wrong."""
+    rng = random.Random(flood)
+    queue: FairQueue[Tenant] = FairQueue(10_000)
+    served = {"heavy": 0, "light": 0}
+
+    def put(tenant: Tenant) -> None:
+        assert queue.put(tenant, tenant, tokens=100)
+
+    for _ in range(50):
+        put(HEAVY)
+        for _ in range(flood):
+            put(LIGHT)
+    running: list[tuple[Tenant, Served, int]] = []
+    for _ in range(4000):
+        tenant, charged = queue.take()
+        running.append((tenant, charged, rng.randint(1, 50) if tenant is HEAVY else rng.randint(100, 900)))
+        if len(running) > 8:
+            done, receipt, took = running.pop(0)
+            receipt.settle(took)
+            served[done.name] += took
+        put(tenant)
+    queue.check()
+    assert served["heavy"] / sum(served.values()) == pytest.approx(0.75, rel=0.1)
+
+
+def test_a_pause_saves_nothing_up() -> None:
+    """A tenant that was away while another was served does not then have everything until it has caught up."""
+    queue: FairQueue[str] = FairQueue(1000)
+    even = Tenant("even")
+    for _ in range(100):
+        queue.put("light", LIGHT, tokens=10)
+    for _ in range(50):
+        queue.take()
+    for _ in range(50):
+        queue.put("even", even, tokens=10)
+    taken = [queue.take()[0] for _ in range(40)]
+    assert 15 <= taken.count("even") <= 25
+
+
+def test_the_urgent_go_first_and_the_others_still_go() -> None:
+    """Lower priorities go first; of a few one is the oldest, so that a flood of urgent ones starves nobody."""
+    queue: FairQueue[int] = FairQueue(1000)
+    queue.put(9, LIGHT, priority=9)
+    for priority in (2, 1, 0, 2, 1, 0):
+        queue.put(priority, LIGHT, priority=priority)
+    assert [queue.take()[0] for _ in range(4)] == [0, 0, 1, 1]
+    taken = []
+    for _ in range(10):
+        queue.put(0, HEAVY, priority=0)
+        taken.append(queue.take()[0])
+    assert 9 in taken
+
+
+def test_who_fills_the_queue_gives_way() -> None:
+    """A full queue takes in a tenant that has little in it, at the cost of whoever has most for its weight; it takes
+    no more of the latter, but for what is more urgent."""
+    queue: FairQueue[str] = FairQueue(4)
+    for name in "abcd":
+        assert queue.put(name, LIGHT) is not None
+    assert not queue.has_room(LIGHT, 0)
+    assert queue.put("e", LIGHT) is None
+    placed = queue.put("f", HEAVY)
+    assert placed is not None and placed[1] == "d"
+    placed = queue.put("urgent", LIGHT, priority=-1)
+    assert placed is not None and placed[1] == "c"
+    assert queue.put("accepted before", LIGHT, bounded=False) is not None
+    assert (queue.stats().waiting, queue.stats().displaced, queue.stats().refused) == (5, 2, 1)
+
+
+class Queue(RuleBasedStateMachine):
+    """Any order of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: FairQueue[int] = FairQueue(6)
+        self.waiting: dict[int, int] = {}  # what we put -> its id
+        self.made = 0
+
+    @rule(
+        tenant=st.sampled_from([HEAVY, LIGHT, OTHER]),
+        priority=st.integers(-1, 1),
+        tokens=st.integers(1, 99),
+        bounded=st.booleans(),
+    )
+    def put(self, tenant: Tenant, priority: int, tokens: int, bounded: bool) -> None:
+        """Whoever is taken in waits, whoever is displaced does not."""
+        self.made += 1
+        room = self.queue.has_room(tenant, priority)
+        found = self.queue.put(self.made, tenant, priority=priority, tokens=tokens, bounded=bounded)
+        assert (found is not None) == (room or not bounded)
+        if found is not None:
+            self.waiting[self.made] = found[0]
+            if found[1] is not None:
+                del self.waiting[found[1]]
+
+    @precondition(lambda self: self.waiting)
+    @rule(took=st.integers(0, 200))
+    def take(self, took: int) -> None:
+        """Who is next is who is taken, once."""
+        expected = self.queue.peek()
+        taken, served = self.queue.take()
+        assert taken == expected and taken in self.waiting
+        del self.waiting[taken]
+        served.settle(took)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """Whoever leaves is gone."""
+        what = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.queue.drop(self.waiting[what])
+        assert not self.queue.drop(self.waiting.pop(what))
+
+    @invariant()
+    def sound(self) -> None:
+        """It holds what it was given."""
+        self.queue.check()
+        assert len(self.queue) == len(self.waiting)
+
+
+TestQueue = Queue.TestCase
+TestQueue.settings = settings(max_examples=60, deadline=None)

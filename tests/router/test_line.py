@@ -1,0 +1,166 @@
+"""The line end to end: who waits is sent in fair order, once there is room, and never after its client has gone."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
+from coatcheck.proto.errors import Overloaded
+from coatcheck.router.tenant import ANYONE, Tenant
+
+from .conftest import Door, OpenDoor
+from .fake_group import FakeGroup
+
+FULL = 1000
+
+
+def ask(first: int, priority: int = 0) -> GenerateRequest:
+    """A request that is known by its first token."""
+    return GenerateRequest(
+        token_ids=TokenIds(ids=[first, 5, 6]), sampling=SamplingParams(max_tokens=2, seed=1), priority=priority
+    )
+
+
+def send(door: Door, message: GenerateRequest, tenant: Tenant = ANYONE) -> "asyncio.Task[GenerateResponse]":
+    """On its way."""
+    return asyncio.create_task(door.router.generation.generate(message, tenant=tenant))
+
+
+async def waiting(door: Door, count: int) -> None:
+    """Waits until so many are in line; each look lets them come."""
+    async with asyncio.timeout(10):
+        while len(door.router.groups.line) != count:
+            await door.admin.Status(StatusRequest())
+    door.router.groups.line.check()
+
+
+def full_group(name: str = "g0", **settings: object) -> FakeGroup:
+    """One whose own queue is long."""
+    group = FakeGroup(name, **settings)  # type: ignore[arg-type]  # by name
+    group.load.status.waiting = FULL
+    return group
+
+
+async def open_full(open_door: OpenDoor, group: FakeGroup, **settings: object) -> Door:
+    """A door that has heard that its group is full."""
+    door = await open_door(group, **settings)
+    link = door.router.groups.link(group.name)
+    async with asyncio.timeout(10):
+        while link is None or link.load.has_room:
+            await door.admin.Status(StatusRequest())
+    return door
+
+
+async def test_tenants_share_a_full_cluster_by_weight(open_door: OpenDoor) -> None:
+    """While the groups are full nothing is sent; then a flood of one tenant's gets its share and no more, and the
+    urgent of a tenant go first."""
+    group = full_group()
+    door = await open_full(open_door, group)
+    flood, heavy = Tenant("flood", weight=1), Tenant("heavy", weight=3)
+    asked = [send(door, ask(100), flood) for _ in range(60)]
+    await waiting(door, 60)
+    asked += [send(door, ask(200, priority=1 if n < 12 else 0), heavy) for n in range(24)]
+    await waiting(door, 84)
+    assert not group.submits
+    group.report(waiting=0)
+    answers = await asyncio.gather(*asked)
+    assert len(answers) == len(group.submits) == 84
+    first = [submit.prompt_token_ids[0] for submit in group.submits[:16]]
+    assert 10 <= first.count(200) <= 13  # 12 by weight
+    urgent = [submit.priority == 0 for submit in group.submits if submit.prompt_token_ids[0] == 200]
+    assert sum(urgent[:9]) >= 7  # one of eight goes whatever its priority
+    door.router.groups.line.check()
+
+
+async def test_a_group_is_not_given_more_than_it_can_begin(open_door: OpenDoor) -> None:
+    """Without a word from the group the router counts what it has sent, and keeps the rest until something ends."""
+    group = FakeGroup(max_num_seqs=4, hold_after=0)
+    door = await open_door(group)
+    asked = [send(door, ask(100)) for _ in range(20)]
+    await waiting(door, 12)  # four run, four are ready there
+    await group.until(lambda: len(group.submits) == 8)
+    group.go()
+    await asyncio.gather(*asked)
+    assert len(group.submits) == 20
+
+
+async def test_a_full_line_refuses_at_once(open_door: OpenDoor) -> None:
+    """Past the bound a client hears RESOURCE_EXHAUSTED and when to come again; those in line are served."""
+    group = full_group()
+    door = await open_full(open_door, group, max_queued=2)
+    asked = [send(door, ask(100)) for _ in range(2)]
+    await waiting(door, 2)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask(101))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
+    displaced = asked.pop()
+    asked.append(send(door, ask(102), Tenant("other")))
+    with pytest.raises(Overloaded):
+        await displaced
+    group.report(waiting=0)
+    await asyncio.gather(*asked)
+    assert [submit.prompt_token_ids[0] for submit in group.submits] == [100, 102]
+
+
+async def test_a_deadline_or_a_cancel_in_line_ends_it_there(open_door: OpenDoor) -> None:
+    """What nobody waits for any more is never sent to a group."""
+    group = full_group()
+    door = await open_full(open_door, group)
+    late = asyncio.ensure_future(door.generation.Generate(ask(1), timeout=0.2))
+    gone = door.generation.Generate(ask(2))
+    gone_task = asyncio.ensure_future(gone)
+    kept = send(door, ask(3))
+    await waiting(door, 3)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await late
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    gone.cancel()
+    await waiting(door, 1)
+    group.report(waiting=0)
+    await kept
+    assert [submit.prompt_token_ids[0] for submit in group.submits] == [3]
+    assert gone_task.cancelled() or gone_task.done()
+    assert door.router.traffic.active == 0
+
+
+async def test_those_in_line_outlive_a_group(open_door: OpenDoor) -> None:
+    """A group that is killed takes nothing of the line with it: it is served by the next that comes."""
+    group = full_group()
+    door = await open_full(open_door, group)
+    asked = [send(door, ask(100)) for _ in range(5)]
+    await waiting(door, 5)
+    await group.kill()
+    await door.serving(0)
+    assert len(door.router.groups.line) == 5
+    group.load.status.waiting = 0
+    await group.start()
+    answers = await asyncio.gather(*asked)
+    assert [len(answer.choices[0].token_ids) for answer in answers] == [2] * 5
+
+
+async def test_what_a_full_group_refuses_waits_with_the_router(open_door: OpenDoor) -> None:
+    """A group that says RESOURCE_EXHAUSTED is given nothing until its next report, and its client does not notice."""
+    group = FakeGroup(refuse=(8, "full"))
+    door = await open_door(group)
+    asked = [send(door, ask(100)) for _ in range(3)]
+    await waiting(door, 3)
+    refused = len(group.submits)
+    group.refuse = None
+    group.report(waiting=0)
+    await asyncio.gather(*asked)
+    assert len(group.submits) == refused + 3
+    assert door.router.groups.line.stats().waiting == 0
+
+
+async def test_a_limited_tenant_is_told_when_to_come(open_door: OpenDoor) -> None:
+    """A tenant past its requests a minute is refused before anything is done for it; others are not."""
+    door = await open_door(FakeGroup())
+    limited = Tenant("limited", requests_per_minute=2)
+    for _ in range(2):
+        await send(door, ask(1), limited)
+    with pytest.raises(Overloaded) as refused:
+        await send(door, ask(1), limited)
+    assert 25 < refused.value.retry_seconds <= 30
+    await send(door, ask(1))
