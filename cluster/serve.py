@@ -78,9 +78,7 @@ def serve(
         ),
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
-    max_queued: Annotated[
-        int | None, typer.Option(help="Most requests that wait in the router while no group has room.")
-    ] = None,
+    max_queued: Annotated[int | None, typer.Option(help="Most requests that wait for room in a group.")] = None,
     eviction: Annotated[
         str | None,
         typer.Option(help="Which cached block goes first: cost (default; worth least, learned) or lru."),
