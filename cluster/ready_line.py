@@ -1,11 +1,15 @@
 """The line with which `coatcheck serve` says that everything serves."""
 
-from .cluster_state import ClusterState
+from typing import TYPE_CHECKING
+
 from .config import ServeConfig
 from .counted import counted
 
+if TYPE_CHECKING:
+    from .cluster_state import ClusterState
 
-def ready_line(config: ServeConfig, state: ClusterState) -> str:
+
+def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     """Where to connect, and what each group holds: the smallest one, where they differ."""
     rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
     longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
