@@ -4,13 +4,16 @@ Three processes: a scripted group (a real Worker service that only counts), this
 reads and counts. Paced, the group makes steps at a fixed rate, as an engine does; flooded, as fast as it is read. Then
 what one decision costs: an 8k-token prompt, 64 groups, a million indexed blocks.
 
-    python bench/router.py [--streams 64] [--tokens 500] [--pace 100] [--json out.json]
+    python bench/router.py [--streams 64] [--tokens 500] [--pace 100] [--tls] [--json out.json]
+
+With `--tls` every connection is encrypted: the client's to the router, and the router's to the group (mutually).
 """
 
 import asyncio
 import json
 import multiprocessing
 import random
+import tempfile
 import time
 import timeit
 import tracemalloc
@@ -22,6 +25,7 @@ import grpc
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from coatcheck.cluster.authority import Authority, Plane
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
@@ -34,6 +38,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenIds,
 )
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.plane_certificate import PlaneCertificate, listen, plane_channel
 from coatcheck.proto.worker_pb2 import (
     TIER_DEVICE,
     FromGroup,
@@ -58,7 +63,7 @@ from coatcheck.router.tokenizer import TokenizerJson
 VOCAB = 256
 
 
-def _run_group(pipe: Connection, streams: int, pace: float) -> None:
+def _run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertificate | None) -> None:
     """A group that answers `streams` requests in lockstep, a token each per step."""
 
     class Counting(WorkerServicer):
@@ -95,7 +100,7 @@ def _run_group(pipe: Connection, streams: int, pace: float) -> None:
     async def serve() -> None:
         server = grpc.aio.server()
         add_WorkerServicer_to_server(Counting(), server)  # type: ignore[no-untyped-call]  # made by protoc
-        pipe.send(server.add_insecure_port("127.0.0.1:0"))
+        pipe.send(listen(server, "127.0.0.1:0", plane))
         await server.start()
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
         await server.stop(0)
@@ -103,7 +108,7 @@ def _run_group(pipe: Connection, streams: int, pace: float) -> None:
     asyncio.run(serve())
 
 
-def _run_client(pipe: Connection, address: str, streams: int, tokens: int) -> None:
+def _run_client(pipe: Connection, address: str, streams: int, tokens: int, own: PlaneCertificate | None) -> None:
     """Reads all streams to their end; sends back (tokens, deltas, seconds)."""
 
     async def read(stub: GenerationStub) -> tuple[int, int]:
@@ -117,7 +122,7 @@ def _run_client(pipe: Connection, address: str, streams: int, tokens: int) -> No
         return count, deltas
 
     async def main() -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with plane_channel(address, own) as channel:
             await channel.channel_ready()
             began = time.perf_counter()
             stub = GenerationStub(channel)  # type: ignore[no-untyped-call]  # made by protoc
@@ -134,20 +139,24 @@ def _tokenizer() -> TokenizerJson:
     return TokenizerJson(tokenizer, None)
 
 
-async def _measure(streams: int, tokens: int, pace: float) -> dict[str, float]:
+async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[str, float]:
     processes = multiprocessing.get_context("spawn")
     group_pipe, group_end = processes.Pipe()
     client_pipe, client_end = processes.Pipe()
-    group = processes.Process(target=_run_group, args=(group_end, streams, pace), daemon=True)
+    plane = Plane.signed_by(Authority()) if tls else Plane()
+    group = processes.Process(target=_run_group, args=(group_end, streams, pace, plane.group), daemon=True)
     group.start()
     aside = asyncio.get_running_loop().run_in_executor
     port = await aside(None, group_pipe.recv)
-    router = Router(RouterConfig(model="m"), _tokenizer())
-    address = await router.start()
+    with tempfile.TemporaryDirectory() as folder:
+        router = Router(RouterConfig(model="m", plane=plane.router, **_files(plane, Path(folder))), _tokenizer())
+        address = await router.start()
     await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
         await router.groups.next_change.wait()
-    client = processes.Process(target=_run_client, args=(client_end, address, streams, tokens), daemon=True)
+    client = processes.Process(
+        target=_run_client, args=(client_end, address, streams, tokens, plane.router), daemon=True
+    )
     before = time.process_time()
     client.start()
     count, deltas, seconds = await aside(None, client_pipe.recv)
@@ -167,6 +176,16 @@ async def _measure(streams: int, tokens: int, pace: float) -> dict[str, float]:
         "tokens_per_cpu_second": count / cpu,
         "cores_used": cpu / seconds,
     }
+
+
+def _files(plane: Plane, folder: Path) -> dict[str, str]:
+    """The group's certificate serves the router's clients as well: the cost is the same."""
+    if plane.group is None:
+        return {}
+    made = {"tls_cert": (folder / "cert", plane.group.certificate), "tls_key": (folder / "key", plane.group.key)}
+    for file, content in made.values():
+        file.write_bytes(content)
+    return {name: str(file) for name, (file, _) in made.items()}
 
 
 def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block_size: int = 16) -> dict[str, float]:
@@ -220,12 +239,13 @@ def main(
     streams: int = 64,
     tokens: int = 500,
     pace: Annotated[float, typer.Option(help="Steps a second of the paced run.")] = 100.0,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt every connection.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Prints one row per run: paced, flooded, and what a decision costs."""
     rows = []
     for steps in (pace, 0.0):
-        rows.append(asyncio.run(_measure(streams, tokens, steps)))
+        rows.append(asyncio.run(_measure(streams, tokens, steps, tls)))
         print("  ".join(f"{name} {value:,.1f}" for name, value in rows[-1].items()), flush=True)
     rows.append(_decide())
     print("  ".join(f"{name} {value:,.1f}" for name, value in rows[-1].items()), flush=True)

@@ -5,8 +5,6 @@ again. A Ray that it started ends with it. Ray is imported once the settings are
 """
 
 import math
-import os
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +24,7 @@ from .model_check import check_model
 from .ray_address import find_ray
 from .ray_environment import confine_local_ray, quiet_driver
 from .ready_line import ready_line
+from .stop_signals import EXIT_STOPPED, Signals
 
 if TYPE_CHECKING:
     from .cluster_state import ClusterState
@@ -35,7 +34,6 @@ _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
 _STOP_SECONDS = 15.0
 _HESITATES_SECONDS = 10.0
-_EXIT_STOPPED = 130
 
 
 def serve(
@@ -141,38 +139,6 @@ def serve(
     raise typer.Exit(code)
 
 
-class Signals:
-    """The first SIGINT or SIGTERM asks to drain, the second to stop at once.
-
-    Both are only noted: an exception out of a handler would tear through Ray's own code. A thread notes them, since
-    Python's handlers wait for the main thread, which Ray may keep for minutes. `ends_at_once`: as long as nothing is
-    there that has to be put away, the first one ends the process.
-    """
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.forced = threading.Event()
-        self.ends_at_once = True
-        self._arrivals, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
-        self._wakeup = wakeup  # Python writes each signal's number into it, whatever the main thread does
-        self.install()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def install(self) -> None:
-        """Ray installs handlers of its own when it connects."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: None)
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-
-    def _listen(self) -> None:
-        while True:
-            if self._arrivals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
-                (self.forced if self.asked.is_set() else self.asked).set()
-                if self.ends_at_once:
-                    os._exit(_EXIT_STOPPED)  # a Ray of our own ends with its parent
-
-
 class Serving:
     """One run of the command."""
 
@@ -207,7 +173,7 @@ class Serving:
         finally:
             self._stop()
             ray.shutdown()
-        return 0 if self._has_served and not self._signals.forced.is_set() else _EXIT_STOPPED
+        return 0 if self._has_served and not self._signals.forced.is_set() else EXIT_STOPPED
 
     def _connect(self) -> None:
         from . import launch
