@@ -104,7 +104,7 @@ def test_no_secret_in_what_is_shown() -> None:
     placement = Placement("cpu", {"CPU": 1.0}, "STRICT_PACK")
     shown = [
         repr(plane),
-        repr(router_config(config, 0, plane.router)),
+        repr(router_config(config, "router-0", 0, plane.router)),
         repr(group_config(config, "g", placement, loopback=True, plane=plane.group)),
     ]
     assert all("PRIVATE" not in text and "CERTIFICATE" not in text for text in shown)
@@ -114,5 +114,5 @@ def test_files_are_found_from_elsewhere(tmp_path: Path) -> None:
     """A router runs in another directory than the command."""
     config = ServeConfig.build({"model": "m", "api_keys": "keys.yaml", "tls_cert": "c", "tls_key": "~/k"})
     with chdir(tmp_path):
-        made = router_config(config, 0)
+        made = router_config(config, "router-0", 0)
     assert made.keys_file == str(tmp_path / "keys.yaml") and made.tls_key == str(Path.home() / "k")
