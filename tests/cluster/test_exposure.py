@@ -105,7 +105,7 @@ def test_no_secret_in_what_is_shown() -> None:
     shown = [
         repr(plane),
         repr(router_config(config, "router-0", 0, plane.router)),
-        repr(group_config(config, "g", placement, loopback=True, plane=plane.group)),
+        repr(group_config(config, "g", placement, plane.group)),
     ]
     assert all("PRIVATE" not in text and "CERTIFICATE" not in text for text in shown)
 
