@@ -17,8 +17,8 @@ from .unread import answer_unread
 
 _OPEN: Final = {"/health"}  # probes have no keys, and learn one word
 _GENERATE: Final = ("/v1/", "/tokenize", "/detokenize")
-# Browsers ask for a key when they are offered `Basic`, and only where there is a page to see.
-_CHALLENGE: Final = {"generate": "Bearer", "observe": 'Bearer, Basic realm="coatcheck"'}
+# Browsers ask for a key when they are offered `Basic`, on a line of its own, and only where there is a page to see.
+_CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
 
 
 class HttpGate:
@@ -38,7 +38,9 @@ class HttpGate:
                 scope["tenant"] = self._gate.admit(authorization, needed, basic=basic)
             except (Unauthenticated, PermissionDenied) as error:
                 status, body = error_body(error)
-                headers = {"www-authenticate": _CHALLENGE[needed]} if status == 401 else {}
-                await answer_unread(scope, receive, send, JsonBody(body, status, headers=headers))
+                answer = JsonBody(body, status)
+                for challenge in _CHALLENGES[needed] if status == 401 else ():
+                    answer.headers.append("www-authenticate", challenge)
+                await answer_unread(scope, receive, send, answer)
                 return
         await self._app(scope, receive, send)

@@ -151,8 +151,9 @@ function show(state) {
   before = state;
 }
 
+// By its whole address: the page's own may hold a name and a key, which a request may not.
 async function ask() {
-  const answer = await fetch("/dashboard/state", { cache: "no-store", signal: AbortSignal.timeout(10 * PERIOD) });
+  const answer = await fetch(`${location.origin}/dashboard/state`, { cache: "no-store", signal: AbortSignal.timeout(10 * PERIOD) });
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
   return answer.json();
 }

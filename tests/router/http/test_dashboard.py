@@ -1,5 +1,6 @@
 """The web page on the router, in a real browser."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from urllib.parse import urlsplit
 
 from coatcheck.proto.coatcheck_pb2 import GroupStatus, RankStatus
 from coatcheck.proto.worker_pb2 import FromGroup, Load
+from coatcheck.router.key_file import hash_key
 from tests.router.fake_group import FakeGroup
 
 from .browser import Browser
@@ -152,3 +154,21 @@ async def test_headers_and_state(open_web: OpenWeb) -> None:
     state = json.loads(text)
     assert status == 200 and state["state"] == "serving" and state["groups"][0]["device"]["total"] == 64
     assert (await web.ask("GET", "/dashboard/../config.py"))[0] == 404
+
+
+async def test_a_key_opens_the_page(open_web: OpenWeb, tmp_path: Path) -> None:
+    """Where keys are asked for, a browser without one is asked for it, a user's does not do, and a monitor's shows
+    everything."""
+    keys = {"eyes": "cc-eyes", "search": "cc-search"}
+    roles = {"eyes": "monitor", "search": "user"}
+    tenants = [{"name": name, "keys": [hash_key(key)], "role": roles[name]} for name, key in keys.items()]
+    file = tmp_path / "keys.yaml"
+    file.write_text(json.dumps({"tenants": tenants}))
+    web = await open_web(FakeGroup(), keys_file=str(file))
+    assert (await web.ask("GET", "/"))[0] == (await web.ask("GET", "/dashboard/state"))[0] == 401
+    user = base64.b64encode(b"me:cc-search").decode()
+    assert (await web.ask("GET", "/dashboard/state", headers={"authorization": f"Basic {user}"}))[0] == 403
+    async with Browser() as browser:
+        await browser.open(f"http://me:cc-eyes@{web.address}/")
+        await browser.see("document.querySelector('#state').textContent", "serving")
+        await browser.see(f"{CARD} && {CARD}.querySelector('.badge').textContent", "serving")
