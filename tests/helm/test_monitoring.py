@@ -84,7 +84,7 @@ def test_grafana_finds_it_only_when_asked() -> None:
 
 def test_the_monitor_finds_the_service() -> None:
     """The ServiceMonitor selects the Service by labels that it has, a port that it names, and shows a key if told."""
-    rendered = render("cpu", *ON, "serviceMonitor.credentials.name=observer", "serviceMonitor.labels.release=p")
+    rendered = render("one-gpu", *ON, "serviceMonitor.labels.release=p", "adminKey.name=observer")
     monitor, service = rendered.one("ServiceMonitor"), rendered.one("Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["endpoints"]
