@@ -23,7 +23,7 @@ _STRIKES = [
 ]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     """Every group gets new processes under load: no request is refused, none fails, none changes."""
     before = {rank.pid for group in cluster.serving() for rank in group.ranks}
@@ -44,7 +44,7 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     assert not before & {rank.pid for group in cluster.serving() for rank in group.ranks}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 async def test_no_stream_ends_or_changes_whatever_is_killed(cluster: ChaosCluster) -> None:
     """Each kind of process is killed or stopped amid streams: all end, with the ids, text and logprobs expected."""
     load = ChaosLoad(cluster.address, cases(600, tokens=60))

@@ -24,6 +24,7 @@ def node_of(nodes: list[RayNode], pid: int) -> int:
     return next(number for number, node in enumerate(nodes) if pid in node.processes())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_groups_and_routers_follow_the_nodes(nodes: RayNodes, tiny_model: Path) -> None:
     """Too small a cluster is refused with what is missing. Then one group is packed, one spread, each node has a
