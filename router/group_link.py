@@ -61,6 +61,8 @@ class GroupLink:
         self.registration: Registration | None = None
         self.load = GroupLoad(Registration())
         self.reason = address.reason
+        self.ejections = 0
+        self.ejected = ""  # why it last was
         self._router = config.name
         self._model_name = config.model_name
         self._plane = config.plane
@@ -144,13 +146,13 @@ class GroupLink:
         except grpc.aio.AioRpcError as error:
             self.reason = f"{error.code().name}: {error.details()}"
         except _Silent:
-            self.reason = f"the group has said nothing for {self._silence:g} s"
+            self._eject(f"the group has said nothing for {self._silence:g} s")
         except Ejected as error:
-            self.reason = str(error)
+            self._eject(str(error))
             raise
         except Exception as error:  # whatever a group sends, this router goes on serving the others
             _log.exception("group %s: its stream could not be read", self.name)
-            self.reason = f"its stream could not be read: {error}"
+            self._eject(f"its stream could not be read: {error}")
         finally:
             attached = self._lose()
         return attached
@@ -225,10 +227,16 @@ class GroupLink:
             raise Ejected(f"the group serves model {registration.model.name!r}, not {self._model_name!r}")
         if not registration.model.block_size:
             raise Ejected("the group registered without a block size")
+        size = registration.model.block_size
+        if other := self._index.other_block_size(self.name, size):
+            raise Ejected(
+                f"the group's blocks hold {size} tokens, those of the groups beside it {other}; "
+                "serve all of them with one block size"
+            )
         self.registration = registration
         self.reason = ""
         self.load = GroupLoad(registration)
-        self._index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks)
+        self._index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
         self._changed()
 
     def ask_snapshot(self, why: str) -> None:
@@ -241,6 +249,10 @@ class GroupLink:
             self.ask_snapshot("a gap in its events")
         elif outcome is Outcome.IMPOSSIBLE:
             raise Ejected("the group says that it holds more blocks than it has")
+
+    def _eject(self, reason: str) -> None:
+        self.ejections += 1
+        self.reason = self.ejected = reason
 
     def _lose(self) -> bool:
         """The stream is gone: fails every ticket, forgets every block. Returns whether the group had registered."""

@@ -9,13 +9,15 @@ A group is a bit, a block three bit sets (device, host, expected), so that one w
 group at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
 
 from ..proto.block_hash import HASH_BYTES
 from ..proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents, SnapshotChunk
+from .event_trouble import EventTrouble
 from .expectations import Expectation, Expectations
 from .regret import Regret
 
@@ -49,10 +51,7 @@ NOTHING: Final = Match(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class PrefixIndexStats:
-    """Counts since the start, except `groups`, `blocks` (distinct), `entries` (block, group and tier) and `expected`.
-
-    `orphans` are blocks stored below one that the group does not hold: they count, and match nothing until it does.
-    """
+    """Since the start, but for `groups`, `blocks` (distinct), `entries` (block, group and tier) and `expected`."""
 
     groups: int
     blocks: int
@@ -60,9 +59,7 @@ class PrefixIndexStats:
     expected: int
     events: int
     snapshots: int
-    gaps: int
-    ignored: int
-    orphans: int
+    troubles: Mapping[EventTrouble, int]
 
 
 @dataclass(slots=True)
@@ -72,6 +69,7 @@ class _Holding:
     bit: int
     epoch: str
     capacity: int  # most entries that it can have; 0: not said
+    block_size: int  # tokens; 0: not said
     next_sequence: int | None = None
     tiers: dict[bytes, int] = field(default_factory=dict)  # block hash -> set of tiers, as bits
     staged: list[KvEvent] | None = None  # a snapshot on its way
@@ -88,15 +86,26 @@ class PrefixIndex:
         self._live = 0  # every group's bit
         self._where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # per tier: block hash -> groups
         self._expectations = Expectations()
-        self._events = self._snapshots = self._gaps = self._ignored = self._orphans = 0
+        self.troubles: Counter[EventTrouble] = Counter()
+        self.events = self._snapshots = 0
 
-    def add_group(self, group: str, epoch: str, capacity: int = 0) -> None:
-        """A group has registered, with room for so many blocks (0: not said); of an earlier incarnation nothing is
-        left."""
+    @property
+    def entries(self) -> int:
+        """Blocks by group and tier."""
+        return sum(holding.entries for holding in self._groups.values())
+
+    def other_block_size(self, group: str, block_size: int) -> int:
+        """That of the groups beside this one, if it is another; 0 if it is the same, or there is none."""
+        others = {known.block_size for name, known in self._groups.items() if name != group} - {0, block_size}
+        return min(others, default=0)
+
+    def add_group(self, group: str, epoch: str, capacity: int = 0, block_size: int = 0) -> None:
+        """A group has registered, with room for so many blocks of so many tokens (0: not said); of an earlier
+        incarnation nothing is left."""
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
         self._live |= free
-        self._groups[group] = _Holding(free, epoch, capacity)
+        self._groups[group] = _Holding(free, epoch, capacity, block_size)
         self._names[free] = group
 
     def remove_group(self, group: str) -> None:
@@ -112,15 +121,17 @@ class PrefixIndex:
     def apply(self, group: str, message: KvEvents) -> Outcome:
         """Takes the next events of a group."""
         holding = self._groups.get(group)
-        if holding is None or holding.epoch != message.epoch or holding.next_sequence is None:
-            return self._ignore(len(message.events))
+        if holding is None or holding.epoch != message.epoch:
+            return self._refuse(holding, len(message.events))
+        if holding.next_sequence is None:
+            return self._ignore(EventTrouble.BEFORE_SNAPSHOT, len(message.events))
         known = holding.next_sequence - message.sequence
         if known < 0:
-            self._gaps += 1
+            self.troubles[EventTrouble.GAP] += 1
             self._forget(holding)
             return Outcome.SNAPSHOT_NEEDED
         if known and known >= len(message.events):
-            return self._ignore(len(message.events))
+            return self._ignore(EventTrouble.REPEATED, len(message.events))
         self._store(holding, message.events[known:] if known else message.events)
         holding.next_sequence += len(message.events) - known
         return self._weigh(holding)
@@ -129,17 +140,16 @@ class PrefixIndex:
         """Takes a piece of a snapshot; only a whole one counts, and it replaces what was known."""
         holding = self._groups.get(group)
         if holding is None or holding.epoch != chunk.epoch:
-            return self._ignore(len(chunk.events))
+            return self._refuse(holding, len(chunk.events))
         if chunk.first:
             holding.staged = []
         if holding.staged is None:  # its beginning was missed
-            self._gaps += 1
+            self.troubles[EventTrouble.GAP] += 1
             self._forget(holding)
             return Outcome.SNAPSHOT_NEEDED
         holding.staged.extend(chunk.events)
         if holding.capacity and len(holding.staged) > holding.capacity:
-            self._forget(holding)
-            return Outcome.IMPOSSIBLE
+            return self._disbelieve(holding)
         if chunk.last:
             staged = holding.staged
             self._forget(holding)
@@ -204,13 +214,11 @@ class PrefixIndex:
         return PrefixIndexStats(
             groups=len(self._groups),
             blocks=len(on_device.keys() | on_host.keys()),
-            entries=sum(holding.entries for holding in self._groups.values()),
+            entries=self.entries,
             expected=len(self._expectations),
-            events=self._events,
+            events=self.events,
             snapshots=self._snapshots,
-            gaps=self._gaps,
-            ignored=self._ignored,
-            orphans=self._orphans,
+            troubles=dict(self.troubles),
         )
 
     def check(self) -> None:
@@ -233,10 +241,10 @@ class PrefixIndex:
         held, bit, regret = holding.tiers, holding.bit, self.regret
         on_device, on_host = self._where
         for event in events:
-            self._events += 1
+            self.events += 1
             block, tier = event.block_hash, event.tier
             if tier not in _TIERS or len(block) != HASH_BYTES:
-                self._ignored += 1
+                self.troubles[EventTrouble.UNNAMED] += 1
                 continue
             place = tier - 1
             where, tiers = self._where[place], held.get(block, 0)
@@ -247,7 +255,7 @@ class PrefixIndex:
                     holding.entries += 1
                     regret.stored(block)
                 if (parent := event.parent_hash) and parent not in held:
-                    self._orphans += 1
+                    self.troubles[EventTrouble.NO_PARENT] += 1
             elif tiers >> place & 1:
                 _set_or_drop(held, block, tiers & ~(1 << place))
                 _set_or_drop(where, block, where[block] & ~bit)
@@ -258,6 +266,10 @@ class PrefixIndex:
     def _weigh(self, holding: _Holding) -> Outcome:
         if not holding.capacity or holding.entries <= holding.capacity:
             return Outcome.APPLIED
+        return self._disbelieve(holding)
+
+    def _disbelieve(self, holding: _Holding) -> Outcome:
+        self.troubles[EventTrouble.IMPOSSIBLE] += 1
         self._forget(holding)
         return Outcome.IMPOSSIBLE
 
@@ -274,8 +286,11 @@ class PrefixIndex:
         holding.tiers.clear()
         holding.entries = 0
 
-    def _ignore(self, events: int) -> Outcome:
-        self._ignored += events
+    def _refuse(self, holding: _Holding | None, events: int) -> Outcome:
+        return self._ignore(EventTrouble.UNKNOWN_GROUP if holding is None else EventTrouble.OTHER_EPOCH, events)
+
+    def _ignore(self, trouble: EventTrouble, events: int) -> Outcome:
+        self.troubles[trouble] += events
         return Outcome.IGNORED
 
 

@@ -33,6 +33,7 @@ from .group_address import GroupAddress
 from .groups import Groups
 from .http.api import Api
 from .http.server import HttpServer
+from .index_metrics import IndexMetrics
 from .measures import Measures
 from .metrics import Metrics
 from .server_certificate import ServerCertificate
@@ -66,6 +67,7 @@ class Router:
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.groups = Groups(config)
         registry = CollectorRegistry()
+        registry.register(IndexMetrics(self.groups))
         self.traffic = Traffic(Measures(registry))
         self.http_address = ""  # host:port once it listens, if it does
         self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)

@@ -58,6 +58,40 @@ async def test_a_group_that_holds_more_than_it_has_is_ejected(open_door: OpenDoo
     assert (status.state, status.reason) == ("lost", "the group says that it holds more blocks than it has")
 
 
+async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(open_door: OpenDoor) -> None:
+    """Groups behind one router name blocks alike: the second is refused with both sizes, and the first goes on."""
+    first, second = FakeGroup("g0"), FakeGroup("g1")
+    second.model.block_size = 8
+    door = await open_door(first)
+    door.groups.append(second)
+    await door.router.set_groups([door.router.groups.link("g0").address, await second.start()])  # type: ignore[union-attr]
+    async with asyncio.timeout(10):
+        while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
+            pass  # it is still being asked
+    assert status.state == "lost" and "blocks hold 8 tokens, those of the groups beside it 4" in status.reason
+    assert [link.name for link, _ in door.router.groups.serving()] == ["g0"]
+
+
+async def test_a_group_that_is_back_is_known_for_what_it_did(open_door: OpenDoor) -> None:
+    """Ejected and attached again, it serves; its status keeps the reason, and the page its count."""
+    group = FakeGroup(hold_after=1)
+    door = await open_door(group, attached=True)
+    stream = Stream(door, ask(max_tokens=2))
+    await stream.read()
+    await group.until(lambda: bool(group.submits))
+    group.send(FromGroup(batch=StepBatch(outputs=[SequenceOutput(id=group.submits[0].id, choice=5, token_ids=[5])])))
+    await door.serving(0)
+    group.go()
+    async with asyncio.timeout(10):
+        await door.serving(1)
+    (status,) = (await door.admin.Status(StatusRequest())).groups
+    assert (status.state, status.reason) == (
+        "serving", "serves again; ejections: 1, the last for: the group answered choice 5 of a request that has 1"
+    )  # fmt: skip
+    assert 'coatcheck_group_ejections_total{group="g0"} 1.0' in door.router.metrics.render().decode()
+    await stream.finish()
+
+
 async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
     """Closing wins over silence found at the same moment: the link does not attach again."""
     group = FakeGroup()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED, KvEvent, KvEvents, SnapshotChunk, Tier
+from coatcheck.router.event_trouble import EventTrouble
 from coatcheck.router.expectations import Expectation
 from coatcheck.router.prefix_index import Outcome, PrefixIndex
 
@@ -159,7 +160,7 @@ def test_an_older_epoch_changes_nothing() -> None:
     assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is Outcome.IGNORED
     assert index.apply_snapshot("a", snapshot(epoch="1")) is Outcome.IGNORED
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
-    assert index.stats().ignored == 1
+    assert index.stats().troubles == {EventTrouble.OTHER_EPOCH: 1}
 
 
 def test_an_unknown_group_changes_nothing() -> None:
@@ -167,7 +168,7 @@ def test_an_unknown_group_changes_nothing() -> None:
     index = following("a")
     assert index.apply("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is Outcome.IGNORED
     assert index.apply_snapshot("b", snapshot(stored(0))) is Outcome.IGNORED
-    assert index.matched_blocks(CHAIN) == {}
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.UNKNOWN_GROUP: 2}
 
 
 def test_events_that_were_seen_are_not_applied_twice() -> None:
@@ -178,6 +179,19 @@ def test_events_that_were_seen_are_not_applied_twice() -> None:
     assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is Outcome.IGNORED
     assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both)) is Outcome.APPLIED
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 1
+    assert index.stats().troubles == {EventTrouble.REPEATED: 1}
+
+
+def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
+    """Events behind missing ones empty the group's part; those that follow are counted and left out."""
+    index = following("a")
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+    assert index.apply("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is Outcome.SNAPSHOT_NEEDED
+    assert index.apply("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is Outcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
+    assert index.stats().troubles == {EventTrouble.GAP: 1, EventTrouble.BEFORE_SNAPSHOT: 1}
+    index.apply_snapshot("a", snapshot(stored(0), sequence=4))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
 
 def test_a_snapshot_without_its_beginning_is_asked_for_again() -> None:
@@ -195,7 +209,7 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[event]))
     index.check()
-    assert index.matched_blocks(CHAIN) == {} and index.stats().ignored == 1
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.UNNAMED: 1}
 
 
 def test_what_was_sent_is_known_at_once_and_no_longer_than_until_it_is_settled() -> None:
@@ -229,7 +243,7 @@ def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> 
     index = following("a")
     orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
-    assert index.matched_blocks(CHAIN) == {} and index.stats().orphans == 1
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.NO_PARENT: 1}
     index.apply("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
 
@@ -239,7 +253,7 @@ def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None
     """A hash is 16 bytes; anything else names no block."""
     index = following("a")
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)]))
-    assert index.stats().ignored == 1 and index.stats().entries == 0
+    assert index.stats().troubles == {EventTrouble.UNNAMED: 1} and index.stats().entries == 0
 
 
 @pytest.mark.parametrize("by", ["events", "snapshot"])
@@ -252,7 +266,7 @@ def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
         outcome = index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
     else:
         outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
-    assert outcome is Outcome.IMPOSSIBLE
+    assert outcome is Outcome.IMPOSSIBLE and index.stats().troubles == {EventTrouble.IMPOSSIBLE: 1}
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
 
 
