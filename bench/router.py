@@ -149,7 +149,8 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     aside = asyncio.get_running_loop().run_in_executor
     port = await aside(None, group_pipe.recv)
     with tempfile.TemporaryDirectory() as folder:
-        router = Router(RouterConfig(model="m", plane=plane.router, **_files(plane, Path(folder))), _tokenizer())
+        cert, key = _files(plane, Path(folder))
+        router = Router(RouterConfig(model="m", plane=plane.router, tls_cert=cert, tls_key=key), _tokenizer())
         address = await router.start()
     await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
@@ -178,14 +179,13 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     }
 
 
-def _files(plane: Plane, folder: Path) -> dict[str, str]:
+def _files(plane: Plane, folder: Path) -> tuple[str | None, str | None]:
     """The group's certificate serves the router's clients as well: the cost is the same."""
     if plane.group is None:
-        return {}
-    made = {"tls_cert": (folder / "cert", plane.group.certificate), "tls_key": (folder / "key", plane.group.key)}
-    for file, content in made.values():
-        file.write_bytes(content)
-    return {name: str(file) for name, (file, _) in made.items()}
+        return None, None
+    (folder / "cert").write_bytes(plane.group.certificate)
+    (folder / "key").write_bytes(plane.group.key)
+    return str(folder / "cert"), str(folder / "key")
 
 
 def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block_size: int = 16) -> dict[str, float]:
