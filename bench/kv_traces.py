@@ -47,6 +47,11 @@ def read_trace(path: Path) -> list[Arrival]:
     return [Arrival(row["timestamp"] / 1000, tuple(row["hash_ids"])) for row in rows]
 
 
+def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
+    """Without those whose prompt the pool could not hold even alone: a server refuses them."""
+    return [arrival for arrival in trace if len(arrival.blocks) <= capacity]
+
+
 def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | None = None, start: int = 0) -> Hits:
     """Every arrival through a pool of so many blocks; only those from number `start` on are counted."""
     book = PrefixBook(ghosts or max_ghosts(capacity))

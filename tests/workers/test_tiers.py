@@ -1,5 +1,6 @@
 """The engine over two tiers, with a fake model that reads its KV back and copies that take their time."""
 
+import dataclasses
 import random
 from itertools import count
 
@@ -166,6 +167,37 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
         assert done.tokens[f"r{i}", 0] == answer_on([i + 1] * 9, 30)
     assert runner.restored > 0
     assert runner.computed < 4 * (9 + 29) + 5 * engine.stats().preemptions
+
+
+def test_preemption_takes_whose_loss_is_cheapest() -> None:
+    """Of two younger sequences the one that has computed less of its own gives way, though the other came later."""
+    engine, _ = make_engine(17, 0)  # the oldest is the first to find no block
+    engine.submit(request("old", [1] * 9, 40, ignore_eos=True))
+    engine.submit(request("small", [2] * 6, 40, ignore_eos=True))
+    engine.submit(request("large", [3] * 26, 40, ignore_eos=True))
+    collector = Collector(engine)
+    while not engine.stats().preemptions:
+        collector.step()
+    running = {sequence.request.request_id for sequence in engine.scheduler.running}
+    assert running == {"old", "large"}
+    collector.run()
+    for name, prompt in (("old", [1] * 9), ("small", [2] * 6), ("large", [3] * 26)):
+        assert collector.tokens[name, 0] == answer_on(prompt, 40)
+
+
+def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
+    """Where moving a block takes longer than making it, preemption demotes nothing, and the answers are the same."""
+    engine, runner = make_engine(12, 64)
+    prices = engine.scheduler.tiers.prices
+    for i in range(4):
+        engine.submit(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
+    collector = Collector(engine)
+    while engine.has_work:
+        engine.scheduler.tiers.prices = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
+        collector.step()
+    assert engine.stats().preemptions > 0 and runner.demoted == 0
+    for i in range(4):
+        assert collector.tokens[f"r{i}", 0] == answer_on([i + 1] * 9, 30)
 
 
 def answer_on(prompt: list[int], max_tokens: int) -> list[int]:

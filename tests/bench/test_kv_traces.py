@@ -1,0 +1,39 @@
+"""The replay of a trace through the pool's own policy, and the optimum that bounds it."""
+
+import random
+
+import pytest
+
+from coatcheck.bench.kv_traces import Arrival, closed, fitting, optimum, replay
+
+
+def walk(count: int) -> list[Arrival]:
+    """Chains over a few stems, some wanted again soon, most never."""
+    rng = random.Random(5)
+    arrivals = []
+    for number in range(count):
+        stem = rng.choice([0, 1, 2]) * 100 if rng.random() < 0.4 else 1000 + number * 10
+        arrivals.append(Arrival(float(number), tuple(range(stem, stem + rng.randint(2, 6)))))
+    return arrivals
+
+
+@pytest.mark.parametrize("eviction", ["lru", "cost"])
+def test_a_pool_that_holds_all_finds_what_the_optimum_finds(eviction: str) -> None:
+    """Where nothing must go, every policy finds every block that was there before."""
+    trace = walk(100)
+    assert replay(trace, 10_000, eviction).blocks == pytest.approx(optimum(trace, 10_000).blocks)
+
+
+@pytest.mark.parametrize("capacity", [8, 12, 20])
+def test_worth_lies_between_use_and_the_optimum(capacity: int) -> None:
+    """Where most prompts never come back, worth finds more than use, and never more than the clairvoyant."""
+    trace = walk(600)
+    lru, ours, best = replay(trace, capacity, "lru"), replay(trace, capacity, "cost"), optimum(trace, capacity)
+    assert lru.blocks < ours.blocks <= best.blocks
+    assert 0 < closed(ours, lru, best) <= 1
+
+
+def test_what_never_fits_is_left_out() -> None:
+    """A prompt larger than the pool is refused by a server, and is in nobody's ratio."""
+    trace = [Arrival(0.0, (1, 2, 3)), Arrival(1.0, (1, 2))]
+    assert fitting(trace, 2) == trace[1:]
