@@ -100,13 +100,14 @@ class GroupLink:
         ticket.close(finished)
         self.tickets.forget(ticket.id)
         self.clear(ticket)
-        self.computed(ticket)
+        if ticket.sent is not None:
+            ticket.sent.end()
+        self._eased()
 
     def computed(self, ticket: Ticket) -> None:
         """Its prompt is not ahead of others any more."""
         if ticket.sent is not None:
-            ticket.sent.computed()
-            ticket.sent = None
+            ticket.sent.begin()
         self._eased()
 
     def clear(self, ticket: Ticket) -> None:

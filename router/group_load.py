@@ -24,25 +24,38 @@ _FEWEST_READY, _READY_SHARE = 4, 8
 
 
 class Sent:
-    """One prompt that was sent; `tokens` of it are believed to be ahead of others there, until it is `computed`."""
+    """One prompt that was sent; `tokens` of it are believed to be ahead of others there, until it begins to answer or
+    is in a report."""
 
-    __slots__ = ("_load", "at", "tokens")
+    __slots__ = ("_load", "at", "counts", "ended", "tokens")
 
     def __init__(self, load: "GroupLoad", at: float, tokens: int) -> None:
-        self._load: GroupLoad | None = load
+        self._load = load
         self.at = at
         self.tokens = tokens
+        self.counts = True  # among those that are ahead of others
+        self.ended = False
 
-    @property
-    def counts(self) -> bool:
-        """Whether it is still ahead of others."""
-        return self._load is not None
-
-    def computed(self) -> None:
-        """It has been answered or reported, or is wanted no longer."""
-        if self._load is not None:
+    def reported(self) -> None:
+        """The group counts it by now."""
+        if self.counts:
+            self.counts = False
             self._load.forget(self.tokens)
-            self._load = None
+
+    def begin(self) -> None:
+        """It is being answered."""
+        if self.counts:
+            self.reported()
+            self._load.run(1)
+
+    def end(self) -> None:
+        """It has been answered, or is wanted no longer."""
+        if not self.ended:
+            self.ended = True
+            if self.counts:
+                self.reported()
+            else:
+                self._load.run(-1)
 
 
 class GroupLoad:
@@ -63,6 +76,7 @@ class GroupLoad:
         self._sent_tokens = self._sent_requests = 0
         self._seats = registration.max_num_seqs
         self._ready = max(self._seats // _READY_SHARE, _FEWEST_READY)
+        self._begun = 0  # less those that have ended, since the last report
         self._refuses = False
 
     def report(self, load: Load, now: float) -> None:
@@ -71,6 +85,7 @@ class GroupLoad:
         status = load.status
         self._queued_tokens, self._waiting = load.queued_prefill_tokens, status.waiting
         self._running = status.running
+        self._begun = 0
         self._refuses = False
         self._rate, self._restore_rate = status.prefill_tokens_per_second, status.restore_tokens_per_second
         self._step_seconds = status.step_seconds
@@ -78,7 +93,7 @@ class GroupLoad:
         self._cold = status.blocks_cached * self._block_size
         self._move_busy(load.prefill_seconds, now)
         while self._sent and (self._sent[0].at < now - _REPORT_LAG or not self._sent[0].counts):
-            self._sent.popleft().computed()
+            self._sent.popleft().reported()
 
     def sent(self, uncached_tokens: int, now: float) -> Sent:
         """A prompt has been sent there."""
@@ -92,6 +107,10 @@ class GroupLoad:
         """One that was sent does not count any more: only Sent says so, and once."""
         self._sent_tokens -= tokens
         self._sent_requests -= 1
+
+    def run(self, more: int) -> None:
+        """So many more, or fewer, run than the last report says: only Sent says so."""
+        self._begun += more
 
     def refused(self) -> None:
         """It has said that it is full; until its next report it has no room."""
@@ -107,7 +126,8 @@ class GroupLoad:
         """Whether one more would start soon, or at least keep it busy."""
         if self._refuses or self._waiting > self._ready:
             return False
-        if self._seats and self._running + self._waiting + self._sent_requests >= self._seats + self._ready:
+        running = max(self._running + self._begun, 0)
+        if self._seats and running + self._waiting + self._sent_requests >= self._seats + self._ready:
             return False
         most = max(self._rate * _AHEAD_SECONDS, (self._chunk or _GUESSED_CHUNK) * _AHEAD_STEPS)
         return self._queued_tokens + self._sent_tokens < most
