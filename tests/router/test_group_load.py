@@ -48,3 +48,25 @@ def test_the_busy_share_follows_what_the_group_counts() -> None:
     for second in range(301, 601):
         load.report(Load(prefill_seconds=1240.0), now=float(second))
     assert load.candidate("a").busy < 0.01
+
+
+def test_room_follows_what_begins_and_ends_between_reports() -> None:
+    """A seat that comes free is known at once, one that is taken too; a refusal closes the group until its report."""
+    load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
+    load.report(Load(status=GroupStatus(running=4)), now=0.0)
+    sent = [load.sent(1, now=0.0) for _ in range(4)]
+    assert not load.has_room
+    for prompt in sent:
+        prompt.begin()
+    assert not load.has_room
+    sent[0].end()
+    sent[0].end()
+    assert load.has_room
+    load.sent(1, now=0.0)
+    assert not load.has_room
+    load.report(Load(status=GroupStatus()), now=1.0)
+    assert load.has_room
+    load.refused()
+    assert load.refuses and not load.has_room
+    load.report(Load(status=GroupStatus()), now=2.0)
+    assert load.has_room
