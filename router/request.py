@@ -65,6 +65,7 @@ class Request:
             cache_salt=self.cache_salt,
             uncached_tokens=uncached_tokens,
             priority=self.priority,
+            tenant="" if self.tenant is ANYONE else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,
             **(self.passage.carrier() if self.passage is not None else NO_PARENT),
         )

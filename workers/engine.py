@@ -11,11 +11,9 @@ one thread owns it.
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
-from ..proto.block_hash import block_key, hash_block, hash_chain
-from ..proto.errors import InvalidRequest, NeverFits
+from ..proto.errors import InvalidRequest
 from .block_pool import BlockPool, max_ghosts
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
@@ -23,6 +21,7 @@ from .eviction import Eviction
 from .eviction_order import LeastRecentlyUsed, LeastWorth
 from .grammars import Grammars
 from .host_tier import HostTier
+from .intake import Intake
 from .model_spec import ModelSpec
 from .prefix_book import PrefixBook
 from .prefix_miss import content_chain
@@ -31,37 +30,9 @@ from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
 from .step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput, TokenLogprob
 from .step_plan import StepPlan
+from .step_runner import LaunchedStep, Runner, StepResult
 from .throughput import Throughput
 from .tier import Tier
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What the ranks report of one step: a token per row that samples, in row order (-1 for the others).
-
-    `logprobs`, `prompt_logprobs` and `failed` are keyed by row index, and only there when asked for or when there are
-    any. `copies` is there while copies between the tiers are under way.
-    """
-
-    token_ids: list[int]
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    copies: CopyReport | None = None
-    failed: dict[int, str] = field(default_factory=dict)  # rows that cannot go on, and why
-
-
-class LaunchedStep(Protocol):
-    """A step that is being computed."""
-
-    def wait(self) -> StepResult:
-        """Blocks until the step's tokens are on the host."""
-
-
-class Runner(Protocol):
-    """Computes steps in the order in which they are launched: the one seam where tests put a fake."""
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a step; the plan is not kept."""
 
 
 @dataclass(slots=True)
@@ -104,13 +75,17 @@ class Engine:
         self.throughput = Throughput()
         self._runner = runner
         self._depth = pipeline_depth
-        self._grammars = grammars or Grammars(None, "structured output is not served here")
+        self._intake = Intake(
+            spec,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            grammars=grammars or Grammars(None, "structured output is not served here"),
+            clock=clock,
+        )
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
-        self._keys: dict[str, bytes] = {}
-        self._arrivals = 0
         self._confirmed_at = 0.0
 
     @property
@@ -120,17 +95,14 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed."""
-        self._check(request)
-        leader: Sequence | None = None
-        choices = []
-        chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
+        self._intake.check(request)
+        chain = self._intake.chain(request)
         self.book.advance(self._clock())
         contents = content_chain(request.prompt_token_ids, self.block_size)
-        self.book.want(chain, request.cache_salt, request.retention, contents)
-        for choice in range(request.sampling.n):
-            sequence = self._sequence(request, choice, leader, chain)
-            leader = leader or sequence
-            choices.append(sequence)
+        self.book.want(chain, request.owner, request.retention, contents)
+        choices = self._intake.sequences(request, chain)
         self._sequences[request.request_id] = choices
         for sequence in list(choices):
             ended = sequence.end_after(sequence.token_ids[-1]) if sequence.num_outputs else None
@@ -203,56 +175,6 @@ class Engine:
         order = LeastWorth(self.book.table) if kind == "cost" else LeastRecentlyUsed()
         return Eviction(self.book, order, capacity, tier)
 
-    def _check(self, request: Request) -> None:
-        vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
-        if request.request_id in self._sequences:
-            raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
-        if not prompt_len:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        for token in (*request.prompt_token_ids, *(token for ids in request.resume.values() for token in ids)):
-            if not 0 <= token < vocab:
-                raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
-        request.sampling.check_model(vocab)
-        wanted = prompt_len + (request.sampling.max_tokens or 1)
-        if wanted > self.max_model_len:
-            raise NeverFits(
-                f"prompt ({prompt_len} tokens) and max_tokens ({request.sampling.max_tokens or 1}) make {wanted}; "
-                f"this server holds {self.max_model_len} per sequence: shorten the prompt or lower max_tokens"
-            )
-        if any(not 0 <= choice < request.sampling.n for choice in request.resume):
-            raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")
-        if request.sampling.structured is not None:
-            for said in request.resume.values() or ((),):
-                self._grammars.matcher(request.sampling.structured, said)
-
-    def _sequence(self, request: Request, choice: int, leader: Sequence | None, chain: list[bytes]) -> Sequence:
-        prompt = request.prompt_token_ids
-        max_tokens = request.sampling.max_tokens
-        ends = set(request.sampling.stop_token_ids)
-        ends |= set() if request.sampling.ignore_eos else set(self.spec.eos_token_ids)
-        self._arrivals += 1
-        sequence = Sequence(
-            request=request,
-            choice=choice,
-            token_ids=[*prompt, *request.resume.get(choice, ())],
-            max_len=self.max_model_len if max_tokens is None else len(prompt) + max_tokens,
-            arrival=(request.priority, self._arrivals),
-            end_token_ids=frozenset(ends),
-            leader=leader,
-            submitted_at=self._clock(),
-        )
-        key, hashed = self._key(request.cache_salt), len(chain) * self.block_size
-        resumed = hash_chain(key, sequence.token_ids[hashed:], self.block_size, chain[-1] if chain else b"")
-        sequence.block_hashes = [*chain, *resumed]
-        return sequence
-
-    def _key(self, salt: str) -> bytes:
-        if salt not in self._keys:
-            if len(self._keys) > 1024:
-                self._keys.clear()  # a cache of a pure function: tenants come and go
-            self._keys[salt] = block_key(salt=salt, model=self.spec.name, fingerprint=self.spec.fingerprint)
-        return self._keys[salt]
-
     def _confirm(self, done: _InFlight) -> StepOutput:
         result = done.launched.wait()
         outputs, self._ended_early = self._ended_early, []
@@ -270,7 +192,9 @@ class Engine:
                 sequence.token_ids.append(result.token_ids[index])
             if sequence.num_preemptions == done.preemptions[index]:
                 sequence.num_computed = row.start + row.num_tokens
-                self._name_blocks(sequence)
+                self._intake.name_blocks(sequence)
+                if sequence.num_registered < sequence.num_computed // self.block_size:
+                    self.scheduler.register(sequence)
             scored = self._prompt_logprobs(sequence, row.start, result.prompt_logprobs.get(index, []))
             if row.sample:
                 outputs.append(self._output(sequence, index, result, scored))
@@ -286,15 +210,6 @@ class Engine:
         decodes = done.plan.num_tokens - prefill
         events = self.scheduler.tiers.drain_events()
         return StepOutput(done.plan.step, outputs, events, prefill, decodes, seconds, refused)
-
-    def _name_blocks(self, sequence: Sequence) -> None:
-        size = self.block_size
-        while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
-            parent = sequence.block_hashes[-1] if sequence.block_hashes else b""
-            key = self._key(sequence.request.cache_salt)
-            sequence.block_hashes.append(hash_block(key, parent, sequence.token_ids[start : start + size]))
-        if sequence.num_registered < sequence.num_computed // size:
-            self.scheduler.register(sequence)
 
     @staticmethod
     def _prompt_logprobs(sequence: Sequence, start: int, reports: list[TokenLogprob]) -> list[TokenLogprob]:

@@ -25,11 +25,11 @@ _MOST_TENANTS: Final = 4096
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Prefix:
-    """One block and all before it; `depth` is how many those are, `tenant` the salt that its hash holds.
+    """One block and all before it; `depth` is how many those are, `tenant` whose share they count towards.
 
     `wants` counts requests for it; `cohort` is the company in which it awaits the next. It is retained with `priority`
     until `retained_until`. `evicted` says how it left the last tier that held it. The rest explains misses: `content`
-    numbers its tokens whatever the salt, `elsewhere` says that another tenant had asked for them before.
+    numbers its tokens whatever the salt, `elsewhere` says that they had been asked for under another one before.
     """
 
     block_hash: bytes
@@ -149,7 +149,7 @@ class PrefixBook:
     def _note_content(self, record: Prefix, content: int) -> None:
         record.content = content
         other = self._contents.get(content)
-        record.elsewhere = other is not None and (other.tenant != record.tenant or other.elsewhere)
+        record.elsewhere = other is not None and (other.block_hash != record.block_hash or other.elsewhere)
         self._contents[content] = record
 
     def _forget(self, record: Prefix) -> None:

@@ -25,3 +25,9 @@ class Request:
     priority: int = 0  # the lowest goes first
     uncached_tokens: int | None = None  # of the prompt, as its router foresees; None: all
     retention: Retention | None = None
+    tenant: str = ""  # "": each salt is one
+
+    @property
+    def owner(self) -> str:
+        """Whose share of the cache its blocks count towards."""
+        return self.tenant or self.cache_salt

@@ -19,13 +19,13 @@ from .block_layout import BlockLayout
 from .copier import Copier
 from .copy_report import CopyReport
 from .decode_graphs import DecodeGraphs
-from .engine import StepResult
 from .grammars import Grammars
 from .kv_pool import layer_caches
 from .model import Model
 from .sampler import Sampler, report_logprobs
 from .step_output import TokenLogprob
 from .step_plan import Row, StepPlan
+from .step_runner import StepResult
 from .token_masks import TokenMasks
 from .transfer import Download, upload
 from .wanted import Wanted

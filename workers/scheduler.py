@@ -88,7 +88,7 @@ class Scheduler:
             block = sequence.block_table[index]
             known = self.pool.lookup(block_hash)  # its own, where it was found behind one that had to be restored
             if known != block:
-                known = self.pool.register(block, block_hash, parent, index, sequence.request.cache_salt)
+                known = self.pool.register(block, block_hash, parent, index, sequence.request.owner)
             if known != block:
                 self.pool.share([known])
                 self.pool.release([block])

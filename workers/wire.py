@@ -30,6 +30,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
         priority=submit.priority,
         uncached_tokens=submit.uncached_tokens if submit.HasField("uncached_tokens") else None,
         retention=Retention.from_message(submit.retention) if submit.HasField("retention") else None,
+        tenant=submit.tenant,
     )
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coatcheck.workers.copy_report import CopyReport, CopyStatus
-from coatcheck.workers.engine import StepResult
 from coatcheck.workers.model_spec import LayerSpec, ModelSpec
 from coatcheck.workers.step_plan import StepPlan
+from coatcheck.workers.step_runner import StepResult
 
 SPEC = ModelSpec(
     name="fake",

@@ -4,12 +4,13 @@ import logging
 
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import RankStatus
+from coatcheck.proto.coatcheck_pb2 import RankStatus, SamplingParams
+from coatcheck.proto.worker_pb2 import Submit
 from coatcheck.workers.answer_log import AnswerLog
 from coatcheck.workers.prefix_miss import EvictionMark, EvictionReason, MissReason, PrefixMiss
 from coatcheck.workers.step_output import SequenceOutput
 from coatcheck.workers.tier import Tier
-from coatcheck.workers.wire import status_message
+from coatcheck.workers.wire import request_of, status_message
 from tests.workers.test_tiers import ask, make_engine
 
 
@@ -48,3 +49,11 @@ def test_the_log_says_why_a_prefix_missed(caplog: pytest.LogCaptureFixture) -> N
     said = vars(caplog.records[-1])
     assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_device_tokens"]) == ("evicted", 3, 12)
     assert (said["evicted_from"], said["evicted_as"], said["evicted_seconds_ago"]) == ("host", "over_share", 2.5)
+
+
+def test_blocks_count_towards_their_tenant() -> None:
+    """A submission's tenant owns its blocks whatever their salt; without one each salt is somebody."""
+    submit = Submit(id=1, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1, seed=1), cache_salt="a")
+    assert request_of(submit, "1").owner == "a"
+    submit.tenant = "us"
+    assert request_of(submit, "1").owner == "us"
