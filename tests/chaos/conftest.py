@@ -1,4 +1,4 @@
-"""One small cluster, and streams with known answers, for all tests of this room."""
+"""One small cluster, and streams with known answers, for the tests of a file."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from coatcheck.bench.chaos_cluster import ChaosCluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # what follows should not share the cores with it
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
     """Two groups of two ranks; `serve` only watches, so that it too can be killed."""
     from tests.router.tiny_tokenizer import write_model
