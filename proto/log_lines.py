@@ -32,8 +32,8 @@ def configure_logging(written: str, *, stream: TextIO | None = None, **always: s
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What the call put into `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    """What the call put into `extra`; what libraries add for themselves (Ray does) begins with an underscore."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")}
 
 
 class JsonLines(logging.Formatter):

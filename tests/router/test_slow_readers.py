@@ -46,7 +46,7 @@ async def is_given_up(door: Door, group: FakeGroup) -> None:
 
 async def test_sse(open_door: OpenDoor) -> None:
     """The connection ends once nothing has been taken for so long, and with it the stream; others go on."""
-    group = FakeGroup(model=_MODEL, num_blocks=8000)
+    group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     door = await open_door(group, http_port=0, slow_reader_seconds=1.0)
     body = json.dumps(
         {"prompt": "the lazy dog", "stream": True, "n": _CHOICES, "max_tokens": _TOKENS, "logprobs": 1, "seed": 1}
@@ -90,7 +90,7 @@ def _request() -> pb.GenerateRequest:
 
 async def test_grpc_over_a_socket_that_is_not_read(open_door: OpenDoor) -> None:
     """What HTTP/2 lets a server send without being asked for more is all that it gets."""
-    group = FakeGroup(model=_MODEL, num_blocks=8000)
+    group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     door = await open_door(group, slow_reader_seconds=1.0)
     async with plain_socket(f"127.0.0.1:{door.port}") as client:
         await asyncio.get_running_loop().sock_sendall(client, _call(_request().SerializeToString()))
@@ -101,7 +101,7 @@ async def test_grpc_over_a_socket_that_is_not_read(open_door: OpenDoor) -> None:
 
 async def test_grpc_reader_that_comes_back_is_told(open_door: OpenDoor) -> None:
     """One that reads again gets what had been sent, and then a status that says why there is no more."""
-    group = FakeGroup(model=_MODEL, num_blocks=8000)
+    group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
     door = await open_door(group, slow_reader_seconds=1.0)
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}", options=options) as channel:
