@@ -175,7 +175,7 @@ KEYS: dict[str, Keys] = {
     ),
     "rotary": partial(rotary_store, 128, POOLS["bf16"]),
     "filter_floor": same(
-        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i64 i32", dict(BLOCK=4096), 8
+        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i64 i32", dict(BLOCK=4096), 16
     ),
     "draw": same(
         sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i64 i32", dict(BITS=False, BLOCK=2048), 8
