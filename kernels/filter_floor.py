@@ -100,7 +100,8 @@ def launch_filter_floor(
 ) -> None:
     if len(logits):
         _filter_floor[(len(logits),)](
-            logits, temperature, top_k, top_p, min_p, floors, logits.stride(0), logits.shape[1], BLOCK=4096, num_warps=16
+            logits, temperature, top_k, top_p, min_p, floors, logits.stride(0), logits.shape[1],
+            BLOCK=4096, num_warps=16,
         )  # fmt: skip
 
 
