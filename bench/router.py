@@ -17,126 +17,31 @@ import tempfile
 import time
 import timeit
 import tracemalloc
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from coatcheck.bench.front_door import byte_tokenizer, run_client, run_group
 from coatcheck.cluster.authority import Authority, Plane
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_UNSPECIFIED,
-    GenerateEvent,
-    GenerateRequest,
     GetModelResponse,
     GroupStatus,
-    SamplingParams,
-    TokenIds,
 )
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
-from coatcheck.proto.plane_certificate import PlaneCertificate, listen, plane_channel
 from coatcheck.proto.worker_pb2 import (
     TIER_DEVICE,
-    FromGroup,
     KvEvent,
     Load,
     Registration,
-    SequenceOutput,
     SnapshotChunk,
-    StepBatch,
-    Submit,
-    ToGroup,
 )
-from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.group_address import GroupAddress
 from coatcheck.router.group_load import GroupLoad
 from coatcheck.router.policy import choose
 from coatcheck.router.prefix_index import NOTHING, PrefixIndex
 from coatcheck.router.server import Router
-from coatcheck.router.tokenizer import TokenizerJson
-
-VOCAB = 256
-
-
-def _run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertificate | None) -> None:
-    """A group that answers `streams` requests in lockstep, a token each per step."""
-
-    class Counting(WorkerServicer):
-        async def Attach(self, requests: object, context: "grpc.aio.ServicerContext[ToGroup, FromGroup]") -> None:
-            await context.read()
-            model = GetModelResponse(name="m", max_model_len=1 << 20, vocab_size=VOCAB, block_size=16)
-            await context.write(
-                FromGroup(registration=Registration(group="g", epoch="1", model=model, num_blocks=99999))
-            )
-            await context.write(FromGroup(snapshot=SnapshotChunk(epoch="1", first=True, last=True)))
-            while True:
-                submits: list[Submit] = []
-                while len(submits) < streams:
-                    message = await context.read()
-                    if isinstance(message, ToGroup) and message.HasField("submit"):
-                        submits.append(message.submit)
-                ids = [submit.id for submit in submits]
-                await self._steps(context, ids, submits[0].sampling.max_tokens)
-
-        async def _steps(
-            self, context: "grpc.aio.ServicerContext[ToGroup, FromGroup]", ids: list[int], steps: int
-        ) -> None:
-            clock = asyncio.get_running_loop().time
-            began = clock()
-            for step in range(steps):
-                last = FINISH_REASON_LENGTH if step + 1 == steps else FINISH_REASON_UNSPECIFIED
-                outputs = [SequenceOutput(id=id, token_ids=[97 + step % 26], finish_reason=last) for id in ids]
-                await context.write(FromGroup(batch=StepBatch(step=step, outputs=outputs)))
-                if step % 50 == 0:
-                    await context.write(FromGroup(load=Load()))
-                if pace:
-                    await asyncio.sleep(began + (step + 1) / pace - clock())
-
-    async def serve() -> None:
-        server = grpc.aio.server()
-        add_WorkerServicer_to_server(Counting(), server)  # type: ignore[no-untyped-call]  # made by protoc
-        pipe.send(listen(server, "127.0.0.1:0", plane))
-        await server.start()
-        await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
-        await server.stop(0)
-
-    asyncio.run(serve())
-
-
-def _run_client(pipe: Connection, address: str, streams: int, tokens: int, own: PlaneCertificate | None) -> None:
-    """Reads all streams to their end; sends back (tokens, deltas, seconds)."""
-
-    async def read(stub: GenerationStub) -> tuple[int, int]:
-        sampling = SamplingParams(max_tokens=tokens, seed=1)
-        call = stub.GenerateStream(GenerateRequest(token_ids=TokenIds(ids=[65] * 16), sampling=sampling))
-        count = deltas = 0
-        while isinstance(event := await call.read(), GenerateEvent):  # else it is the end
-            if event.HasField("delta"):
-                count += len(event.delta.token_ids)
-                deltas += 1
-        return count, deltas
-
-    async def main() -> None:
-        async with plane_channel(address, own) as channel:
-            await channel.channel_ready()
-            began = time.perf_counter()
-            stub = GenerationStub(channel)  # type: ignore[no-untyped-call]  # made by protoc
-            counts = await asyncio.gather(*(read(stub) for _ in range(streams)))
-            pipe.send((sum(c for c, _ in counts), sum(d for _, d in counts), time.perf_counter() - began))
-
-    asyncio.run(main())
-
-
-def _tokenizer() -> TokenizerJson:
-    vocab = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    return TokenizerJson(tokenizer, None)
 
 
 async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[str, float]:
@@ -144,19 +49,19 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     group_pipe, group_end = processes.Pipe()
     client_pipe, client_end = processes.Pipe()
     plane = Plane.signed_by(Authority()) if tls else Plane()
-    group = processes.Process(target=_run_group, args=(group_end, streams, pace, plane.group), daemon=True)
+    group = processes.Process(target=run_group, args=(group_end, streams, pace, plane.group), daemon=True)
     group.start()
     aside = asyncio.get_running_loop().run_in_executor
     port = await aside(None, group_pipe.recv)
     with tempfile.TemporaryDirectory() as folder:
         cert, key = _files(plane, Path(folder))
-        router = Router(RouterConfig(model="m", plane=plane.router, tls_cert=cert, tls_key=key), _tokenizer())
+        router = Router(RouterConfig(model="m", plane=plane.router, tls_cert=cert, tls_key=key), byte_tokenizer())
         address = await router.start()
     await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
         await router.groups.next_change.wait()
     client = processes.Process(
-        target=_run_client, args=(client_end, address, streams, tokens, plane.router), daemon=True
+        target=run_client, args=(client_end, address, streams, tokens, plane.router), daemon=True
     )
     before = time.process_time()
     client.start()
