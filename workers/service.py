@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import grpc.aio
@@ -23,33 +22,20 @@ from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
 from ..proto.plane_certificate import PlaneCertificate
 from ..proto.tracing import Tracing
 from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from .answer_log import Answer, AnswerLog
+from .answer_log import AnswerLog
 from .engine import Engine
-from .engine_loop import HEARTBEAT_SECONDS, EngineLoop
+from .engine_loop import EngineLoop
+from .load_pace import LOAD_SECONDS, LoadPace
 from .step_output import EngineStats, KvEvent, StepOutput
 from .subscriber import Subscriber
+from .tickets import Tickets
 from .wire import event_messages, request_of, snapshot_messages, status_message, write_output
 
 BUFFER_BYTES = 16 << 20
-LOAD_SECONDS = 0.1
-QUIET_LOAD_SECONDS = 1.0
-_SHORTEST_STUCK_SECONDS, _UNMEASURED_STEP_SECONDS = 3.0, 60.0
 _LAST_WRITE_SECONDS = 1.0
-_PATIENCE = 4.0  # times the average: attention over a long context makes some prefills dearer
 
 _log = logging.getLogger(__name__)
 _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """One submission that is being answered; `choices` are those not yet finished, `answer` is for the log."""
-
-    subscriber: Subscriber
-    submit_id: int
-    attempt: int
-    answer: Answer
-    choices: set[int] = field(default_factory=set)
 
 
 class WorkerService(WorkerServicer):
@@ -76,11 +62,10 @@ class WorkerService(WorkerServicer):
         self._kernels = kernels
         self._bytes_per_block = bytes_per_block
         self._buffer_bytes = buffer_bytes
-        self._answers = AnswerLog(registration.group, tracing)
         self._compiled = compiled  # how many kernels since readiness
         self._max_open = max_open
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
-        self._tickets: dict[str, _Ticket] = {}
+        self._tickets = Tickets(AnswerLog(registration.group, tracing))
         self._attached = 0
         self._sequence = 0  # of the next KV event; the engine's thread owns it
         self._stats: EngineStats | None = None
@@ -123,15 +108,11 @@ class WorkerService(WorkerServicer):
                 batch = batches[ticket.subscriber.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
                 mail.append((ticket.subscriber, batch))
             write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
-            self._answers.wrote(ticket.answer, sequence)
-            if sequence.finish_reason is not None:
-                self._close_choice(sequence.request_id, ticket, sequence.choice)
+            self._tickets.wrote(sequence.request_id, ticket, sequence)
         for request_id, reason in output.refused:
-            if ticket := self._tickets.pop(request_id, None):
-                error = InvalidRequest(reason)
-                self._answers.end(ticket.answer, f"refused: {reason}")
+            if ticket := self._tickets.end(request_id, f"refused: {reason}"):
                 self._loop.call_soon_threadsafe(
-                    self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, error
+                    self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, InvalidRequest(reason)
                 )
         if mail:
             self._loop.call_soon_threadsafe(self._deliver, mail)
@@ -225,7 +206,7 @@ class WorkerService(WorkerServicer):
     def _submit(self, subscriber: Subscriber, submit: wire.Submit) -> None:
         key = _key(subscriber, submit.id)
         refuse = partial(self._refuse, key, subscriber, submit.id, submit.attempt)
-        if key in self._tickets:
+        if self._tickets.get(key) is not None:
             self._reply_refused(subscriber, submit.id, submit.attempt, InvalidRequest(f"id {submit.id} is in use"))
             return
         try:
@@ -237,10 +218,7 @@ class WorkerService(WorkerServicer):
             text = f"group {self._registration.group} has {len(self._tickets)} requests, as many as it holds"
             self._reply_refused(subscriber, submit.id, submit.attempt, Overloaded(text))
             return
-        choices = set(range(request.sampling.n))
-        carrier = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
-        answer = self._answers.begin(submit.request_id, len(submit.prompt_token_ids), carrier)
-        self._tickets[key] = _Ticket(subscriber, submit.id, submit.attempt, answer, choices)
+        self._tickets.open(key, subscriber, submit, request.sampling.n)
         self._engine.submit(request, refuse)
 
     def _abort(self, key: str, choice: int | None) -> None:
@@ -248,20 +226,14 @@ class WorkerService(WorkerServicer):
         if ticket is None:
             return  # it has ended meanwhile
         if choice is not None:
-            self._close_choice(key, ticket, choice)
-        elif self._tickets.pop(key, None) is not None:
-            self._answers.end(ticket.answer, "aborted")
+            self._tickets.close_choice(key, ticket, choice)
+        else:
+            self._tickets.end(key, "aborted")
         self._engine.abort(key, choice)
-
-    def _close_choice(self, key: str, ticket: _Ticket, choice: int) -> None:
-        ticket.choices.discard(choice)
-        if not ticket.choices and self._tickets.pop(key, None) is not None:
-            self._answers.end(ticket.answer, "ok")
 
     def _refuse(self, key: str, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
         # In the engine's thread.
-        if (ticket := self._tickets.pop(key, None)) is not None:
-            self._answers.end(ticket.answer, f"refused: {error}")
+        self._tickets.end(key, f"refused: {error}")
         self._loop.call_soon_threadsafe(self._reply_refused, subscriber, submit_id, attempt, error)
 
     def _reply_refused(self, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
@@ -275,16 +247,8 @@ class WorkerService(WorkerServicer):
     def _detach(self, subscriber: Subscriber) -> None:
         _log.info("router %r left", subscriber.router)
         self._engine.call(lambda _: self._subscribers.pop(subscriber.number, None))  # after a `join` still queued
-        for key, ticket in list(self._tickets.items()):
-            if ticket.subscriber is subscriber:
-                self._abort(key, None)
-
-    def _is_in_long_step(self, stats: EngineStats) -> bool:
-        """Longer than a heartbeat, and yet no longer than a step may take: on a CPU a full prefill takes seconds."""
-        rate = stats.prefill_tokens_per_second
-        longest = _PATIENCE * self._registration.max_batch_tokens / rate if rate else _UNMEASURED_STEP_SECONDS
-        age = time.monotonic() - self._engine.last_step_at
-        return 2 * HEARTBEAT_SECONDS < age < _SHORTEST_STUCK_SECONDS + longest
+        for key in self._tickets.of(subscriber):
+            self._abort(key, None)
 
     def _status(self, stats: EngineStats) -> public.GroupStatus:
         return status_message(
@@ -299,19 +263,13 @@ class WorkerService(WorkerServicer):
         )
 
     async def _publish_load(self) -> None:
-        """Soon after a step, and once a second while a long one goes on; silence means that the engine is stuck."""
-        sent: EngineStats | None = None
-        sent_at = 0.0
+        """For ever: what the pace says is due."""
+        pace = LoadPace(self._registration.max_batch_tokens)
         while True:
             await asyncio.sleep(LOAD_SECONDS)
-            stats = self._stats
-            if stats is None or not self._subscribers:
+            stats, now = self._stats, time.monotonic()
+            if stats is None or not self._subscribers or not pace.is_due(stats, now, now - self._engine.last_step_at):
                 continue
-            if stats is sent and not self._is_in_long_step(stats):
-                continue
-            if _is_idle(stats, sent) and time.monotonic() - sent_at < QUIET_LOAD_SECONDS - LOAD_SECONDS:
-                continue
-            sent, sent_at = stats, time.monotonic()
             load = wire.Load(
                 status=self._status(stats),
                 queued_prefill_tokens=stats.queued_prefill_tokens,
@@ -322,14 +280,6 @@ class WorkerService(WorkerServicer):
             self._loop.call_soon(
                 self._deliver, [(subscriber, message) for subscriber in list(self._subscribers.values())]
             )
-
-
-def _is_idle(stats: EngineStats, before: EngineStats | None) -> bool:
-    return before is not None and (stats.running, stats.waiting, stats.generated_tokens) == (
-        before.running,
-        before.waiting,
-        before.generated_tokens,
-    )
 
 
 def _key(subscriber: Subscriber, submit_id: int) -> str:
