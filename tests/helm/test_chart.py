@@ -14,6 +14,11 @@ from tests.helm.chart import CHART, VALUES, helm, refusal, render
 
 _OTHERS = {"RayCluster", "ServiceMonitor"}  # not Kubernetes' own kinds
 _GROUP_NEEDS = {"groupName", "minReplicas", "maxReplicas", "template"}
+_GROUP_KNOWS = _GROUP_NEEDS | {"replicas", "numOfHosts", "rayStartParams"}
+_CLUSTER_KNOWS = {
+    *("rayVersion", "headGroupSpec", "workerGroupSpecs", "authOptions", "gcsFaultToleranceOptions"),
+    *("enableInTreeAutoscaling", "autoscalerOptions"),
+}
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -46,11 +51,13 @@ def test_objects_are_valid(values: str) -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 def test_ray_cluster_has_what_its_definition_requires(values: str) -> None:
-    """A head template, and of each worker group its name, bounds and template; Ray's parameters are strings."""
+    """A head template, and of each worker group its name, bounds and template, and nothing that the definition does not
+    know; Ray's parameters are strings."""
     cluster = render(values).cluster
+    assert cluster.keys() <= _CLUSTER_KNOWS and cluster["headGroupSpec"].keys() == {"rayStartParams", "template"}
     assert cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["name"] == "ray-head"
     for group in cluster["workerGroupSpecs"]:
-        assert group.keys() >= _GROUP_NEEDS
+        assert _GROUP_NEEDS <= group.keys() <= _GROUP_KNOWS
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
@@ -156,6 +163,12 @@ def test_doors_are_the_flags_of_serve(tmp_path: Path) -> None:
     assert not mounts & {"/etc/coatcheck-keys"} & {m["mountPath"] for m in rendered.container("worker")["volumeMounts"]}
     names = {one["name"] for one in router["env"]}
     assert {"COATCHECK_API_KEY", "COATCHECK_TLS_CA", "COATCHECK_TLS_CERT", "COATCHECK_TLS_KEY"} <= names
+    # The drain asks this pod's own router, by the name that the certificate has.
+    drain = router["lifecycle"]["preStop"]["exec"]["command"][-1]
+    (alias,) = rendered.group("router")["template"]["spec"]["hostAliases"]
+    assert alias == {"ip": "127.0.0.1", "hostnames": ["demo-coatcheck"]} and "--address demo-coatcheck:50051 " in drain
+    ports = {port["name"]: port["appProtocol"] for port in rendered.one("Service")["spec"]["ports"]}
+    assert ports == {"grpc": "https", "http": "https"}
     assert "tcpSocket" in router["readinessProbe"] and "httpGet" not in router["readinessProbe"]
 
 
@@ -172,10 +185,42 @@ def test_ray_has_a_token() -> None:
 def test_autoscaling() -> None:
     """Ray's autoscaler is version 2, never takes the groups' places, and has the account that the operator makes."""
     rendered = render("eight-gpus", "autoscaling.enabled=true", "autoscaling.maxReplicas=3")
-    assert rendered.cluster["enableInTreeAutoscaling"] and rendered.cluster["autoscalerOptions"] == {"version": "v2"}
+    assert rendered.cluster["enableInTreeAutoscaling"] and rendered.cluster["autoscalerOptions"]["version"] == "v2"
     worker = rendered.group("worker")
     assert (worker["minReplicas"], worker["maxReplicas"]) == (2, 3)
-    assert "serviceAccountName" not in rendered.templates[0]["spec"]
+    head = rendered.templates[0]["spec"]
+    assert "serviceAccountName" not in head and head["automountServiceAccountToken"]
+    # What the operator adds to the head pod is as confined as the rest of it.
+    options = rendered.cluster["autoscalerOptions"]
+    added = {"name": "autoscaler", "image": "i", **{key: options[key] for key in options if key != "version"}}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "head"}}
+    kubernetes_validate.validate({**pod, "spec": {**head, "containers": [added]}}, "1.34", strict=True)
+    assert added["securityContext"] == head["containers"][0]["securityContext"]
+    assert {mount["name"] for mount in added["volumeMounts"]} <= {volume["name"] for volume in head["volumes"]}
+
+
+def test_who_may_reach_the_router() -> None:
+    """Everybody, or those that are named and the pod of `helm test`."""
+    anybody = render("cpu").one("NetworkPolicy", "demo-coatcheck-router")["spec"]["ingress"]
+    assert [port["port"] for port in anybody[0]["ports"]] == ["grpc", "http"] and "from" not in anybody[0]
+    named = render("cpu", "networkPolicy.from[0].namespaceSelector.matchLabels.team=web")
+    clients, tests = named.one("NetworkPolicy", "demo-coatcheck-router")["spec"]["ingress"][0]["from"]
+    assert clients == {"namespaceSelector": {"matchLabels": {"team": "web"}}}
+    labels = named.one("Pod", "demo-coatcheck-generate")["metadata"]["labels"]
+    assert tests["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_every_setting_of_serve_can_be_given() -> None:
+    """What the chart does not write itself goes below `settings`, and nothing else does."""
+    written = set()
+    for values, flags in (("eight-gpus", ("tls.clientCaKey=ca.crt", "model.servedName=m")), ("cpu", ())):
+        written |= yaml.safe_load(render(values, *flags).one("ConfigMap")["data"]["serve.yaml"]).keys()
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    offered = schema["properties"]["settings"]["properties"].keys()
+    given = {*yaml.safe_load((CHART / "values" / "cpu.yaml").read_text())["settings"], "host_kv_memory"}
+    # On the command line of the container.
+    assert offered | (written - given) | {"ray_address"} == ServeConfig.model_fields.keys()
+    assert not offered & (written - given)
 
 
 def test_every_value_is_explained() -> None:

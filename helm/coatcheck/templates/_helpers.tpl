@@ -173,9 +173,9 @@ startupProbe:
 
 {{- define "coatcheck.pod" -}}
 securityContext: {{- include "coatcheck.podSecurity" .root | nindent 2 }}
-{{- /* The autoscaler, in the head pod, needs an account that may scale: the operator makes it. */ -}}
+{{- /* The autoscaler, in the head pod, needs the token of an account that may scale: the operator grants it that. */}}
+automountServiceAccountToken: {{ .scales | default false }}
 {{- if not .scales }}
-automountServiceAccountToken: false
 serviceAccountName: {{ include "coatcheck.serviceAccount" .root }}
 {{- end }}
 {{- with .root.Values.image.pullSecrets }}
