@@ -7,6 +7,7 @@ texts off their event loop.
 
 import json
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -136,6 +137,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _download(model: str) -> Path:
+    if Path(model).is_absolute():  # `coatcheck serve` has seen it, on another host
+        raise InvalidModel(
+            f"no model directory {model} on {socket.gethostname()}; every node with a router needs its tokenizer under "
+            "this path, mounted or copied"
+        )
     from huggingface_hub import snapshot_download  # imported late: it takes a while, and a directory needs none of it
 
     try:

@@ -7,6 +7,7 @@ when a slice is asked for. It does not know which tensor belongs to which parame
 import hashlib
 import json
 import re
+import socket
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -59,7 +60,11 @@ class Checkpoint:
         if local.is_dir():
             return cls(local.resolve().name, local)
         if local.exists() or not _HUB_ID.fullmatch(path_or_id):
-            raise InvalidModel(f"no model directory {path_or_id}; give a directory with config.json, or a hub id")
+            # `coatcheck serve` may have seen it, on another host.
+            raise InvalidModel(
+                f"no model directory {path_or_id} on {socket.gethostname()}; give a directory with config.json that "
+                "every node with ranks has under this path, mounted or copied, or a hub id"
+            )
         return cls(path_or_id, _download(path_or_id))
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """A checkpoint's own files: tokenizer and chat template, and what happens when they are wrong."""
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -59,6 +60,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content:
     (tmp_path / file).write_text(content)
     with pytest.raises(InvalidModel):
         TokenizerJson.load(str(tmp_path))
+
+
+def test_a_path_that_is_not_mounted_here_is_named() -> None:
+    """It is not taken for a hub id, and the message has the host, since the model may be mounted on others."""
+    with pytest.raises(InvalidModel, match=f"no model directory /models/m on {socket.gethostname()}.* mounted or cop"):
+        TokenizerJson.load("/models/m")
 
 
 def test_the_tables_are_there_before_the_first_request() -> None:
