@@ -1,33 +1,13 @@
 """The Ray head's process is killed and comes back, its state kept by Redis: requests do not notice."""
 
-import shutil
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.ray_nodes import RayNodes, listens
-from coatcheck.bench.servers import free_port
+from coatcheck.bench.ray_nodes import RayNodes
+from coatcheck.bench.redis_server import redis_server
 from tests.cluster.serving import Serving, kill, until
-
-
-@contextmanager
-def redis(directory: Path) -> Iterator[str]:
-    """host:port of one that keeps nothing on disk."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.fail("there is no redis-server; install it (Debian: apt-get install redis-server, as .ci/run does)")
-    address = f"127.0.0.1:{free_port()}"
-    flags = ["--port", address.rpartition(":")[2], "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-    with subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL) as process:
-        try:
-            until(lambda: listens(address), "Redis listens")
-            yield address
-        finally:
-            process.kill()
 
 
 class Asking:
@@ -62,7 +42,7 @@ class Asking:
 def test_with_redis_the_head_may_be_lost(tmp_path: Path, tiny_model: Path) -> None:
     """While the head is gone requests are served as before; it comes back, the same command finds the cluster with its
     ranks as they were, and a rank that dies is started again."""
-    with redis(tmp_path) as address, RayNodes(tmp_path, environment={"RAY_REDIS_ADDRESS": address}) as nodes:
+    with redis_server(tmp_path) as address, RayNodes(tmp_path, environment={"RAY_REDIS_ADDRESS": address}) as nodes:
         nodes.add(1, {"front": 1})
         until(lambda: nodes.count() == 2, "the node has joined")
         flags = ["--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB", "--router-resource", "front"]

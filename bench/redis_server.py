@@ -1,0 +1,35 @@
+"""A Redis of our own, for a Ray head whose state is to outlive it. It does not know Ray."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coatcheck.bench.ray_nodes import listens
+from coatcheck.bench.servers import free_port
+
+_START_SECONDS = 20.0
+
+
+@contextmanager
+def redis_server(directory: Path) -> Iterator[str]:
+    """host:port of one that keeps nothing on disk; raises RuntimeError where none is installed or it does not start."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise RuntimeError(
+            "there is no redis-server; install it (Debian: apt-get install redis-server, as .ci/run does)"
+        )
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--port", address.rpartition(":")[2], "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
+    with subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while not listens(address):
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise RuntimeError(f"redis-server does not listen at {address}")
+                time.sleep(0.05)
+            yield address
+        finally:
+            process.kill()
