@@ -43,8 +43,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 # A larger step computes prompts no faster, and holds every running decode up for as long as it takes.
 _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
+_HEAD = "node:__internal_head__"  # a resource that Ray itself gives to the head
 # Of its node's resource; small, so that the next router need not wait until Ray has taken the last one's back.
-_ROUTER_SHARE = 0.01
+_SMALL_SHARE = 0.01
 
 _QUIETLY: dict[str, Any] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
 
@@ -71,6 +72,11 @@ def join(address: str) -> None:
             versions = " ".join(str(error).split())
             raise InvalidConfig(f"{versions}; install the same versions of Ray and Python on every node") from None
         raise Unavailable(f"no Ray cluster answers at {address}: {_first_line(error)}") from None
+
+
+def ray_address() -> str:
+    """HOST:PORT of the head that this process has connected to."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _start_ray(config: ServeConfig) -> None:
@@ -122,7 +128,9 @@ def start_supervisor(config: ServeConfig, placement: Placement) -> Actor:
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=32,
-        scheduling_strategy=_head(),
+        # At the head: it ends with no worker node, and nothing is left to supervise without a head. A resource, since
+        # affinity to a node that may be another is no more than a wish, and the head that comes back is another node.
+        resources={_HEAD: _SMALL_SHARE},
     )
     plane = Plane.signed_by(Authority()) if needs_plane(config) else Plane()
     return options.remote(config, placement, plane)
@@ -171,7 +179,7 @@ def start_router(config: RouterConfig, resource: str | None = None, node: str | 
         namespace=NAMESPACE,
         lifetime="detached",
         max_restarts=0,
-        resources={resource: _ROUTER_SHARE} if resource else None,
+        resources={resource: _SMALL_SHARE} if resource else None,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False) if node else None,
     )
     return options.remote(config)
@@ -181,14 +189,6 @@ def router_nodes(resource: str | None) -> list[str]:
     """Nodes that may have a router, by id: all that live, or of those the ones that offer `resource`."""
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return [node["NodeID"] for node in nodes if resource is None or node["Resources"].get(resource, 0) > 0]
-
-
-def _head() -> NodeAffinitySchedulingStrategy | None:
-    """At the head where it can be: it ends with no worker node, and nothing is left to supervise without a head."""
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-    return None
 
 
 def group_config(

@@ -6,38 +6,59 @@ import Ray.
 
 import os
 import socket
-from pathlib import Path
+from contextlib import suppress
 
 import grpc
 
 from ..proto.errors import InvalidConfig, Unavailable
 from .address import split_address
+from .own_ray import own_rays, ray_folder, token_of
+from .ray_environment import environment_token
 
 _ANSWER_SECONDS = 5.0
 _EXAMPLE = "127.0.0.1:6379"
+_ASK = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty question will do
 
 
-def find_ray(written: str) -> str:
-    """HOST:PORT of a cluster whose head listens; raises InvalidConfig or Unavailable with what to do."""
-    address, source = _resolve(written)
-    host, port = split_address(address, _EXAMPLE)
+def find_ray(written: str, *, own: bool = False) -> str:
+    """HOST:PORT of a cluster whose head listens; raises InvalidConfig or Unavailable with what to do.
+
+    `own`: `auto` may mean a Ray that `coatcheck serve` has started for itself.
+    """
+    address, source = _resolve(written, own)
     try:
-        socket.create_connection((host.strip("[]"), port), timeout=_ANSWER_SECONDS).close()
+        _connect(address)
     except OSError as error:
         raise _no_ray(address, source, error.strerror or str(error)) from None
     # Ray's head speaks gRPC; towards anything else Ray itself would try for minutes.
-    if os.environ.get("RAY_USE_TLS", "0") in ("", "0") and not _speaks_grpc(address):
-        raise _no_ray(address, source, "something listens there, but does not speak gRPC")
+    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        _greet(address, source, (token_of(ray_folder(), address) if own else None) or environment_token())
     return address
 
 
-def _speaks_grpc(address: str) -> bool:
+def _connect(address: str) -> None:
+    host, port = split_address(address, _EXAMPLE)
+    socket.create_connection((host.strip("[]"), port), timeout=_ANSWER_SECONDS).close()
+
+
+def _greet(address: str, source: str, token: str) -> None:
+    """Raises Unavailable unless a Ray is there and lets us in: it would let nobody know for minutes."""
     with grpc.insecure_channel(address) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
         except grpc.FutureTimeoutError:
-            return False
-    return True
+            raise _no_ray(address, source, "something listens there, but does not speak gRPC") from None
+        shown = (("authorization", f"Bearer {token}"),) if token else None
+        try:
+            channel.unary_unary(_ASK, bytes, bytes)(b"", timeout=_ANSWER_SECONDS, metadata=shown)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                return  # it need not know this question
+            fault = "does not take the token that it is shown" if token else "wants its token"
+            raise Unavailable(
+                f"the Ray cluster at {address}{source} {fault}: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN; one that "
+                "`coatcheck serve` has started lets in commands of the same user on the same host alone"
+            ) from None
 
 
 def _no_ray(address: str, source: str, reason: str) -> Unavailable:
@@ -47,18 +68,29 @@ def _no_ray(address: str, source: str, reason: str) -> Unavailable:
     )
 
 
-def _resolve(written: str) -> tuple[str, str]:
+def _resolve(written: str, own: bool) -> tuple[str, str]:
     """(address, where it comes from, in words)."""
     if written != "auto":
         return written, ""
     # In Ray's own order, but for its last resort: any Ray that it finds among this host's processes.
     if (named := os.environ.get("RAY_ADDRESS", "auto")) not in ("", "auto"):
         return named, ", which RAY_ADDRESS names"
-    file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
-    try:
-        return file.read_text().strip(), f", the last one started on this host (says {file})"
-    except OSError:
+    file = ray_folder() / "ray_current_cluster"
+    started: list[tuple[int, str]] = own_rays(ray_folder()) if own else []
+    started = [(when, address) for when, address in started if _listens(address)]
+    with suppress(OSError):
+        started.append((file.stat().st_mtime_ns, file.read_text().strip()))
+    if not started:
+        other = " and no `coatcheck serve` of this user with a Ray of its own" if own else ""
         raise InvalidConfig(
-            f"--ray-address auto finds no Ray cluster on this host (RAY_ADDRESS is not set, and there is no {file}); "
-            "start one with `ray start --head`, or give HOST:PORT"
-        ) from None
+            f"--ray-address auto finds no Ray cluster on this host{other} (RAY_ADDRESS is not set, and there is no "
+            f"{file}); start one with `ray start --head`, or give HOST:PORT"
+        )
+    return max(started)[1], f", the last one started on this host (says {file.parent})"
+
+
+def _listens(address: str) -> bool:
+    with suppress(OSError):
+        _connect(address)
+        return True
+    return False

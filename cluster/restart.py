@@ -1,53 +1,76 @@
-"""`coatcheck restart`: groups get new processes one after another, and no request is lost. Knows only the supervisor.
+"""`coatcheck restart`: everything gets new processes, one after another, and no request is lost. Knows the supervisor.
 
 An upgrade is this, once every node has the new version installed.
 """
 
 import sys
 import time
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from ..proto.errors import CoatcheckError, Unavailable
-from .ray_address import find_ray
-from .ray_environment import quiet_driver
+from ..proto.errors import CoatcheckError
+from .supervisor_call import RayAddress, supervisor_at
+
+_ADOPT_SECONDS = 30.0
+_POLL_SECONDS = 0.1
 
 
 def restart(
-    groups: Annotated[list[str] | None, typer.Argument(metavar="[GROUP]...", help="Default: all of them.")] = None,
-    ray_address: Annotated[str, typer.Option(help="The Ray cluster, HOST:PORT or auto.")] = "auto",
+    groups: Annotated[
+        list[str] | None, typer.Argument(metavar="[GROUP]...", help="Default: the supervisor, then every group.")
+    ] = None,
+    ray_address: RayAddress = "auto",
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long what runs on a group may take to end; then it moves to others.")
     ] = 30.0,
+    routers: Annotated[
+        bool, typer.Option("--routers", help="Then the routers too: each takes no new request while what runs ends.")
+    ] = False,
 ) -> None:
     """Start the groups again, one at a time, while the others serve: with whatever version is installed now."""
     try:
-        _roll(groups or [], find_ray(ray_address), drain_seconds)
+        with supervisor_at(ray_address) as supervisor:
+            _roll(supervisor, groups or [], drain_seconds, routers=routers)
     except CoatcheckError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
-def _roll(groups: list[str], address: str, drain_seconds: float) -> None:
-    quiet_driver()
+def _roll(supervisor: Any, groups: list[str], drain_seconds: float, *, routers: bool) -> None:
     import ray
-    from ray.exceptions import RayError, RayTaskError
 
-    from . import launch
+    if not groups:
+        # First, since it tells the others what to be: an older one could not tell newer groups all of it.
+        began = time.monotonic()
+        _renew(supervisor)
+        _say("the supervisor", began)
+        groups = ray.get(supervisor.config.remote()).group_names
+    for group in groups:
+        began = time.monotonic()
+        ray.get(supervisor.restart.remote(group, drain_seconds))
+        _say(group, began)
+    for address in ray.get(supervisor.state.remote()).routers if routers else ():
+        began = time.monotonic()
+        ray.get(supervisor.restart_router.remote(address, drain_seconds))
+        _say(f"the router at {address}", began)
 
-    launch.join(address)
-    try:
-        supervisor: Any = launch.find_actor(launch.SUPERVISOR)
-        if supervisor is None:
-            raise Unavailable(f"nothing serves on the Ray cluster at {address}; start it with `coatcheck serve`")
-        for group in groups or ray.get(supervisor.config.remote()).group_names:
-            began = time.monotonic()
-            ray.get(supervisor.restart.remote(group, drain_seconds))
-            print(f"{group} serves again after {time.monotonic() - began:.1f} s", flush=True)
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, CoatcheckError) else Unavailable(str(error)) from None
-    except RayError as error:
-        raise Unavailable(f"the supervisor was lost: {type(error).__name__}; ask again") from None
-    finally:
-        ray.shutdown()
+
+def _renew(supervisor: Any) -> None:
+    """Returns once the next one has adopted everything, or has had its time: what is wrong then is said of a group."""
+    import ray
+    from ray.exceptions import RayError
+
+    with suppress(RayError):  # it has ended
+        ray.get(supervisor.restart_supervisor.remote())
+    deadline = time.monotonic() + _ADOPT_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(RayError):  # the next one is not there yet
+            if ray.get(supervisor.state.remote(), timeout=_ADOPT_SECONDS).is_ready:
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+def _say(what: str, began: float) -> None:
+    print(f"{what} serves again after {time.monotonic() - began:.1f} s", flush=True)

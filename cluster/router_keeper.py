@@ -9,7 +9,7 @@ from dataclasses import replace
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ..proto.errors import CoatcheckError
+from ..proto.errors import CoatcheckError, Unavailable
 from ..router.config import RouterConfig
 from ..router.group_address import GroupAddress
 from . import launch
@@ -39,6 +39,7 @@ class RouterKeeper:
         self._actor: launch.Actor | None = None
         self._groups: list[GroupAddress] | None = None  # not yet known
         self._version = 0
+        self._serves = asyncio.Event()  # whoever waits for the next start clears it
 
     async def keep(self) -> None:
         """Holds the router up until cancelled; gives up only on one that has never served."""
@@ -48,6 +49,7 @@ class RouterKeeper:
                 address = await self._actor.start.remote()
                 self.http_address = await self._actor.http_address.remote()
                 self.address = address
+                self._serves.set()
                 # The next router must be where clients look for this one.
                 self._config = replace(
                     self._config, port=int(address.rpartition(":")[2]), http_port=_port(self.http_address)
@@ -98,6 +100,29 @@ class RouterKeeper:
                     status = await self._actor.status.remote()
                     return sum(one.running + one.waiting for one in status.groups if one.name == group)
         return 0
+
+    async def misses(self, group: str) -> str:
+        """Why this router does not use a group that serves; empty when it does, or does not answer."""
+        if self._actor is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    status = await self._actor.status.remote()
+                known = {one.name: one for one in status.groups}
+                if group not in known:
+                    return "it does not know it"
+                if known[group].state not in ("serving", "draining", "drained"):
+                    return known[group].reason or f"it is {known[group].state}"
+        return ""
+
+    async def renew(self, drain_seconds: float) -> None:
+        """Another process at the same address, of whatever is installed now: no new request comes to this one, and
+        what runs may end within that time. Returns once the next one serves."""
+        if self._actor is None or not self.address:
+            raise Unavailable(f"{self._config.name} does not serve; wait until it does")
+        await self._actor.drain.remote(drain_seconds)
+        self._serves.clear()
+        await self.stop(now=False)
+        await self._serves.wait()
 
     async def stop(self, *, now: bool) -> None:
         """Ends the router, first with a word (unless `now`), then without."""

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 
+from ..proto.errors import NotFound, Unavailable
 from ..proto.plane_certificate import PlaneCertificate
 from . import launch
 from .cluster_state import GroupState
@@ -15,6 +16,8 @@ from .router_keeper import RouterKeeper
 
 _LOOK_SECONDS = 1.0
 _REPORT_SECONDS = 1.5
+_ATTACH_SECONDS = 10.0
+_POLL_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +89,23 @@ class RouterSet:
             await asyncio.sleep(min(_REPORT_SECONDS, seconds))
             if not any(await asyncio.gather(*(keeper.load(group) for keeper in self._keepers.values()))):
                 return
+
+    async def renew(self, address: str, drain_seconds: float) -> None:
+        """Another process for the router at gRPC's `address`; see RouterKeeper.renew. Raises NotFound."""
+        keeper = next((keeper for keeper in self._keepers.values() if keeper.address == address), None)
+        if keeper is None:
+            raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
+        await keeper.renew(drain_seconds)
+
+    async def wait_used(self, group: str) -> None:
+        """Until every router that answers uses a group that serves; raises Unavailable with the reason of one that
+        does not."""
+        deadline = time.monotonic() + _ATTACH_SECONDS
+        for name, keeper in list(self._keepers.items()):
+            while reason := await keeper.misses(group):
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"{name} does not use {group}: {reason}")
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def stop(self, *, now: bool) -> None:
         """Ends all, first with a word (unless `now`), then without."""

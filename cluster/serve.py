@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +21,9 @@ from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
 from .counted import counted
 from .exposure import check_credentials, warn_of_exposure
 from .model_check import check_model
+from .own_ray import known_to_its_user, ray_folder
 from .ray_address import find_ray
-from .ray_environment import confine_local_ray, quiet_driver
+from .ray_environment import confine_local_ray, environment_token, quiet_driver
 from .ready_line import ready_line
 from .stop_signals import EXIT_STOPPED, Signals
 
@@ -147,6 +148,7 @@ class Serving:
         self._signals = signals
         self._console = Console(stderr=True, highlight=False)
         self._supervisor: Any = None
+        self._notes = ExitStack()  # left for other commands; taken back at the end
         self._has_served = False
         self._began = time.monotonic()
         if warning := warn_of_exposure(config):
@@ -171,6 +173,7 @@ class Serving:
                 self._watch(state)
                 self._drain()
         finally:
+            self._notes.close()
             self._stop()
             ray.shutdown()
         return 0 if self._has_served and not self._signals.forced.is_set() else EXIT_STOPPED
@@ -189,6 +192,11 @@ class Serving:
         finally:
             timer.cancel()
         self._signals.install()
+        if address is None:
+            try:
+                self._notes.enter_context(known_to_its_user(ray_folder(), launch.ray_address(), environment_token()))
+            except OSError as error:
+                self._say(f"warning: `coatcheck restart` will not find this Ray: {error}")
 
     def _find_or_start_supervisor(self) -> Any:
         import ray

@@ -113,7 +113,7 @@ def _with_numbers(value: Any) -> Any:
 
 # Strings that may consist of digits.
 _TEXTS = frozenset(
-    {"name", "router", "node", "address", "reason", "fingerprint", "dtype", "kv_dtype", "state", "kernels"}
+    {"name", "router", "node", "address", "reason", "fingerprint", "dtype", "kv_dtype", "state", "kernels", "version"}
 )
 
 
@@ -153,6 +153,8 @@ def _print(answer: pb.StatusResponse) -> None:
     for group in answer.groups:
         if group.reason:
             console.print(f"{group.name}: {group.reason}", highlight=False)
+        if group.version != answer.version and group.version and answer.version:
+            console.print(f"{group.name}: coatcheck {group.version}, the router {answer.version}", highlight=False)
     ranks = _table("rank", "healthy", "node", "pid", "steps", "peak memory")
     for group in answer.groups:
         for rank in group.ranks:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Every method answers at once, but for `drain`, `restart` and `stop`."""
+    """Every method answers at once, but for `drain`, `restart…` and `stop`."""
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: Placement, plane: Plane) -> None:  # type: ignore[misc]
@@ -62,7 +62,8 @@ class Supervisor:
 
     async def restart(self, group: str, drain_seconds: float) -> None:
         """New processes for one group, of whatever is installed now: no new work goes to it, what runs may end within
-        that time, and the rest moves. Returns once it serves; raises Unavailable, and NotFound for no such group."""
+        that time, and the rest moves. Returns once every router uses it; raises Unavailable when it does not come up
+        or a router does not take it, and NotFound for no such group."""
         keeper = next((keeper for keeper in self._groups if keeper.state.name == group), None)
         if keeper is None:
             raise NotFound(f"there is no group {group!r}; there are {', '.join(self._config.group_names)}")
@@ -71,6 +72,15 @@ class Supervisor:
         keeper.drain()
         await self._routers.wait_idle(group, drain_seconds)
         await keeper.renew()
+        await self._routers.wait_used(group)
+
+    async def restart_router(self, address: str, drain_seconds: float) -> None:
+        """The same for the router at gRPC's `address`, but that new requests must go to others meanwhile."""
+        await self._routers.renew(address, drain_seconds)
+
+    async def restart_supervisor(self) -> None:
+        """Never answers: Ray starts the next one, of whatever is installed now, and that adopts what runs."""
+        os._exit(1)
 
     async def stop(self, *, now: bool = False) -> None:
         """Ends the routers and every rank, and gives their places back; the actor itself is for the caller to end."""
@@ -103,7 +113,8 @@ class Supervisor:
         places = list(zip(config.group_names, placement.strategies, strict=True))
         for name, strategy in places:
             reserved = launch.reserve(name, placement.bundle, strategy, config.tp)
-            if not await asyncio.to_thread(reserved.wait, _RESERVE_SECONDS):
+            # One that has served waits for its place with its keeper: a node may be gone, and others go on meanwhile.
+            if not self._is_restarted and not await asyncio.to_thread(reserved.wait, _RESERVE_SECONDS):
                 raise InvalidConfig(self._no_place(name, strategy))
             self._reserved.append(reserved)
             self._hosts.note(name, launch.hosts_of(reserved))

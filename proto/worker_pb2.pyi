@@ -42,10 +42,14 @@ class ToGroup(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router",)
+    __slots__ = ("router", "contract", "version")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     router: str
-    def __init__(self, router: _Optional[str] = ...) -> None: ...
+    contract: int
+    version: str
+    def __init__(self, router: _Optional[str] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("id", "attempt", "request_id", "prompt_token_ids", "sampling", "resume", "cache_salt", "priority", "uncached_tokens", "retention", "traceparent", "tracestate", "tenant")
@@ -106,7 +110,7 @@ class FromGroup(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., batch: _Optional[_Union[StepBatch, _Mapping]] = ..., events: _Optional[_Union[KvEvents, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks")
+    __slots__ = ("group", "epoch", "model", "num_blocks", "tp", "max_num_seqs", "max_batch_tokens", "host_blocks", "contract", "version")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +119,8 @@ class Registration(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     group: str
     epoch: str
     model: _coatcheck_pb2.GetModelResponse
@@ -123,7 +129,9 @@ class Registration(_message.Message):
     max_num_seqs: int
     max_batch_tokens: int
     host_blocks: int
-    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[str] = ..., model: _Optional[_Union[_coatcheck_pb2.GetModelResponse, _Mapping]] = ..., num_blocks: _Optional[int] = ..., tp: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., host_blocks: _Optional[int] = ...) -> None: ...
+    contract: int
+    version: str
+    def __init__(self, group: _Optional[str] = ..., epoch: _Optional[str] = ..., model: _Optional[_Union[_coatcheck_pb2.GetModelResponse, _Mapping]] = ..., num_blocks: _Optional[int] = ..., tp: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., host_blocks: _Optional[int] = ..., contract: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("step", "outputs")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from ..proto.coatcheck_pb2 import CacheAudit, DrainRequest, DrainResponse, GroupStatus, StatusRequest, StatusResponse
+from ..proto.contract import VERSION
 from ..proto.errors import InvalidRequest, NotFound
 from .admission import refuse_unknown_fields
 from .config import RouterConfig
@@ -50,6 +51,7 @@ class Admin:
             groups=groups,
             active_streams=self._traffic.active,
             hit_ratio=self._traffic.hit_ratio,
+            version=VERSION,
         )
         if self._groups.model is not None:
             response.model.CopyFrom(self._groups.model)
@@ -142,6 +144,7 @@ def _link_status(link: GroupLink, draining: bool) -> GroupStatus:
         reported.ClearField(name)
     status.MergeFrom(reported)
     status.blocks_total = status.blocks_total or link.registration.num_blocks
+    status.version = link.registration.version
     return status
 
 

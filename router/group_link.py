@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import grpc
 
+from ..proto.contract import CONTRACT, VERSION, disagreement
 from ..proto.errors import Overloaded, error_of
 from ..proto.plane_certificate import plane_channel
 from ..proto.worker_pb2 import (
@@ -159,7 +160,7 @@ class GroupLink:
         return attached
 
     async def _converse(self, stream: Stream) -> None:
-        self._outbox.put_nowait(ToGroup(hello=Hello(router=self._router)))
+        self._outbox.put_nowait(ToGroup(hello=Hello(router=self._router, contract=CONTRACT, version=VERSION)))
         clock = asyncio.get_running_loop().time
         self._heard = clock()
         helpers = [
@@ -224,6 +225,8 @@ class GroupLink:
     def _register(self, registration: Registration) -> None:
         if registration.group != self.name:
             raise Ejected(f"{self.address.address} is group {registration.group!r}, not {self.name!r}")
+        if reason := disagreement("the group", registration.contract, registration.version):
+            raise Ejected(reason)
         if registration.model.name != self._model_name:
             raise Ejected(f"the group serves model {registration.model.name!r}, not {self._model_name!r}")
         if not registration.model.block_size:

@@ -20,6 +20,7 @@ from ..kernels.compile_watch import CompileWatch
 from ..kernels.native import native_status
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
+from ..proto.contract import CONTRACT, VERSION
 from ..proto.errors import InvalidConfig
 from ..proto.tracing import Tracing
 from .block_layout import BlockLayout
@@ -280,6 +281,8 @@ class Rank:
             tp=spec.tp,
             max_num_seqs=self.config.max_num_seqs,
             max_batch_tokens=self.config.max_batch_tokens,
+            contract=CONTRACT,
+            version=VERSION,
         )
 
     def _loading(self, done: int, total: int) -> None:

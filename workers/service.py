@@ -18,6 +18,7 @@ import grpc.aio
 from ..proto import coatcheck_pb2 as public
 from ..proto import plane_certificate
 from ..proto import worker_pb2 as wire
+from ..proto.contract import disagreement
 from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
 from ..proto.plane_certificate import PlaneCertificate
 from ..proto.tracing import Tracing
@@ -123,8 +124,11 @@ class WorkerService(WorkerServicer):
         if first is None or not first.HasField("hello"):
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a Hello")
         assert first is not None  # abort raises
+        hello = first.hello
+        if reason := disagreement(f"router {hello.router}", hello.contract, hello.version):
+            await stream.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         self._attached += 1
-        subscriber = Subscriber(self._attached, first.hello.router, buffer_bytes=self._buffer_bytes)
+        subscriber = Subscriber(self._attached, hello.router, buffer_bytes=self._buffer_bytes)
         ends = [
             asyncio.create_task(self._read(subscriber, requests)),
             asyncio.create_task(subscriber.write_to(stream.write)),

@@ -25,7 +25,7 @@ _STRIKES = [
 
 @pytest.mark.timeout(240)
 async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
-    """Every group gets new processes under load: no request is refused, none fails, none changes."""
+    """The supervisor and every group get new processes under load: no request is refused, none fails, none changes."""
     before = {rank.pid for group in cluster.serving() for rank in group.ranks}
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
@@ -38,7 +38,8 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
         await keeping
         await load.close()
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["group-0", "group-1"]
+    said = [line.partition(" serves again")[0] for line in done.stdout.splitlines()]
+    assert said == ["the supervisor", "group-0", "group-1"]
     assert not load.faults and not load.counts["refused"] and load.counts["started"] == load.counts["ended"]
     await asyncio.to_thread(cluster.wait_whole, 30.0)
     assert not before & {rank.pid for group in cluster.serving() for rank in group.ranks}

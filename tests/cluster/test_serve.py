@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,17 @@ PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jump
 
 
 @pytest.fixture(scope="module")
-def serving(tiny_model: Path) -> Iterator[Serving]:
+def ray_folder() -> Iterator[Path]:
+    """Where the shared server's Ray has its sessions; a short name, for the sake of sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model: Path, ray_folder: Path) -> Iterator[Serving]:
     """Two groups of two ranks, shared by the tests of this file; the last one ends it."""
-    with Serving(
-        str(tiny_model), "--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB", "--log-format", "json"
-    ) as serving:
+    flags = ["--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB", "--log-format", "json"]
+    with Serving(str(tiny_model), *flags, environment={"RAY_TMPDIR": str(ray_folder)}) as serving:
         line = serving.wait_ready()
         assert "2 groups x tp 2" in line and "blocks of 16 tokens" in line
         yield serving
@@ -204,6 +211,22 @@ def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
     assert serving.group("group-1")["ranks"][0]["pid"] == before["group-1"]["ranks"][0]["pid"]
 
 
+def test_restart_reaches_a_ray_that_serve_has_started(serving: Serving, ray_folder: Path, tmp_path: Path) -> None:
+    """`coatcheck restart` of the same user on the same host finds it and its token; nobody else can read that, and
+    without it the command says what is missing."""
+    (token,) = (ray_folder / "ray").glob("*.token")
+    assert token.stat().st_mode & 0o777 == 0o600
+    address = f"127.0.0.1:{token.stem.rpartition('-')[2]}"
+    flags = ["restart", "group-0", "--drain-seconds", "0"]
+    stranger = coatcheck(*flags, "--ray-address", address, environment={"RAY_TMPDIR": str(tmp_path)})
+    assert stranger.returncode == 1 and f"the Ray cluster at {address} wants its token" in stranger.stderr
+    before = serving.group("group-0")
+    done = coatcheck(*flags, environment={"RAY_TMPDIR": str(ray_folder)})
+    assert done.returncode == 0 and done.stdout.startswith("group-0 serves again after "), done.stderr
+    until(lambda: serving.group("group-0")["state"] == "serving", "its router knows")
+    assert serving.group("group-0")["ranks"][0]["pid"] != before["ranks"][0]["pid"]
+
+
 def test_a_killed_router_comes_back_at_its_address(serving: Serving) -> None:
     """kill -9 of the router: the next one listens at the same address and knows the groups."""
     kill(serving.actor("RouterActor"))
@@ -236,8 +259,9 @@ def test_a_drain_is_undone(serving: Serving) -> None:
     assert serving.generate(PROMPT, "--max-tokens", "2")["usage"]["completion"] == 2
 
 
-def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving) -> None:
-    """On SIGTERM the running stream ends whole, a new request is turned away, then every process is gone; exit 0."""
+def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: Path) -> None:
+    """On SIGTERM the running stream ends whole, a new request is turned away, then every process is gone, and Ray's
+    token; exit 0."""
     command = [
         *COMMAND,
         "generate",
@@ -261,6 +285,7 @@ def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving) -> None:
         assert '"completion": 2400' in running.communicate(timeout=30)[0]
     assert serving.process.wait(20) == 0
     until(lambda: not any(lives(pid) for pid in processes), "every process is gone", 10)
+    assert not list((ray_folder / "ray").glob("*.token"))
 
 
 def test_a_second_signal_stops_at_once(tiny_model: Path) -> None:

@@ -18,6 +18,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     GroupStatus,
     TokenLogprob,
 )
+from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.worker_pb2 import (
     Abort,
     Cached,
@@ -80,6 +81,7 @@ class FakeGroup(WorkerServicer):
         self.poison = poison
         self.chunk = chunk
         self.score_at_most = score_at_most
+        self.contract, self.version = CONTRACT, VERSION
         self.silent = False  # a stopped process: connected, and saying nothing
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
@@ -195,6 +197,8 @@ class FakeGroup(WorkerServicer):
             model=self.model,
             num_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,
+            contract=self.contract,
+            version=self.version,
         )
         outbox.put_nowait(FromGroup(registration=registration))
         self._send_snapshot(outbox)

@@ -11,6 +11,7 @@ import pytest
 
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.engine import Engine
@@ -84,13 +85,13 @@ def group() -> Iterator[Group]:
 class Router:
     """A router's end of one stream."""
 
-    def __init__(self, address: str, name: str = "r") -> None:
+    def __init__(self, address: str, name: str = "r", contract: int = CONTRACT, version: str = VERSION) -> None:
         self.channel = grpc.aio.insecure_channel(address)
         self.stream = WorkerStub(self.channel).Attach()
-        self.name = name
+        self.hello = wire.Hello(router=name, contract=contract, version=version)
 
     async def __aenter__(self) -> "Router":
-        await self.send(hello=wire.Hello(router=self.name))
+        await self.send(hello=self.hello)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,6 +178,17 @@ async def test_a_stream_must_begin_with_hello(group: Group) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stream.read()
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_router_of_another_contract_is_refused(group: Group) -> None:
+    """Its stream ends with what does not go together; one of another version that speaks ours attaches."""
+    async with Router(group.address, version="9.9.9") as router:
+        assert (await router.next("registration")).registration.group == "g"
+    async with Router(group.address, contract=CONTRACT + 1, version="9.9.9") as router:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.stream.read()
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "router r runs coatcheck 9.9.9 with contract 1" in str(refused.value.details())
 
 
 async def test_tokens_come_back_under_the_submissions_id(group: Group) -> None:

@@ -1,0 +1,73 @@
+"""OwnRay: a Ray that `coatcheck serve` has started, as commands of the same user on the same host find it again.
+
+Such a Ray lets in whoever shows its token. The token lies in a file beside Ray's sessions that nobody else may read,
+named by the port where the Ray's head listens; it ends with the command. It does not import Ray.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+_PREFIX: Final = "coatcheck-"
+_SUFFIX: Final = ".token"
+_HOST: Final = "127.0.0.1"
+_LOOPBACK: Final = (_HOST, "localhost")
+
+
+def ray_folder() -> Path:
+    """Where Ray keeps its sessions, and notes which was started last."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+
+
+@contextmanager
+def known_to_its_user(folder: Path, address: str, token: str) -> Iterator[None]:
+    """The Ray whose head listens at `address` is found while inside; `folder` is Ray's."""
+    file = _file_of(folder, address.rpartition(":")[2])
+    # Everybody may write to Ray's folder: a new file takes the place of whatever has this name, and is never shared.
+    made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
+        output.write(token)
+    made.replace(file)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def token_of(folder: Path, address: str) -> str | None:
+    """None where this user has started no such Ray on this host."""
+    host, _, port = address.rpartition(":")
+    return _read(_file_of(folder, port)) if host in _LOOPBACK else None
+
+
+def own_rays(folder: Path) -> list[tuple[int, str]]:
+    """(when, in nanoseconds; address) of those that this user has started; some may have ended by kill -9."""
+    found = []
+    for file in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError):
+            if _read(file) is not None:
+                port = file.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+                found.append((file.stat().st_mtime_ns, f"{_HOST}:{port}"))
+    return found
+
+
+def _file_of(folder: Path, port: str) -> Path:
+    return folder / f"{_PREFIX}{port}{_SUFFIX}"
+
+
+def _read(file: Path) -> str | None:
+    """Only what this user has written: anybody could have put a file of that name there."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as opened:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            return None
+        return opened.read()

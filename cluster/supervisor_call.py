@@ -1,0 +1,40 @@
+"""SupervisorCall: how a command reaches the supervisor of a cluster that runs. It does not know what is asked then."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from ..proto.errors import CoatcheckError, Unavailable
+from .ray_address import find_ray
+from .ray_environment import quiet_driver, show_token
+
+RayAddress = Annotated[
+    str, typer.Option(help="The Ray cluster, HOST:PORT or auto: the last one started on this host, by `serve` or Ray.")
+]
+
+
+@contextmanager
+def supervisor_at(ray_address: str) -> Iterator[Any]:
+    """The supervisor's actor. Whatever Ray raises inside comes out as an error of ours."""
+    address = find_ray(ray_address, own=True)
+    quiet_driver()
+    show_token(address)
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    from . import launch
+
+    launch.join(address)
+    try:
+        supervisor = launch.find_actor(launch.SUPERVISOR)
+        if supervisor is None:
+            raise Unavailable(f"nothing serves on the Ray cluster at {address}; start it with `coatcheck serve`")
+        yield supervisor
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, CoatcheckError) else Unavailable(str(error)) from None
+    except RayError as error:
+        raise Unavailable(f"the supervisor was lost: {type(error).__name__}; ask again") from None
+    finally:
+        ray.shutdown()

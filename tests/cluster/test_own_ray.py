@@ -1,0 +1,37 @@
+"""A Ray of our own: its token is for the same user on the same host."""
+
+from pathlib import Path
+
+from coatcheck.cluster.own_ray import known_to_its_user, own_rays, token_of
+
+_ADDRESS = "127.0.0.1:4711"
+
+
+def test_it_is_found_while_it_runs(tmp_path: Path) -> None:
+    """By its address, however this host is written there, and among those that were started; then no more."""
+    with known_to_its_user(tmp_path, _ADDRESS, "secret"):
+        assert token_of(tmp_path, _ADDRESS) == token_of(tmp_path, "localhost:4711") == "secret"
+        assert [address for _, address in own_rays(tmp_path)] == [_ADDRESS]
+        assert [file.stat().st_mode & 0o777 for file in tmp_path.iterdir()] == [0o600]
+    assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == [] and not list(tmp_path.iterdir())
+
+
+def test_another_host_is_not_shown_it(tmp_path: Path) -> None:
+    """A cluster elsewhere whose head has the same port is somebody else's."""
+    with known_to_its_user(tmp_path, _ADDRESS, "secret"):
+        assert token_of(tmp_path, "10.0.0.1:4711") is None
+
+
+def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> None:
+    """A link, and a file that others may read, are no token; a new one takes their place and leaves what a link names
+    alone."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    victim.chmod(0o600)
+    place = tmp_path / "coatcheck-4711.token"
+    place.symlink_to(victim)
+    assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == []
+    with known_to_its_user(tmp_path, _ADDRESS, "secret"):
+        assert token_of(tmp_path, _ADDRESS) == "secret" and victim.read_text() == "mine"
+        place.chmod(0o644)
+        assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == []

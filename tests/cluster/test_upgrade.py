@@ -1,0 +1,92 @@
+"""An upgrade of a cluster that serves: groups of a new version beside routers of the old one, and the way back."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coatcheck import __version__
+from coatcheck.bench.ray_nodes import RayNodes
+from tests.cluster.serving import Serving, coatcheck, until
+
+ROOT = Path(__file__).parents[2]
+_ROOMS = ("proto", "kernels", "workers", "router", "cluster")
+
+
+class Installed:
+    """A folder that comes first on the path of every process, and holds one version at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def install(self, version: str, contract: int = 0) -> None:
+        """In the place of the one before, as pip does it: what runs goes on with what it has read."""
+        made = self.folder.with_name(f"coatcheck-{version}")
+        made.mkdir()
+        for room in _ROOMS:
+            shutil.copytree(ROOT / room, made / room, ignore=shutil.ignore_patterns("__pycache__", "csrc"))
+        _rewrite(ROOT / "__init__.py", made / "__init__.py", r'__version__ = "\S+"', f'__version__ = "{version}"')
+        number = made / "proto" / "contract.py"
+        _rewrite(number, number, r"CONTRACT: Final = \d+", f"CONTRACT: Final = {contract}")
+        link = self.folder / "next"
+        link.symlink_to(made)
+        link.replace(self.folder / "coatcheck")
+
+
+def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
+    text, count = re.subn(pattern, text, source.read_text())
+    assert count == 1
+    target.write_text(text)
+
+
+@pytest.mark.full  # a minute on two cores: seven starts of processes that import torch
+@pytest.mark.timeout(300)
+def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> None:
+    """Groups of a new version with the same contract serve beside an old router, which is renewed last. A version with
+    another contract is refused by the router at the first group, the others serve on, and the way back is the same."""
+    installed = Installed(tmp_path / "installed")
+    installed.install("0.0.1")
+    with RayNodes(tmp_path, head_cpus=2, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
+        flags = ["--groups", "2", "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
+
+        def restart(*arguments: str) -> tuple[int, str, str]:
+            flags = ["--ray-address", nodes.address, "--drain-seconds", "1"]
+            done = coatcheck("restart", *arguments, *flags, environment=nodes.environment, seconds=120.0)
+            return done.returncode, done.stdout, done.stderr
+
+        command = [str(tiny_model), *flags, "--ray-address", nodes.address]
+        with Serving(*command, environment=nodes.environment) as serving:
+            serving.wait_ready()
+            assert versions(serving) == ["0.0.1"] * 3
+            installed.install("0.0.2")
+            code, _, said = restart("group-0")
+            assert code == 0, said
+            until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what", 10.0)
+            used = {serving.generate("def main", "--max-tokens", "4")["group"] for _ in range(8)}
+            assert used <= {"group-0", "group-1"} and "group-0" in used
+            code, out, said = restart("--routers")
+            assert code == 0 and out.count("serves again") == 4, said
+            until(lambda: versions(serving) == ["0.0.2"] * 3, "all are new", 10.0)
+            installed.install("0.0.3", contract=1)
+            code, _, said = restart("group-0")
+            assert code == 1 and "router-0 does not use group-0" in said
+            assert "coatcheck 0.0.2 with contract 0" in said and "0.0.3 with contract 1" in said
+            assert "install one version on every node" in said
+            assert serving.generate("def main", "--max-tokens", "4")["group"] == "group-1"
+            installed.install("0.0.4")
+            code, _, said = restart("group-0")
+            assert code == 0, said
+            until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back", 10.0)
+
+
+def versions(serving: Serving) -> list[str]:
+    """The router's, then each group's."""
+    status = serving.status()
+    return [status["version"], *(group.get("version", "") for group in status["groups"])]
+
+
+def test_the_version_is_one() -> None:
+    """What `coatcheck --version` prints is what the package is installed as."""
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()

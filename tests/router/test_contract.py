@@ -1,0 +1,44 @@
+"""Routers and groups of different versions: together where they speak the same contract, apart where they do not."""
+
+import asyncio
+
+from coatcheck.proto.coatcheck_pb2 import StatusRequest
+from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
+
+from .conftest import OpenDoor
+from .fake_group import FakeGroup
+from .stream import Stream, ask, undisturbed
+
+
+async def test_a_stream_moves_between_versions(open_door: OpenDoor) -> None:
+    """With one contract a stream goes on at a group of another version, and the status names the versions."""
+    _, ids = await undisturbed(open_door, ask())
+    groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
+    groups["a"].version, groups["b"].version = "0.0.9", "9.9.9"
+    door = await open_door(*groups.values())
+    status = await door.admin.Status(StatusRequest())
+    assert [group.version for group in status.groups] == ["0.0.9", "9.9.9"] and status.version == VERSION
+    stream = Stream(door, ask())
+    first = groups.pop((await stream.read()).started.group)
+    while len(stream.ids[0]) < 6:
+        await stream.read()
+    (second,) = groups.values()
+    second.go()
+    await first.kill()
+    assert (await stream.finish()).final.group == second.name and stream.ids == ids
+
+
+async def test_a_group_of_another_contract_is_refused(open_door: OpenDoor) -> None:
+    """It does not serve, its status says which versions do not go together and what to do, and others serve on."""
+    known, strange = FakeGroup("known"), FakeGroup("strange")
+    strange.contract, strange.version = CONTRACT + 1, "9.9.9"
+    door = await open_door()
+    door.groups += [known, strange]
+    await door.router.set_groups([await known.start(), await strange.start()])
+    async with asyncio.timeout(10):
+        while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
+            pass  # it is still being asked
+    assert status.state == "lost" and status.reason == disagreement("the group", CONTRACT + 1, "9.9.9")
+    assert "coatcheck 9.9.9 with contract 1" in status.reason and "install one version on every node" in status.reason
+    await door.generation.Generate(ask())
+    assert len(known.submits) == 1 and not strange.submits
