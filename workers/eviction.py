@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
-from .eviction_order import Leaf, Order
+from .eviction_order import Leaf, LeafHeap, LeastRecentlyUsed, Order
 from .prefix_book import Prefix, PrefixBook
 from .prefix_miss import EvictionMark, EvictionReason
 from .tier import Tier
@@ -44,11 +44,11 @@ class Eviction:
         self._children: Counter[bytes] = Counter()  # cold blocks that hang on this one
         self._leaves: dict[bytes, Leaf] = {}
         self._tenants: Counter[str] = Counter()  # cold blocks
-        self._unwanted: deque[Leaf] = deque()
+        self._unwanted = LeastRecentlyUsed()
         self._sheltered: dict[str, deque[Leaf]] = {}
         self._exposed_at = 0.0
         self._retained: set[bytes] = set()
-        self._kept: list[tuple[int, float, Leaf]] = []  # retained leaves, by priority and until when
+        self._kept = LeafHeap()  # retained leaves, by priority and until when
         self._expiries: list[tuple[float, bytes]] = []
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Eviction:
         self._tenants[prefix.tenant] += 1
         if prefix.priority and prefix.retained_until > self.book.now:
             self._retained.add(block_hash)
-            heapq.heappush(self._expiries, (prefix.retained_until, block_hash))
+            self._schedule_expiry(prefix)
         if prefix.parent_hash:
             self._children[prefix.parent_hash] += 1
             if (parent := self._leaves.pop(prefix.parent_hash, None)) is not None:
@@ -116,15 +116,16 @@ class Eviction:
         assert not any(leaf.void for leaf in self._leaves.values()), "a void leaf is in line"
         assert self._tenants == Counter(prefix.tenant for prefix in self._cold.values()), "tenants miscounted"
         assert self._retained <= set(self._cold), "a retained block is not here"
+        assert self._retained <= {block_hash for _, block_hash in self._expiries}, "a retained block is so for ever"
 
     def _line_up(self, prefix: Prefix) -> None:
         if prefix.block_hash in self._children:
             return
         leaf = self._leaves[prefix.block_hash] = Leaf(prefix, self._stamps[prefix.block_hash])
         if prefix.priority == 0 and prefix.retained_until > self.book.now:
-            self._unwanted.append(leaf)
+            self._unwanted.push(leaf)
         elif prefix.block_hash in self._retained:
-            heapq.heappush(self._kept, (prefix.priority, prefix.retained_until, leaf))
+            self._kept.push((prefix.priority, prefix.retained_until), leaf)
         else:
             self._order.push(leaf)
         line = self._sheltered.get(prefix.tenant)
@@ -132,10 +133,8 @@ class Eviction:
             self._put_back(line, 1)
 
     def _next(self) -> tuple[Leaf, EvictionReason]:
-        while self._unwanted:
-            leaf = self._unwanted.popleft()
-            if not leaf.void:
-                return leaf, EvictionReason.UNWANTED
+        if (leaf := self._unwanted.pop()) is not None:
+            return leaf, EvictionReason.UNWANTED
         reason = EvictionReason.WORTH_LEAST
         while (next_leaf := self._order.pop()) is not None or self._expose():
             if next_leaf is None:
@@ -143,16 +142,21 @@ class Eviction:
             if not self._is_sheltered(next_leaf.prefix.tenant):
                 return next_leaf, reason
             reason = EvictionReason.OVER_SHARE
-            self._sheltered.setdefault(next_leaf.prefix.tenant, deque()).append(next_leaf)
+            self._set_aside(next_leaf)
         if any(self._put_back(line) for line in self._sheltered.values()):
             next_leaf = self._order.pop()  # whatever is not sheltered is retained
             assert next_leaf is not None
             return next_leaf, EvictionReason.NOTHING_ELSE
-        while self._kept:
-            leaf = heapq.heappop(self._kept)[-1]
-            if not leaf.void:
-                return leaf, EvictionReason.NOTHING_ELSE
+        if (leaf := self._kept.pop()) is not None:
+            return leaf, EvictionReason.NOTHING_ELSE
         raise AssertionError("pop of an empty tier")
+
+    def _set_aside(self, leaf: Leaf) -> None:
+        tenant = leaf.prefix.tenant
+        line = self._sheltered.setdefault(tenant, deque())
+        line.append(leaf)
+        if len(line) > 2 * self._tenants[tenant] + 64:  # most are void: its blocks are used again and again
+            self._sheltered[tenant] = deque(leaf for leaf in line if not leaf.void)
 
     def _expose(self) -> int:
         """Puts tenants that are sheltered no longer in line again; how many leaves that makes."""
@@ -176,27 +180,37 @@ class Eviction:
                 count += 1
         return count
 
+    def _schedule_expiry(self, prefix: Prefix) -> None:
+        heapq.heappush(self._expiries, (prefix.retained_until, prefix.block_hash))
+        if len(self._expiries) > 2 * len(self._retained) + 64:  # most are of earlier uses, or of blocks that are gone
+            self._expiries = [(self._cold[block_hash].retained_until, block_hash) for block_hash in self._retained]
+            heapq.heapify(self._expiries)
+
     def _expire(self) -> None:
         while self._expiries and self._expiries[0][0] <= self.book.now:
-            self._release(heapq.heappop(self._expiries)[1])
+            block_hash = heapq.heappop(self._expiries)[1]
+            if block_hash not in self._retained:
+                continue
+            if (prefix := self._cold[block_hash]).retained_until > self.book.now:  # asked for anew meanwhile
+                self._schedule_expiry(prefix)
+            else:
+                self._release(prefix)
 
     def _cap_retained(self) -> None:
-        while len(self._retained) > self._retainable and self._kept:
-            leaf = heapq.heappop(self._kept)[-1]
-            prefix: Prefix | None = None if leaf.void else leaf.prefix
+        while len(self._retained) > self._retainable and (leaf := self._kept.pop()) is not None:
+            prefix: Prefix | None = leaf.prefix
             # With a leaf goes what it hangs on, before a leaf of higher priority does.
             while prefix is not None and prefix.priority <= leaf.prefix.priority:
-                self._release(prefix.block_hash)
+                self._release(prefix)
                 if len(self._retained) <= self._retainable:
                     break
                 prefix = self._cold.get(prefix.parent_hash)
 
-    def _release(self, block_hash: bytes) -> None:
-        """Retained no longer, unless it has been asked for anew or is gone."""
-        prefix = self._cold.get(block_hash)
-        if prefix is None or block_hash not in self._retained:
+    def _release(self, prefix: Prefix) -> None:
+        """A cold block is retained no longer."""
+        if prefix.block_hash not in self._retained:
             return
-        self._retained.discard(block_hash)
-        if (leaf := self._leaves.pop(block_hash, None)) is not None:
+        self._retained.discard(prefix.block_hash)
+        if (leaf := self._leaves.pop(prefix.block_hash, None)) is not None:
             leaf.void = True
             self._line_up(prefix)

@@ -39,13 +39,14 @@ class Order(Protocol):
 
 
 @dataclass(slots=True)
-class _Heap:
+class LeafHeap:
     """Leaves by a key, swept of void ones when these may be half of them."""
 
-    entries: list[tuple[float, Leaf]] = field(default_factory=list)
+    entries: list[tuple[float | tuple[float, ...], Leaf]] = field(default_factory=list)
     sweep_at: int = 64
 
-    def push(self, key: float, leaf: Leaf) -> None:
+    def push(self, key: float | tuple[float, ...], leaf: Leaf) -> None:
+        """Keys of one heap are all numbers, or all tuples; of equal ones the leaf that became cold first is first."""
         heapq.heappush(self.entries, (key, leaf))
         if len(self.entries) >= self.sweep_at:
             self.entries = [entry for entry in self.entries if not entry[1].void]
@@ -53,21 +54,25 @@ class _Heap:
             self.sweep_at = 2 * len(self.entries) + 64
 
     def first(self) -> Leaf | None:
+        """The first that is not void; it stays."""
         while self.entries:
             if not self.entries[0][1].void:
                 return self.entries[0][1]
             heapq.heappop(self.entries)
         return None
 
-    def pop(self) -> None:
-        heapq.heappop(self.entries)
+    def pop(self) -> Leaf | None:
+        """Takes the first out."""
+        if (leaf := self.first()) is not None:
+            heapq.heappop(self.entries)
+        return leaf
 
 
 class LeastRecentlyUsed:
     """Those that became cold first go first."""
 
     def __init__(self) -> None:
-        self._leaves = _Heap()
+        self._leaves = LeafHeap()
 
     def push(self, leaf: Leaf) -> None:
         """In the place of its stamp."""
@@ -75,9 +80,7 @@ class LeastRecentlyUsed:
 
     def pop(self) -> Leaf | None:
         """The first."""
-        if (leaf := self._leaves.first()) is not None:
-            self._leaves.pop()
-        return leaf
+        return self._leaves.pop()
 
 
 class LeastWorth:
@@ -92,7 +95,7 @@ class LeastWorth:
     def __init__(self, table: LifeTable, attention_crossover: float = math.inf) -> None:
         self._table = table
         self._crossover = attention_crossover
-        self._cells: dict[tuple[int, int, int], _Heap] = {}  # by kind, band and class of cost
+        self._cells: dict[tuple[int, int, int], LeafHeap] = {}  # by kind, band and class of cost
         self._ranked: list[tuple[int, int, int]] = []
         self._version = -1
 
@@ -106,7 +109,7 @@ class LeastWorth:
             kind, band, since = cohort.kind, self._table.band(self._table.now - cohort.since), cohort.since
         cell = self._cells.get((kind, band, cost))
         if cell is None:
-            cell = self._cells[kind, band, cost] = _Heap()
+            cell = self._cells[kind, band, cost] = LeafHeap()
             self._version = -1
         cell.push(since, leaf)
 
@@ -116,8 +119,7 @@ class LeastWorth:
             self._rank()
         for key in self._ranked:
             cell = self._cells[key]
-            if (leaf := cell.first()) is not None:
-                cell.pop()
+            if (leaf := cell.pop()) is not None:
                 return leaf
         return None
 

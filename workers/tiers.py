@@ -10,7 +10,7 @@ becomes of the sequence. It decides what to copy and in which plan; it does not 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from .block_pool import BlockPool
 from .copy_prices import CopyPrices
@@ -20,6 +20,10 @@ from .prefix_miss import EvictionReason, MissReason, PrefixMiss
 from .sequence import Sequence
 from .step_output import KvEvent
 from .step_plan import StepPlan
+
+# Of the blocks that prices speak against copying, so many-th are copied nonetheless: a price that was measured in a bad
+# moment would else never be measured again.
+_TRIAL_EVERY: Final = 31
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +59,7 @@ class Tiers:
         self.prices = CopyPrices(block_size)
         self._queue: deque[_Restore] = deque()
         self._under_way: list[int | _Restore] = []  # as ranks report on them; of a demotion the slot
+        self._refused: Counter[str] = Counter()  # copies that the prices spoke against, by direction
         self._broken_at: dict[Sequence, int] = {}  # the first block of a restoring sequence that came back wrong
 
     @property
@@ -76,7 +81,7 @@ class Tiers:
                 on_host += 1
             found.append(block)
         if on_host and not self.prices.restores(on_host, queued=len(self._queue), beside_decodes=beside_decodes):
-            return found[:without_host]
+            return found[: without_host + self._is_tried_again("restore")]  # one block tells the price as well
         return found
 
     def explain(self, block_hash: bytes, index: int) -> PrefixMiss:
@@ -99,7 +104,9 @@ class Tiers:
             return
         if leftover.block_hash in self.host:
             self.host.touch(leftover.block_hash)
-        elif self.prices.keeps and (slot := self.host.begin_demotion(leftover)) is not None:
+            return
+        keeps = self.prices.keeps or self._is_tried_again("demote")
+        if keeps and (slot := self.host.begin_demotion(leftover)) is not None:
             plan.demotes.append((block, slot))
 
     def plan_copies(self, plan: StepPlan, *, beside_decodes: bool) -> None:
@@ -198,6 +205,10 @@ class Tiers:
         if self.host is not None:
             self.host.check()
         return [[restore.block] for restore in under_way]
+
+    def _is_tried_again(self, direction: str) -> bool:
+        self._refused[direction] += 1
+        return self._refused[direction] % _TRIAL_EVERY == 0
 
     def _end(self, restore: _Restore, *, intact: bool) -> Sequence | None:
         """The restore's sequence, if it waits for no other."""

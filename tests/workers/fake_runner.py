@@ -68,13 +68,16 @@ class FakeCopy:
 class FakeRunner:
     """`pool[block][offset]` is the context up to and with the token stored there, or None.
 
-    `delay()` is how many steps the next copy takes beyond its own; a restore of a slot in `broken` fails.
+    `delay()` is how many steps the next copy takes beyond its own; a restore of a slot in `broken` fails. Copies take
+    `seconds` a block, or so they say when one has ended.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, delay: Callable[[], int] = lambda: 0) -> None:
         self.block_size = block_size
         self.host: dict[int, list[tuple[int, ...] | None]] = {}
         self.broken: set[int] = set()
+        self.seconds = {"demote": 1e-6, "restore": 1e-6}
+        self._measured = dict(self.seconds)
         self.restored = self.demoted = 0
         self._delay = delay
         self._copies: deque[FakeCopy] = deque()
@@ -138,9 +141,11 @@ class FakeRunner:
             copy.steps_left -= 1
             statuses.append(CopyStatus.UNDER_WAY if copy.steps_left >= 0 else self._finish(copy))
         self._copies = deque(copy for copy in self._copies if copy.steps_left >= 0)
-        return CopyReport(tuple(statuses), 1e-6, 1e-6) if statuses else None
+        return CopyReport(tuple(statuses), *self._measured.values()) if statuses else None
 
     def _finish(self, copy: FakeCopy) -> CopyStatus:
+        direction = "demote" if copy.block < 0 else "restore"
+        self._measured[direction] = self.seconds[direction]
         if copy.block < 0:
             return CopyStatus.DONE
         self.restored += 1

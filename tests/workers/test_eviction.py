@@ -1,5 +1,7 @@
 """Which cold block goes next: by worth, by use, by tenant and by what requests asked for."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -145,6 +147,41 @@ def test_a_retained_prompt_stays_until_its_time_is_over(order: str) -> None:
     for number in range(100):
         serve(pool, chain_of(f"late {number} ", 4))
     assert pool.lookup(kept[0]) is None
+
+
+def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
+    """A prompt that is retained again while its blocks are cold, since it was found in another tier, stays for the
+    longer time."""
+    pool = BlockPool(40, make_eviction("cost", 40))
+    kept = chain_of("kept", 8)
+    serve(pool, kept, retention=Retention(50, 60.0))
+    pool.book.advance(30.0)
+    pool.book.want(kept, "", Retention(50, 600.0))
+    for number in range(100):
+        pool.book.advance(61.0 + number)
+        serve(pool, chain_of(f"flood {number} ", 4))
+    assert all(pool.lookup(block_hash) is not None for block_hash in kept)
+    pool.book.advance(631.0)
+    for number in range(100):
+        serve(pool, chain_of(f"late {number} ", 4))
+    assert pool.lookup(kept[0]) is None
+
+
+@pytest.mark.parametrize("priority", [None, 0, 50])
+def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
+    """A prompt that is asked for thousands of times without any eviction leaves no more behind than hundreds do."""
+    pool = BlockPool(40, make_eviction("cost", 40))
+    retention = None if priority is None else Retention(priority, 1000.0)
+    taken = []
+    tracemalloc.start()
+    for number in range(3000):
+        pool.book.advance(number * 0.1)
+        serve(pool, chain_of("again", 2), retention=retention)
+        pool.drain_events()
+        if number % 1000 == 999:
+            taken.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert taken[2] - taken[1] < 20_000
 
 
 @pytest.mark.parametrize("order", ["lru", "cost"])

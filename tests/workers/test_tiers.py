@@ -186,7 +186,7 @@ def test_preemption_takes_whose_loss_is_cheapest() -> None:
 
 
 def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
-    """Where moving a block takes longer than making it, preemption demotes nothing, and the answers are the same."""
+    """Where moving a block takes longer than making it, preemption demotes nothing but a block to try now and then."""
     engine, runner = make_engine(12, 64)
     prices = engine.scheduler.tiers.prices
     for i in range(4):
@@ -195,9 +195,46 @@ def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
     while engine.has_work:
         engine.scheduler.tiers.prices = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
         collector.step()
-    assert engine.stats().preemptions > 0 and runner.demoted == 0
+    evictions = sum(engine.stats().device_evictions.values())
+    assert engine.stats().preemptions > 0 and runner.demoted <= evictions / 30
     for i in range(4):
         assert collector.tokens[f"r{i}", 0] == answer_on([i + 1] * 9, 30)
+
+
+def test_a_price_of_a_bad_moment_is_measured_again() -> None:
+    """Copies that once took seconds, for the machine was busy with something else, are tried now and then, so that the
+    tier is of use again when they are fast again."""
+    engine, runner = make_engine()
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    runner.seconds["demote"] = 10.0
+    ask(engine, "flood", [100] * 80)
+    slow = runner.demoted
+    ask(engine, "slow flood", [101] * 80)
+    assert runner.demoted == slow > 0
+    runner.seconds["demote"] = 1e-6
+    for i in range(4):
+        ask(engine, f"flood{i}", [102 + i] * 80)
+    assert runner.demoted > slow + 10
+    assert ask(engine, "again", [*([102] * 80), 7]).first["again", 0].cached_host_tokens == 80
+
+
+def test_restores_that_were_slow_once_are_tried_again() -> None:
+    """While restores are dear a prompt is computed, save for one block now and then; that tells when they are cheap."""
+    engine, runner = make_engine(host_blocks=200)
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    runner.seconds["restore"] = 10.0
+    assert ask(engine, "slow", prompt).first["slow", 0].cached_host_tokens == 40
+    runner.seconds["restore"] = 1e-6
+    found = []
+    for i in range(60):
+        for name, tokens in ((f"again{i}", prompt), (f"between{i}", [100 + i % 3] * 80)):
+            found.append(ask(engine, name, tokens).first[name, 0].cached_host_tokens)
+    tried = found.index(4)  # one block
+    assert max(found[:tried]) == 0 and max(found[tried + 1 :]) > 20
 
 
 def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
