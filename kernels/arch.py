@@ -15,19 +15,20 @@ from torch import Tensor
 
 class Arch(NamedTuple):
     """`shared`: bytes that a program may have. `wide_tiles`: matrix products that read both sides from shared memory
-    (sm_90 and later), which leaves registers for large tiles. `converts_fp8`: e4m3 is known to the processor.
+    (sm_90 and later), which leaves registers for large tiles. `convert`: how quantised bytes become numbers: 0 by plain
+    operations, 1 by Triton's own casts, 2 by PTX, 3 by PTX that knows e4m3 (sm_89 and later).
     `processors`: how many programs, or handfuls of them, run at once. `most_stages`: that the compiler overlaps."""
 
     shared: int
     wide_tiles: bool
-    converts_fp8: bool
+    convert: int
     processors: int
     most_stages: int = 5
 
 
-SM_80 = Arch(163 * 1024, False, False, 108)
-SM_90 = Arch(227 * 1024, True, True, 132)
-GFX942 = Arch(64 * 1024, False, False, 304, most_stages=2)
+SM_80 = Arch(163 * 1024, False, 2, 108)
+SM_90 = Arch(227 * 1024, True, 3, 132)
+GFX942 = Arch(64 * 1024, False, 0, 304, most_stages=2)
 
 
 # CPU tensors too where programs run in Triton's interpreter (TRITON_INTERPRET=1), so that whole models can be proved.
@@ -41,12 +42,13 @@ def takes_triton(tensor: Tensor) -> bool:
 
 @cache
 def arch_of(device: torch.device) -> Arch:
-    """That of a CUDA or ROCm device; the interpreter's tensors are on no GPU, and take an sm_90's choices."""
+    """That of a CUDA or ROCm device; the interpreter's tensors are on no GPU, and take an sm_90's choices but PTX."""
     if device.type != "cuda":
-        return SM_90
+        return SM_90._replace(convert=1)
     if torch.version.hip is not None:
         return GFX942
     capability = torch.cuda.get_device_capability(device)
     # What Triton itself holds a launch to.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return Arch(limits["max_shared_mem"], capability >= (9, 0), capability >= (8, 9), limits["multiprocessor_count"])
+    convert = 3 if capability >= (8, 9) else 2
+    return Arch(limits["max_shared_mem"], capability >= (9, 0), convert, limits["multiprocessor_count"])

@@ -9,6 +9,7 @@ block_size], inner two dense. It does not know which block is whose, nor which l
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,6 +57,12 @@ class KVCache:
         self._kept = ctypes.create_string_buffer(self.packed)
         self.pointer = ctypes.addressof(self._kept)
 
+    @cached_property
+    def scale_words(self) -> tuple[Tensor | None, Tensor | None]:
+        """K's and V's scales two by two, int32, as kernels read them; tokens in a block are even in number."""
+        k, v = (None if scales is None else scales.view(torch.int32) for scales in (self.k_scales, self.v_scales))
+        return k, v
+
     def scales_stride(self, which: int) -> int:
         """Scales from one block to the next, K's (0) or V's (1); 0 where there are none."""
         scales = self.v_scales if which else self.k_scales
@@ -64,7 +71,10 @@ class KVCache:
     def rows_reference(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of these blocks, in order, as float32 [kv_heads, len(blocks) * block_size, head_dim]."""
         k, v = (
-            part[blocks].float() if scales is None else widen_reference(part[blocks], scales[blocks])
+            # Bytes, since an index into float8 is not everywhere.
+            part[blocks].float()
+            if scales is None
+            else widen_reference(part.view(torch.uint8)[blocks].view(part.dtype), scales[blocks])
             for part, scales in ((self.k, self.k_scales), (self.v, self.v_scales))
         )
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)

@@ -58,9 +58,12 @@ def paged_attention(
     sinks: Tensor | None = None,
     one_order: bool = False,
     total_seq_len: int | None = None,
+    num_prefills: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`total_seq_len`: a number that the seq_lens together do not exceed, where one is known: it saves memory."""
+    """`total_seq_len`: a number that the seq_lens together do not exceed, where one is known: it saves memory.
+    `num_prefills`: where it is known that so many sequences bring several queries and the others one each: it saves
+    programs that would find nothing to do."""
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     _check_query(q, cache, scale, sliding_window, softcap, sinks, out)
     if out is None:
@@ -70,7 +73,9 @@ def paged_attention(
         if not one_order:
             launch_decode(*tables, scale, sliding_window, softcap, sinks, out, total_seq_len)
         if max_seqlen_q > 1 or one_order:
-            launch_prefill(*tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, one_order)
+            launch_prefill(
+                *tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, one_order, num_prefills
+            )  # fmt: skip
         return out
     library = native.library()
     call = None if library is None or cache.device.type != "cpu" else library.attention.get(q.dtype)

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _scales_of, _widened
+from .quantise import KINDS, _lift, _narrowed, _nibbles, _places, _scales_of, _widened
 
 SPLIT = 512
 _PROGRAMS_PER_PROCESSOR = 16  # several times what runs at once, so that all end together
 _SEQS = 256  # whose lengths a program looks at in one go
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class DecodeLaunch(NamedTuple):
@@ -38,15 +39,23 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(group: int, width: int, element_size: int, arch: Arch) -> DecodeLaunch:
-    """Tiles of keys of about 16 KiB. `width`: of a row of the cache, head_dim or (int4) half of it; `element_size`: the
-    queries'. The compiler stages the block number as well as the rows that it leads to, so that a tile of rows is on
-    its way while another is used only from five stages on; then two programs still find room beside each other."""
-    block_d = max(16, triton.next_power_of_2(width))
-    block_m = max(16, triton.next_power_of_2(group))
-    block_n = max(16, min(128, 16384 // (block_d * element_size)))
-    room = (2 * (block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (2, 1))
-    stages = 5 if next(room) else 3 if next(room) else 1
+def pick_launch(group: int, width: int, element_size: int, pool_size: int, arch: Arch) -> DecodeLaunch:
+    """Tiles of keys of about 16 KiB. `width`: elements in a row of the cache, head_dim or (int4) half of it;
+    `element_size`, `pool_size`: bytes of the queries' elements and of the pool's. The compiler stages the block number
+    as well as the rows that it leads to, so that a tile of rows is on its way while another is used only from five
+    stages on; then two programs still find room beside each other."""
+    block_d: int = max(16, triton.next_power_of_2(width))
+    block_m: int = max(16, triton.next_power_of_2(group))
+    block_n = max(16, min(128, 16384 // (block_d * pool_size)))
+    widened = block_d * element_size if pool_size < element_size else 0  # what values are widened to, a key
+
+    def fits(tiles: int, keys: int) -> bool:
+        own = 1024 + block_m * (block_d + keys) * element_size + keys * widened
+        return 2 * (own + 2 * tiles * keys * block_d * pool_size) <= arch.shared
+
+    if not fits(2, block_n):
+        block_n = max(16, block_n // 2)
+    stages = 5 if fits(2, block_n) else 3 if fits(1, block_n) else 1
     return DecodeLaunch(block_m, block_n, block_d, 4, min(stages, arch.most_stages))
 
 
@@ -76,12 +85,12 @@ def _decode(
     q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window, num_seqs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_rows, in_dims = rows < GROUP, dims < WIDTH
-    some = tl.arange(0, SEQS)
+    across, some = tl.arange(0, BLOCK_N), tl.arange(0, SEQS)
     items = tl.full([], 0, tl.int32)
     for base in range(0, num_seqs, SEQS):
         counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, base + some < num_seqs, window, SPLIT_SIZE)
@@ -104,75 +113,77 @@ def _decode(
         heads = kv_head * GROUP + rows
         at_query = q + tl.load(cu_seqlens + seq).to(tl.int64) * q_stride + heads[:, None] * DIM + dims[None]
         queries = tl.load(at_query, in_rows[:, None] & in_dims[None], other=0.0)
+        high_queries = queries
         if KIND == 3:
             high_queries = tl.load(at_query + WIDTH, in_rows[:, None] & in_dims[None], other=0.0)
             high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        slope = scale
+        if KIND > 0:
+            queries, high_queries, unit = _narrowed(queries, high_queries, False)
+            slope *= unit
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         end = tl.minimum(seq_len, (split + 1) * SPLIT_SIZE)
         start = tl.maximum(split * SPLIT_SIZE, (lowest // BLOCK_N) * BLOCK_N)
         table = tables + seq.to(tl.int64) * table_stride
-        if KIND > 0:
-            # Too narrow for the compiler to stage: scales are asked for one tile ahead, their blocks two.
-            ahead = start + tl.arange(0, BLOCK_N)
-            soon = tl.load(table + ahead // SIZE, ahead < end, other=0).to(tl.int64)
-            row = kv_head * SIZE + ahead % SIZE
-            k_scale, v_scale = _scales_of(
-                k_scales, v_scales, soon, row, ahead < end, k_scales_stride, v_scales_stride, KIND
-            )
-            soon = tl.load(table + (ahead + BLOCK_N) // SIZE, ahead + BLOCK_N < end, other=0).to(tl.int64)
         for first in range(start, end, BLOCK_N):
-            keys = first + tl.arange(0, BLOCK_N)
+            keys = first + across
             held = keys < end
-            block = tl.load(table + keys // SIZE, held, other=0).to(tl.int64)
-            row = kv_head * SIZE + keys % SIZE
+            nth, row = _places(first, across, SIZE, BLOCK_N)
+            block = tl.load(table + nth, held, other=0).to(tl.int64)
+            at = (kv_head * SIZE + row) * WIDTH
             if KIND > 0:
-                ahead = keys + BLOCK_N
-                next_k_scale, next_v_scale = _scales_of(
-                    k_scales, v_scales, soon, kv_head * SIZE + ahead % SIZE, ahead < end,
-                    k_scales_stride, v_scales_stride, KIND,
+                k_scale, v_scale = _scales_of(
+                    k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
+                    KIND, SIZE, BLOCK_N,
                 )  # fmt: skip
-                soon = tl.load(table + (ahead + BLOCK_N) // SIZE, ahead + BLOCK_N < end, other=0).to(tl.int64)
-            mask = held[:, None] & in_dims[None]
-            key = tl.load(k + (block * k_stride + row * WIDTH)[:, None] + dims[None], mask, other=0)
-            value = tl.load(v + (block * v_stride + row * WIDTH)[:, None] + dims[None], mask, other=0)
-            if KIND == 3:
-                low = _widened(key & 15, KIND, NATIVE, queries.dtype)
-                high = _widened(key >> 4, KIND, NATIVE, queries.dtype)
-                score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
-                score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION) * scale
+            # Keys behind the end are block 0's; their scores are masked. Values could be NaN, so they are zeros.
+            at_key = k + (block * k_stride + at)[:, None] + dims[None]
+            at_value = v + (block * v_stride + at)[:, None] + dims[None]
+            if WIDTH == BLOCK_D:
+                key, value = tl.load(at_key), tl.load(at_value, held[:, None], other=0)
             else:
-                key = _widened(key, KIND, NATIVE, queries.dtype)
-                score = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * scale
+                key = tl.load(at_key, in_dims[None], other=0)
+                value = tl.load(at_value, held[:, None] & in_dims[None], other=0)
+            if KIND == 3:
+                low, high = _nibbles(key, CONVERT, queries.dtype, True)
+                score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
+                score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION)
+            else:
+                key = _widened(key, KIND, CONVERT, queries.dtype, True)
+                score = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
             if KIND > 0:
                 score *= k_scale[None]
-            if softcap > 0:
-                e = tl.exp(2.0 * tl.minimum(score / softcap, 30.0))
-                score = softcap * (e - 1.0) / (e + 1.0)
+            if CAPPED:
+                e = tl.exp2(tl.minimum(score * slope / softcap, 30.0) * 2.0 * _LOG2_E)
+                score = softcap * _LOG2_E * (e - 1.0) / (e + 1.0)
             score = tl.where((held & (keys >= lowest))[None], score, float("-inf"))
             top = tl.maximum(peak, tl.max(score, 1))
             base_peak = tl.where(top == float("-inf"), 0.0, top)
-            weight = tl.exp(score - base_peak[:, None])
-            decay = tl.exp(peak - base_peak)
+            if CAPPED:
+                weight, decay = tl.exp2(score - base_peak[:, None]), tl.exp2(peak - base_peak)
+            else:
+                weight = tl.exp2(score * slope - (base_peak * slope)[:, None])
+                decay = tl.exp2((peak - base_peak) * slope)
             total = total * decay + tl.sum(weight, 1)
             if KIND > 0:
                 weight *= v_scale[None]
-                k_scale, v_scale = next_k_scale, next_v_scale
             weight = weight.to(queries.dtype)
             if KIND == 3:
-                high = _widened(value >> 4, KIND, NATIVE, queries.dtype)
+                value, high = _nibbles(value, CONVERT, queries.dtype, False)
                 high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
-                value = value & 15
-            value = _widened(value, KIND, NATIVE, queries.dtype)
+            else:
+                value = _widened(value, KIND, CONVERT, queries.dtype, False)
             acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
             peak = top
         at = item * HEADS + heads.to(tl.int64)
-        tl.store(peaks + at, peak, in_rows)
+        tl.store(peaks + at, peak if CAPPED else peak * slope, in_rows)
         tl.store(sums + at, total, in_rows)
-        tl.store(mid + at[:, None] * DIM + dims[None], acc, in_rows[:, None] & in_dims[None])
+        whole = 1.0 / _lift(KIND)
+        tl.store(mid + at[:, None] * DIM + dims[None], acc * whole, in_rows[:, None] & in_dims[None])
         if KIND == 3:
-            tl.store(mid + at[:, None] * DIM + WIDTH + dims[None], high_acc, in_rows[:, None] & in_dims[None])
+            tl.store(mid + at[:, None] * DIM + WIDTH + dims[None], high_acc * whole, in_rows[:, None] & in_dims[None])
 
 
 @triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "window"])
@@ -201,16 +212,16 @@ def _reduce(
         more = tl.load(peaks + at, there, other=float("-inf"))
         top = tl.maximum(peak, tl.max(more, 0))
         base_peak = tl.where(top == float("-inf"), 0.0, top)
-        keep, add = tl.exp(peak - base_peak), tl.exp(more - base_peak)
+        keep, add = tl.exp2(peak - base_peak), tl.exp2(more - base_peak)
         total = total * keep + tl.sum(tl.load(sums + at, there, other=0.0) * add, 0)
         parts = tl.load(mid + at[:, None] * DIM + dims[None], there[:, None] & (dims < DIM)[None], other=0.0)
         acc = acc * keep + tl.sum(parts * add[:, None], 0)
         peak = top
     if SINKS:
-        sink = tl.load(sinks + head)
+        sink = tl.load(sinks + head) * _LOG2_E
         top = tl.maximum(peak, sink)
-        keep = tl.exp(peak - top)
-        total = total * keep + tl.exp(sink - top)
+        keep = tl.exp2(peak - top)
+        total = total * keep + tl.exp2(sink - top)
         acc = acc * keep
     y = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + (token.to(tl.int64) * HEADS + head) * DIM + dims, y.to(out.dtype.element_ty), dims < DIM)
@@ -229,18 +240,18 @@ def launch_decode(
         return
     splits = most_splits(num_seqs, block_tables.shape[1] * size, total_seq_len)
     arch = arch_of(q.device)
-    launch = pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), arch)
+    launch = pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.k.element_size(), arch)
     mid = torch.empty((splits, heads, dim), dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty((splits, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(programs or pick_programs(splits, kv_heads, arch),)](
-        q, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
+        q, cache.k_bytes, cache.v_bytes, *cache.scale_words,
         block_tables, seq_lens, cu_seqlens_q, mid, peaks, sums,
-        q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0), cache.scales_stride(1),
-        block_tables.stride(0), scale, softcap, sliding_window, num_seqs,
+        q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0) // 2, cache.scales_stride(1) // 2,
+        block_tables.stride(0), scale if softcap > 0 else scale * _LOG2_E.value, softcap, sliding_window, num_seqs,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLIT_SIZE=SPLIT, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8,
+        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, CAPPED=softcap > 0,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _reduce[(num_seqs, heads)](

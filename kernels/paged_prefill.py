@@ -1,8 +1,10 @@
 """Paged attention on a GPU for sequences that bring several queries: see paged_attention.py for formula and shapes.
 
-One program computes BLOCK_M consecutive queries of one sequence for one head, over the cached prefix and the chunk
-itself, through the block table; sequences are ragged by cu_seqlens_q. Sequences with a single query are skipped: the
-decode kernel has them. The file does not know which tokens are prompt and which are not.
+One program computes a tile: BLOCK_M rows, which are consecutive queries of one sequence for PACK heads of one KV head
+each, over the cached prefix and the chunk itself, through the block table; sequences are ragged by cu_seqlens_q. The
+tiles of all sequences stand in one row, so that a prompt among many decodes does not make programs for them. Sequences
+with a single query are skipped: the decode kernel has them. The file does not know which tokens are prompt and which
+are not.
 """
 
 # Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
@@ -19,11 +21,10 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _scales_of, _widened
+from .quantise import KINDS, _lift, _narrowed, _nibbles, _places, _scales_of, _widened
 
 _ANY_LENGTH = 1 << 30
-# A chunk of each length takes a launch of its own; every other length takes one of theirs.
-CHUNK_LENGTHS = (2, 17, 33, 65)
+_SEQS = 256  # whose lengths a program looks at in one go
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,18 +36,17 @@ class PrefillLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(
-    max_seqlen_q: int, head_dim: int, width: int, element_size: int, quantised: bool, arch: Arch
-) -> PrefillLaunch:
+def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantised: bool, arch: Arch) -> PrefillLaunch:
     """Short chunks take short tiles; wide heads, float32 and what has to be widened take fewer keys at once, for shared
-    memory and registers. `width`: of a row of the cache, head_dim or (int4) half of it; `element_size`: the queries'.
-    Five stages, where shared memory has them, keep a tile of rows on its way (see paged_decode.py)."""
+    memory and registers. `rows`: queries of the longest chunk times heads in a tile; `width`: of a row of the cache,
+    head_dim or (int4) half of it; `element_size`: the queries'. Five stages, where shared memory has them, keep a tile
+    of rows on its way (see paged_decode.py)."""
     block_d = max(16, triton.next_power_of_2(width))
     wide_head = triton.next_power_of_2(head_dim) > 128
     if element_size == 4:
-        block_m, block_n, num_warps = 64, 16 if wide_head else 32, 8
+        block_m, block_n, num_warps = 32 if wide_head else 64, 32, 8
     elif wide_head:
-        block_m, block_n, num_warps = 64, 32, 8 if quantised else 4
+        block_m, block_n, num_warps = 128 if arch.wide_tiles and not quantised else 64, 32, 8
     elif quantised and not arch.wide_tiles:
         block_m, block_n, num_warps = 64, 32, 4
     else:
@@ -54,10 +54,26 @@ def pick_launch(
     # On its way, in use, and one more that a matrix product may still be reading.
     room = ((block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (3, 2))
     stages = min(5 if next(room) else 3 if next(room) else 1, arch.most_stages)
-    if block_m > max_seqlen_q:
-        block_m = max(16, triton.next_power_of_2(max_seqlen_q))
+    if block_m > rows:
+        block_m = max(16, triton.next_power_of_2(rows))
         num_warps = num_warps if block_m > 64 else min(num_warps, 4)
     return PrefillLaunch(block_m, block_n, block_d, num_warps, stages)
+
+
+def pick_pack(group: int) -> int:
+    """How many of the heads that share a KV head share a tile too: what divides them, and fits the smallest tile."""
+    return max(pack for pack in range(1, 17) if group % pack == 0)
+
+
+def chunk_lengths(group: int) -> tuple[int, ...]:
+    """Chunks of these lengths take every launch that any length takes, for heads in such groups."""
+    pack = pick_pack(group)
+    return tuple(sorted({max(2, rows // pack + 1) for rows in (0, 16, 32, 64)}))
+
+
+def most_tiles(tokens: int, prefills: int, queries: int) -> int:
+    """How many tiles of so many queries so many sequences can have that bring so many tokens together."""
+    return tokens // queries + prefills
 
 
 @triton.jit
@@ -66,97 +82,115 @@ def _attend(
     k, v, k_scales, v_scales, table, kv_head,
     k_stride, v_stride, k_scales_stride, v_scales_stride, scale, softcap, window,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys from `start` to `end`. Not MASKED: every query sees all of them, and they fill their tiles.
 
-    Scores are in powers of two, which is what the processor raises: without a softcap `scale` has log2(e) in it."""
-    dims = tl.arange(0, BLOCK_D)
-    if KIND > 0:
-        # Too narrow for the compiler to stage: scales are asked for one tile ahead, their blocks two.
-        ahead = start + tl.arange(0, BLOCK_N)
-        soon = tl.load(table + ahead // SIZE, ahead < end, other=0).to(tl.int64)
-        row = kv_head * SIZE + ahead % SIZE
-        k_scale, v_scale = _scales_of(
-            k_scales, v_scales, soon, row, ahead < end, k_scales_stride, v_scales_stride, KIND
-        )  # fmt: skip
-        soon = tl.load(table + (ahead + BLOCK_N) // SIZE, ahead + BLOCK_N < end, other=0).to(tl.int64)
+    Scores times `scale` are in powers of two, which is what the processor raises: without a softcap it has log2(e) in
+    it. With one the scores are in them by themselves. Where the pool is quantised every row has a scale of its own."""
+    dims, across = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    slope = scale[:, None] if KIND > 0 else scale
     for first in range(start, end, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
+        keys = first + across
         held = keys < end
+        nth, row = _places(first, across, SIZE, BLOCK_N)
         if MASKED:
-            block = tl.load(table + keys // SIZE, held, other=0).to(tl.int64)
-            inside = held[:, None] & (dims < WIDTH)[None]
+            block = tl.load(table + nth, held, other=0).to(tl.int64)
         else:
-            block = tl.load(table + keys // SIZE).to(tl.int64)
-            inside = (dims < WIDTH)[None]
-        row = kv_head * SIZE + keys % SIZE
+            block = tl.load(table + nth).to(tl.int64)
+        at = (kv_head * SIZE + row) * WIDTH
         if KIND > 0:
-            ahead = keys + BLOCK_N
-            next_k_scale, next_v_scale = _scales_of(
-                k_scales, v_scales, soon, kv_head * SIZE + ahead % SIZE, ahead < end,
-                k_scales_stride, v_scales_stride, KIND,
+            k_scale, v_scale = _scales_of(
+                k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride, KIND, SIZE, BLOCK_N
             )  # fmt: skip
-            soon = tl.load(table + (ahead + BLOCK_N) // SIZE, ahead + BLOCK_N < end, other=0).to(tl.int64)
-        key = tl.load(k + (block * k_stride + row * WIDTH)[:, None] + dims[None], inside, other=0)
-        value = tl.load(v + (block * v_stride + row * WIDTH)[:, None] + dims[None], inside, other=0)
+        # Keys behind the end are block 0's, whose scores are masked; values there could be NaN, so they are zero.
+        at_key = k + (block * k_stride + at)[:, None] + dims[None]
+        at_value = v + (block * v_stride + at)[:, None] + dims[None]
+        if WIDTH == BLOCK_D:
+            key = tl.load(at_key)
+            value = tl.load(at_value, held[:, None], other=0) if MASKED else tl.load(at_value)
+        else:
+            inside = (dims < WIDTH)[None]
+            key = tl.load(at_key, inside, other=0)
+            value = tl.load(at_value, (held[:, None] & inside) if MASKED else inside, other=0)
         if KIND == 3:
-            low, high = _widened(key & 15, KIND, NATIVE, queries.dtype), _widened(key >> 4, KIND, NATIVE, queries.dtype)
+            low, high = _nibbles(key, CONVERT, queries.dtype, True)
             score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
             score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION)
         else:
-            key = _widened(key, KIND, NATIVE, queries.dtype)
+            key = _widened(key, KIND, CONVERT, queries.dtype, True)
             score = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
-        score = score * scale
         if KIND > 0:
             score *= k_scale[None]
-        if softcap > 0:
-            e = tl.exp(2.0 * tl.minimum(score / softcap, 30.0))
-            score = softcap * _LOG2_E * (e - 1.0) / (e + 1.0)
+        if CAPPED:
+            score *= slope
+            if softcap > 0:
+                e = tl.exp2(tl.minimum(score / softcap, 30.0) * 2.0 * _LOG2_E)
+                score = softcap * _LOG2_E * (e - 1.0) / (e + 1.0)
         if MASKED:
             seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
             score = tl.where(seen, score, float("-inf"))
         top = tl.maximum(peak, tl.max(score, 1))
         base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-        weight = tl.exp2(score - base[:, None])
-        decay = tl.exp2(peak - base)
+        if CAPPED:
+            weight, decay = tl.exp2(score - base[:, None]), tl.exp2(peak - base)
+        else:
+            weight, decay = tl.exp2(score * slope - (base * scale)[:, None]), tl.exp2((peak - base) * scale)
         total = total * decay + tl.sum(weight, 1)
         if KIND > 0:
             weight *= v_scale[None]
-            k_scale, v_scale = next_k_scale, next_v_scale
         weight = weight.to(queries.dtype)
         if KIND == 3:
-            high = _widened(value >> 4, KIND, NATIVE, queries.dtype)
+            value, high = _nibbles(value, CONVERT, queries.dtype, False)
             high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
-            value = value & 15
-        value = _widened(value, KIND, NATIVE, queries.dtype)
+        else:
+            value = _widened(value, KIND, CONVERT, queries.dtype, False)
         acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
         peak = top
     return acc, high_acc, peak, total
 
 
-@triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "table_stride", "window"])
+@triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "table_stride", "window", "num_seqs"])
 def _prefill(
     q, k, v, k_scales, v_scales, tables, seq_lens, cu_seqlens, sinks, out,
-    q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr,
+    q_stride, k_stride, v_stride, k_scales_stride, v_scales_stride, table_stride, scale, softcap, window, num_seqs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
-    # The last tiles see the most keys: they start first.
-    tile, head, seq = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    QUERIES: tl.constexpr = BLOCK_M // PACK  # of a tile
+    index, first_head = tl.program_id(0), tl.program_id(1) * PACK
+    # The tile's sequence is behind all those whose tiles have ended before it.
+    seq, behind, seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    some = tl.arange(0, SEQS)
+    for base in range(0, num_seqs, SEQS):
+        inside = base + some < num_seqs
+        starts = cu_seqlens + base + some
+        lens = tl.load(starts + 1, inside, other=0) - tl.load(starts, inside, other=0)
+        counts = (lens + QUERIES - 1) // QUERIES
+        if not SINGLE:
+            counts = tl.where(lens > 1, counts, 0)
+        ends = seen + tl.cumsum(counts, 0)
+        passed = inside & (ends <= index)
+        seq += tl.sum(passed.to(tl.int32), 0)
+        behind = tl.maximum(behind, tl.max(tl.where(passed, ends, 0), 0))
+        seen += tl.sum(counts, 0)
+    if index >= seen:
+        return
     first_token = tl.load(cu_seqlens + seq)
     q_len = tl.load(cu_seqlens + seq + 1) - first_token
-    if ((q_len <= 1) & (not SINGLE)) | (tile * BLOCK_M >= q_len):
-        return
+    # The last tiles see the most keys: they start first.
+    first_query = ((q_len + QUERIES - 1) // QUERIES - 1 - (index - behind)) * QUERIES
     shift = tl.load(seq_lens + seq) - q_len
-    rows, dims = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    in_rows, in_dims = rows < q_len, dims < WIDTH
-    position = shift + rows
-    tokens = (first_token + rows).to(tl.int64)
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query, heads = first_query + rows // PACK, first_head + rows % PACK
+    in_rows, in_dims = (query < q_len) & (rows < QUERIES * PACK), dims < WIDTH
+    position = shift + query
+    tokens = (first_token + query).to(tl.int64)
     mask = in_rows[:, None] & in_dims[None]
-    at_query = q + tokens[:, None] * q_stride + head * DIM + dims[None]
+    at_query = q + (tokens * q_stride + heads * DIM)[:, None] + dims[None]
     queries = tl.load(at_query, mask, other=0.0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -165,36 +199,43 @@ def _prefill(
     if KIND == 3:
         high_queries = tl.load(at_query + WIDTH, mask, other=0.0)
         high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = shift + tl.minimum((tile + 1) * BLOCK_M, q_len)
-    lowest = tl.where(window > 0, tl.maximum(shift + tile * BLOCK_M - window + 1, 0), 0)
+    slope = scale
+    if KIND > 0:
+        queries, high_queries, unit = _narrowed(queries, high_queries, True)
+        slope = unit * scale
+    end = shift + tl.minimum(first_query + QUERIES, q_len)
+    lowest = tl.where(window > 0, tl.maximum(shift + first_query - window + 1, 0), 0)
     start = lowest // BLOCK_N * BLOCK_N
     table = tables + seq.to(tl.int64) * table_stride
+    kv_head = first_head // GROUP
     # Where one order is promised all tiles are masked: what masks nothing may still be compiled to other roundings.
     if not SINGLE:
-        whole = tl.where(window > 0, start, (shift + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N)
+        whole = tl.where(window > 0, start, (shift + first_query + 1) // BLOCK_N * BLOCK_N)
         acc, high_acc, peak, total = _attend(
             start, whole, queries, high_queries, position, acc, high_acc, peak, total,
-            k, v, k_scales, v_scales, table, head // GROUP,
-            k_stride, v_stride, k_scales_stride, v_scales_stride, scale, softcap, window,
-            WIDTH, SIZE, BLOCK_N, BLOCK_D, PRECISION, KIND, NATIVE, False,
+            k, v, k_scales, v_scales, table, kv_head,
+            k_stride, v_stride, k_scales_stride, v_scales_stride, slope, softcap, window,
+            WIDTH, SIZE, BLOCK_N, BLOCK_D, PRECISION, KIND, CONVERT, CAPPED, False,
         )  # fmt: skip
         start = whole
     acc, high_acc, peak, total = _attend(
         start, end, queries, high_queries, position, acc, high_acc, peak, total,
-        k, v, k_scales, v_scales, table, head // GROUP,
-        k_stride, v_stride, k_scales_stride, v_scales_stride, scale, softcap, window,
-        WIDTH, SIZE, BLOCK_N, BLOCK_D, PRECISION, KIND, NATIVE, True,
+        k, v, k_scales, v_scales, table, kv_head,
+        k_stride, v_stride, k_scales_stride, v_scales_stride, slope, softcap, window,
+        WIDTH, SIZE, BLOCK_N, BLOCK_D, PRECISION, KIND, CONVERT, CAPPED, True,
     )  # fmt: skip
     if SINKS:
-        sink = tl.load(sinks + head) * _LOG2_E
+        if not CAPPED:
+            peak *= slope
+        sink = tl.load(sinks + heads) * _LOG2_E
         top = tl.maximum(peak, sink)
         keep = tl.exp2(peak - top)
         total = total * keep + tl.exp2(sink - top)
         acc = acc * keep[:, None]
         if KIND == 3:
             high_acc = high_acc * keep[:, None]
-    total = tl.where(total > 0, total, 1.0)[:, None]
-    at_out = out + (tokens[:, None] * HEADS + head) * DIM + dims[None]
+    total = (tl.where(total > 0, total, 1.0) * _lift(KIND))[:, None]
+    at_out = out + ((tokens * HEADS + heads) * DIM)[:, None] + dims[None]
     tl.store(at_out, (acc / total).to(out.dtype.element_ty), mask)
     if KIND == 3:
         tl.store(at_out + WIDTH, (high_acc / total).to(out.dtype.element_ty), mask)
@@ -203,24 +244,32 @@ def _prefill(
 def launch_prefill(
     q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
-    one_order: bool = False,
+    one_order: bool = False, num_prefills: int | None = None,
 ) -> None:  # fmt: skip
-    """`one_order`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`."""
-    heads, dim = q.shape[1], q.shape[2]
-    if len(seq_lens) == 0 or q.shape[0] == 0:
+    """`one_order`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`.
+    `num_prefills`: so many sequences bring more than one query, the others one each; None where nobody has counted."""
+    tokens, heads, dim = q.shape
+    num_seqs, group = len(seq_lens), heads // cache.kv_heads
+    if num_seqs == 0 or tokens == 0:
         return
     arch = arch_of(q.device)
-    launch = pick_launch(
-        _ANY_LENGTH if one_order else max_seqlen_q, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch
-    )
-    _prefill[(-(-max_seqlen_q // launch.block_m), heads, len(seq_lens))](
-        q, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales,
+    pack = pick_pack(group)
+    longest = _ANY_LENGTH if one_order else max_seqlen_q * pack
+    launch = pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
+    if one_order or num_prefills is None:
+        tiles = most_tiles(tokens, num_seqs, launch.block_m // pack)
+    else:
+        tiles = most_tiles(tokens - num_seqs + num_prefills, num_prefills, launch.block_m // pack)
+    _prefill[(tiles, heads // pack)](
+        q, cache.k_bytes, cache.v_bytes, *cache.scale_words,
         block_tables, seq_lens, cu_seqlens_q, seq_lens if sinks is None else sinks, out,
-        q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0), cache.scales_stride(1),
-        block_tables.stride(0), scale if softcap > 0 else scale * _LOG2_E.value, softcap, sliding_window,
-        HEADS=heads, GROUP=heads // cache.kv_heads, DIM=dim, SIZE=cache.block_size,
+        q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0) // 2, cache.scales_stride(1) // 2,
+        block_tables.stride(0), scale if softcap > 0 else scale * _LOG2_E.value, softcap, sliding_window, num_seqs,
+        HEADS=heads, GROUP=group, PACK=pack, DIM=dim, SIZE=cache.block_size, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), NATIVE=arch.converts_fp8, SINGLE=one_order,
+        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, SINGLE=one_order,
+        # In float32 always: the branch keeps the compiler from fetching more operands than there are registers for.
+        CAPPED=softcap > 0 or q.dtype == torch.float32,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

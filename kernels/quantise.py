@@ -27,6 +27,26 @@ FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # The KIND of kernels; 0: floats, which are stored as they are.
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
 
+# Four bytes in one register to float16 in two. e4m3 is float16 without its last bits, but for 2^8; a byte below 0x64
+# is 1024 and its value.
+_PTX_FP8 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }")
+_PTX_FP8_SHIFTS = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; mov.b32 e, 0x5C005C00;"
+    "and.b32 c, a, 0x7F007F00; shr.u32 c, c, 1; and.b32 a, a, 0x80008000; or.b32 a, a, c;"
+    "and.b32 d, b, 0x7F007F00; shr.u32 d, d, 1; and.b32 b, b, 0x80008000; or.b32 b, b, d;"
+    "mul.f16x2 $0, a, e; mul.f16x2 $1, b, e; }"
+)
+_PTX_INT8 = tl.constexpr(
+    "{ .reg .b32 a, b, c; xor.b32 a, $2, 0x80808080; mov.b32 c, 0x64806480;"
+    "prmt.b32 b, a, 0x64646464, 0x4342; prmt.b32 a, a, 0x64646464, 0x4140; sub.f16x2 $0, a, c; sub.f16x2 $1, b, c; }"
+)
+_PTX_INT4 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, e; and.b32 a, $4, 0x0F0F0F0F; shr.u32 c, $4, 4; and.b32 c, c, 0x0F0F0F0F;"
+    "mov.b32 e, 0x64086408; prmt.b32 b, a, 0x64646464, 0x4342; prmt.b32 a, a, 0x64646464, 0x4140;"
+    "prmt.b32 d, c, 0x64646464, 0x4342; prmt.b32 c, c, 0x64646464, 0x4140;"
+    "sub.f16x2 $0, a, e; sub.f16x2 $1, b, e; sub.f16x2 $2, c, e; sub.f16x2 $3, d, e; }"
+)
+
 
 @triton.jit
 def _round(x):
@@ -67,39 +87,112 @@ def _quantised(x, unit, KIND: tl.constexpr):
 
 
 @triton.jit
-def _widened(x, KIND: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """Bytes as numbers of `dtype`, without their scale; of int4 it takes nibbles. Exact in bfloat16 and float16.
+def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
+    """Bytes of fp8 and int8 as float16 or float32 without their scale, exactly; KIND 0: elements as `dtype`.
 
-    No integer is converted by the slow instruction for it: its bits are put below the exponent of 2^23, and 2^23 is
-    taken off again. NATIVE: the processor converts e4m3 itself (sm_89 and later)."""
+    By PTX four at once; else integers are put below the exponent of a power of two, which is taken off again. FREE: the
+    compiler may change layouts behind it and not before, which serves a left or transposed side of a product; a plain
+    right side it would then fetch byte by byte."""
     if KIND == 0:
         y = x.to(dtype)
-    elif KIND == 1:
-        if NATIVE:
-            y = x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif CONVERT >= 2 and dtype == tl.float16:
+        code: tl.constexpr = _PTX_INT8 if KIND == 2 else (_PTX_FP8 if CONVERT == 3 else _PTX_FP8_SHIFTS)
+        y = tl.inline_asm_elementwise(code, "=r,=r,r", [x], tl.float16, FREE, 4)
+    elif KIND == 1 and (CONVERT == 1 or CONVERT == 3):
+        y = x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif dtype == tl.float16:
+        wide = x.to(tl.uint16)
+        if KIND == 1:
+            y = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         else:
-            wide = x.to(tl.uint32)
-            bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
-            y = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
-    elif KIND == 2:
+            y = ((wide ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    elif KIND == 1:
+        wide = x.to(tl.uint32)
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        y = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+    else:
         bits = (x ^ 0x80).to(tl.uint32) | 0x4B000000
         y = (bits.to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
-    else:
-        bits = x.to(tl.uint32) | 0x4B000000
-        y = (bits.to(tl.float32, bitcast=True) - 8388616.0).to(dtype)
     return y
 
 
 @triton.jit
+def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
+    """The same of int4's bytes: (their low halves, their high ones)."""
+    if CONVERT >= 2 and dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            _PTX_INT4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), FREE, 4
+        )  # fmt: skip
+    elif dtype == tl.float16:
+        wide = x.to(tl.uint16)
+        low = ((wide & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+        high = ((wide >> 4) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    else:
+        wide = x.to(tl.uint32)
+        low = (((wide & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0).to(dtype)
+        high = (((wide >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _narrowed(x, more, ALONE: tl.constexpr):
+    """Rows of queries, in one tensor or two, as what bytes are widened to: (float16 rows, more, their unit). A unit is
+    a power of two, so that no magnitude is too large and nothing is rounded but what is next to nothing: one for each
+    row if ALONE, else one for all. float32 rows stay as they are."""
+    if x.dtype == tl.float32:
+        unit = tl.full([x.shape[0]], 1.0, tl.float32) if ALONE else tl.full([], 1.0, tl.float32)
+    else:
+        x, more = x.to(tl.float32), more.to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(more), 1))
+        if not ALONE:
+            top = tl.max(top, 0)
+        bits = tl.minimum(tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23), 227 << 23)
+        unit = bits.to(tl.float32, bitcast=True)
+        inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+        if ALONE:
+            inverse = inverse[:, None]
+        x, more = (x * inverse).to(tl.float16), (more * inverse).to(tl.float16)
+    return x, more, unit
+
+
+@triton.jit
+def _lift(KIND: tl.constexpr):
+    """By what `_scales_of` raises values' scales: their products with weights then stay clear of float16's ends."""
+    return 256.0 if KIND == 1 else (64.0 if KIND == 2 else (4.0 if KIND == 3 else 1.0))
+
+
+@triton.jit
 def _scales_of(
-    k_scales, v_scales, block, row, held, k_stride, v_stride, KIND: tl.constexpr
+    k_scales, v_scales, table, first, end, kv_head, k_stride, v_stride,
+    KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """float32 scales of K's and V's rows; KIND 0 has none."""
-    k_scale, v_scale = tl.zeros(row.shape, tl.float32), tl.zeros(row.shape, tl.float32)
-    if KIND > 0:
-        k_scale = tl.load(k_scales + block * k_stride + row, held, other=0.0).to(tl.float32)
-        v_scale = tl.load(v_scales + block * v_stride + row, held, other=0.0).to(tl.float32)
-    return k_scale, v_scale
+    """float32 scales of the tile's keys and values, the values' times `_lift`; behind the end anything finite.
+
+    Two are read at once: the compiler brings nothing narrower than four bytes to shared memory ahead of time."""
+    pairs = 2 * tl.arange(0, TILE // 2)
+    nth, row = _places(first, pairs, SIZE, TILE)
+    block = tl.load(table + nth, first + pairs < end, other=0).to(tl.int64)
+    at = (kv_head * SIZE + row) // 2
+    k_scale = _halves(tl.load(k_scales + block * k_stride + at))
+    v_scale = _halves(tl.load(v_scales + block * v_stride + at))
+    return k_scale, tl.minimum(v_scale * _lift(KIND), 65504.0)
+
+
+@triton.jit
+def _halves(words):
+    """The two float16 numbers in each word, in a row, as float32."""
+    low, high = words.to(tl.uint16), (words >> 16).to(tl.uint16)
+    return tl.join(low, high).reshape(2 * words.shape[0]).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _places(first, across, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """(which block of its sequence each of a tile's keys lies in, where in it); `first` is a multiple of TILE."""
+    if TILE % SIZE == 0:
+        nth, row = first // SIZE + across // SIZE, across % SIZE
+    else:
+        nth, row = (first + across) // SIZE, (first + across) % SIZE
+    return nth, row
 
 
 def quantise_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

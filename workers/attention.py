@@ -74,6 +74,7 @@ def attend(
         sinks=None if s_aux is None else s_aux.float(),
         one_order=attention_metadata.one_order,
         total_seq_len=attention_metadata.total_seq_len,
+        num_prefills=attention_metadata.num_prefills,
     )
     return out.unsqueeze(0), None
 

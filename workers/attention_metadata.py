@@ -31,3 +31,5 @@ class AttentionMetadata:
     one_order: bool = False
     # All context lengths together do not exceed it; None where nobody has added them up.
     total_seq_len: int | None = None
+    # How many sequences bring several tokens, where the others bring one each; None where nobody has counted.
+    num_prefills: int | None = None

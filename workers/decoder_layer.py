@@ -123,6 +123,7 @@ class DecoderLayer:
             softcap=spec.softcap,
             one_order=metadata.one_order,
             total_seq_len=metadata.total_seq_len,
+            num_prefills=metadata.num_prefills,
         )
         return out.flatten(1)
 

@@ -8,14 +8,17 @@ only refuses; it does not compute.
 """
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..kernels import native
 from ..proto.errors import InvalidConfig
 from .attention import AttentionCall
+from .fusion import is_fusable
 
 
-def check_deterministic(model: nn.Module, calls: list[AttentionCall], dtype: torch.dtype, device: torch.device) -> None:
+def check_deterministic(
+    model: PreTrainedModel, calls: list[AttentionCall], dtype: torch.dtype, device: torch.device
+) -> None:
     """Raises InvalidConfig for a model, dtype or machine that cannot keep the promise; says what would."""
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "experts":
@@ -24,6 +27,12 @@ def check_deterministic(model: nn.Module, calls: list[AttentionCall], dtype: tor
                 "shares the step; serve a mixture of experts without --deterministic"
             )
     if device.type != "cpu":
+        if not is_fusable(model, calls):
+            raise InvalidConfig(
+                "deterministic on a GPU takes the architectures whose layers we compute ourselves, and "
+                f"{model.config.model_type} is not one: torch's own norms sum in an order that the number of tokens "
+                "chooses; serve it without --deterministic"
+            )
         return
     if native.library() is None or dtype not in native.TYPES:
         raise InvalidConfig(

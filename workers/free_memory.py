@@ -11,6 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 def free_bytes(device: torch.device) -> int:
     """Free bytes of the device; for a CPU what the host or its container can still give without swapping."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has left with torch's allocator is free as well
         return torch.cuda.mem_get_info(device)[0]
     available = next(
         int(line.split()[1]) * 1024

@@ -65,6 +65,13 @@ class FusedBody:
         return Turn(cos, sin, StepTables(cos, sin, *tables))
 
 
+def is_fusable(model: PreTrainedModel, calls: list[AttentionCall]) -> bool:
+    """Whether `fuse` knows the model."""
+    config: Any = model.config
+    sinks = any(call.has_sinks for call in calls)
+    return config.model_type in _FAMILIES and activation_name(config) in ACTIVATIONS and not sinks
+
+
 def fuse(
     model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[LayerSpec], *, fixed_rows: bool
 ) -> FusedBody | None:
@@ -73,9 +80,9 @@ def fuse(
     `fixed_rows`: linears promise that a row's result does not depend on the others (kernels/linear.py).
     """
     config: Any = model.config
-    family = _FAMILIES.get(config.model_type)
-    if family is None or activation_name(config) not in ACTIVATIONS or any(call.has_sinks for call in calls):
+    if not is_fusable(model, calls):
         return None
+    family = _FAMILIES[config.model_type]
     base: Any = model.base_model
     kinds = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(calls)
     layers = []

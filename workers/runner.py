@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.copy_blocks import copy_blocks
+from ..kernels.paged_prefill import chunk_lengths
 from ..kernels.token_mask import apply_token_mask
 from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
@@ -106,7 +107,11 @@ class ModelRunner:
         other plan. What it leaves in the pool and the mirror nobody has named yet."""
         vocab, size = self.model.spec.vocab_size, self._layout.block_size
         room = min(self._tokens.shape[1] - 1, len(self.pool) * size)
-        for plan in kernel_plans(room=room, num_blocks=len(self.pool), block_size=size):
+        groups = {layer.num_heads // layer.num_kv_heads for layer in self.model.spec.layers}
+        lengths = sorted({length for group in groups for length in chunk_lengths(group)})
+        for plan in kernel_plans(
+            chunk_lengths=lengths, room=room, num_blocks=len(self.pool), block_size=size
+        ):  # fmt: skip
             self.launch(plan).wait()
         logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
@@ -193,6 +198,7 @@ class ModelRunner:
             max_seq_len=max_seq_len,
             one_order=self.model.deterministic,
             total_seq_len=sum(row.start + row.num_tokens for row in rows),
+            num_prefills=sum(row.num_tokens > 1 for row in rows),
         )
         ids = self._tokens[token_slots, positions].long()
         return self.model.forward(ids, positions, metadata, self._kv, wanted)

@@ -6,9 +6,8 @@ kernels depend on model and pool, and beside those only on how long a chunk is a
 The plans are made by hand, so that no counter, block or event remembers them. Not known here: the engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ..kernels.paged_prefill import CHUNK_LENGTHS
 from ..proto.sampling import SamplingParams
 from .step_plan import NewRow, Row, StepPlan, TableWrite
 
@@ -32,10 +31,10 @@ def warm_up_plans(*, num_tokens: int, block_size: int) -> Iterator[StepPlan]:
         yield _next(prompt, _GREEDY, block_size)
 
 
-def kernel_plans(*, room: int, num_blocks: int, block_size: int) -> Iterator[StepPlan]:
-    """Chunks of every length that takes a launch of its own, a decode after each, every way of sampling, and a copy;
-    none needs more than `room` tokens in a step or a sequence."""
-    for length in (1, *CHUNK_LENGTHS):
+def kernel_plans(*, chunk_lengths: Iterable[int], room: int, num_blocks: int, block_size: int) -> Iterator[StepPlan]:
+    """Chunks of these lengths, which between them take every launch, a decode after each, every way of sampling, and a
+    copy; none needs more than `room` tokens in a step or a sequence."""
+    for length in (1, *chunk_lengths):
         if length < room:
             yield _first(length, _GREEDY, block_size)
             yield _next(length, _GREEDY, block_size)

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from coatcheck.kernels import (
     copy_blocks,
     filter_floor,
+    logprobs,
     paged_decode,
     paged_prefill,
     penalties,
@@ -68,6 +69,7 @@ class Pool(NamedTuple):
     element: str
     quantised: int
     q_bytes: int
+    bytes: int
 
     def width(self, dim: int) -> int:
         return dim // 2 if self.quantised == 3 else dim
@@ -80,29 +82,34 @@ class Pool(NamedTuple):
     def scales(self) -> str:
         return "*fp16 *fp16 " if self.quantised else ""
 
+    @property
+    def pairs(self) -> str:
+        """Scales where they are read two at a time."""
+        return "*i32 *i32 " if self.quantised else ""
+
 
 POOLS = {
-    "bf16": Pool("bf16", "bf16", 0, 2),
-    "fp16": Pool("fp16", "fp16", 0, 2),
-    "fp32": Pool("fp32", "fp32", 0, 4),
-    "fp8": Pool("bf16", "u8", 1, 2),
-    "int8": Pool("bf16", "u8", 2, 2),
-    "int4": Pool("bf16", "u8", 3, 2),
+    "bf16": Pool("bf16", "bf16", 0, 2, 2),
+    "fp16": Pool("fp16", "fp16", 0, 2, 2),
+    "fp32": Pool("fp32", "fp32", 0, 4, 4),
+    "fp8": Pool("bf16", "u8", 1, 2, 1),
+    "int8": Pool("bf16", "u8", 2, 2, 1),
+    "int4": Pool("bf16", "u8", 3, 2, 1),
 }
 DIMS = (64, 80, 96, 128, 256)
 
 
 def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch) -> Key:
     group = 32 // kv_heads
-    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, arch)
+    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bytes, arch)
     arguments = (
-        f"*{pool.q} *{pool.element} *{pool.element} {pool.scales}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
-        "i64 i64 i64 i64 i64 i32 fp32 fp32 i32 i32"
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
+        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
     )
     constants = dict(
         DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
         SEQS=paged_decode._SEQS, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
-        NATIVE=arch.converts_fp8, PRECISION="ieee" if pool.q == "fp32" else "tf32", **pool.constants,
+        CONVERT=arch.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=False, **pool.constants,
     )  # fmt: skip
     return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
 
@@ -110,13 +117,13 @@ def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch) -> Key:
 def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
     launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
     arguments = (
-        f"*{pool.q} *{pool.element} *{pool.element} {pool.scales}*i32 *i32 *i32 *fp32 *{pool.q} "
-        "i64 i64 i64 i64 i64 i32 fp32 fp32 i32"
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} "
+        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
     )
     constants = dict(
-        DIM=dim, SIZE=16, GROUP=4, HEADS=32, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
-        SINKS=True, NATIVE=arch.converts_fp8, PRECISION="ieee" if pool.q == "fp32" else "tf32", SINGLE=False,
-        **pool.constants,
+        DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True, CONVERT=arch.convert,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=pool.q == "fp32", SINGLE=False, **pool.constants,
     )  # fmt: skip
     return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
 
@@ -131,7 +138,7 @@ def reduce(dim: int, arch: Arch) -> Key:
 
 def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
     q, element = f"*{pool.q}", f"*{pool.element}"
-    strides = "i64 i64 i64 i64 i64 i64 i64 i64 i64"
+    strides = "i32 i32 i32 i32 i32 i32 i32 i32 i32"
     arguments = f"{q} {q} {q} *fp32 *fp32 {q} {q} {element} {element} {pool.scales}*i64 {strides}"
     block = triton.next_power_of_2(dim)
     rows, warps = store_kv.pick_rows(8, block)
@@ -146,7 +153,7 @@ def store_quantised(dim: int, pool: Pool, arch: Arch) -> Key:
     block = triton.next_power_of_2(pool.width(dim))
     rows, warps = store_kv.pick_rows(8, block)
     constants = dict(HEADS=8, DIM=dim, SIZE=16, KIND=pool.quantised, ROWS=rows, BLOCK=block)
-    arguments = "*bf16 *bf16 *u8 *u8 *fp16 *fp16 *i64 i64 i64 i64 i64 i64 i64"
+    arguments = "*bf16 *bf16 *u8 *u8 *fp16 *fp16 *i64 i32 i32 i32 i32 i32 i32"
     return Key(store_kv._store_quantised, arguments, constants, warps)
 
 
@@ -162,28 +169,29 @@ KEYS: dict[str, Keys] = {
     "reduce": partial(reduce, 128),
     "prefill": partial(prefill, 128, POOLS["bf16"]),
     "rms_norm": same(
-        rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i64 i64 i64 i64 i32 fp32 fp32",
+        rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
         dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
     ),
-    "silu_mul": same(silu_mul._silu_mul, "*bf16 *bf16 i64 i32", dict(GELU=False, BLOCK=1024)),
+    "silu_mul": same(silu_mul._silu_mul, "*bf16 *bf16 i32 i32", dict(GELU=False, BLOCK=1024)),
     "store_kv": same(
-        store_kv._store_kv, "*bf16 *bf16 *bf16 *bf16 *i64 i64 i64 i64 i64", dict(HEADS=8, DIM=128, SIZE=16, BLOCK=1024)
+        store_kv._store_kv, "*bf16 *bf16 *bf16 *bf16 *i64 i32 i32 i32 i32", dict(HEADS=8, DIM=128, SIZE=16, BLOCK=1024)
     ),
     "store_quantised": partial(store_quantised, 128, POOLS["fp8"]),
     "copy_blocks": same(
-        copy_blocks._copy_blocks, "*i64 *i64 *i64 *i64 i64 i64 i64", dict(LISTED=True, PLACED=True, BLOCK=2048)
+        copy_blocks._copy_blocks, "*i64 *i64 *i64 *i64 i32 i32 i32", dict(LISTED=True, PLACED=True, BLOCK=2048)
     ),
     "rotary": partial(rotary_store, 128, POOLS["bf16"]),
     "filter_floor": same(
-        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i64 i32", dict(BLOCK=4096), 16
+        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32", dict(BLOCK=4096), 16
     ),
     "draw": same(
-        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i64 i32", dict(BITS=False, BLOCK=2048), 8
+        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i32 i32", dict(BITS=False, BLOCK=2048), 8
     ),
-    "token_mask": same(token_mask._token_mask, "*fp32 *i64 *i32 i64 i32 i32", dict(BLOCK=1024)),
-    "count_tokens": same(penalties._count_tokens, "*i32 *i32 *i32 *i32 i64 i32", dict(BLOCK=1024)),
+    "logprobs": same(logprobs._logprobs, "*fp32 *i64 *fp32 *fp32 *i64 i32 i32", dict(BLOCK=4096), 8),
+    "token_mask": same(token_mask._token_mask, "*fp32 *i64 *i32 i32 i32 i32", dict(BLOCK=1024)),
+    "count_tokens": same(penalties._count_tokens, "*i32 *i32 *i32 *i32 i32 i32", dict(BLOCK=1024)),
     "penalise": same(
-        penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i64 i64 i32", dict(BLOCK=1024)
+        penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32", dict(BLOCK=1024)
     ),
 }  # fmt: skip
 
@@ -209,6 +217,10 @@ def _others() -> Iterator[tuple[str, Keys]]:
 OTHERS = dict(_others())
 
 
+# A width of the vocabulary, or a count.
+_NOT_ALIGNED = ("vocab", "words", "inner")
+
+
 def compiled(key: Key, target: str) -> Any:
     names = key.kernel.arg_names
     runtime = iter(key.arguments.split())
@@ -218,8 +230,8 @@ def compiled(key: Key, target: str) -> Any:
     # What a launch finds on its own: torch's pointers and our strides divide by 16.
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or signature[name] == "i64"
+        for i, parameter in enumerate(key.kernel.params)
+        if not parameter.do_not_specialize and signature[names[i]][0] in "*i" and names[i] not in _NOT_ALIGNED
     }
     source = ASTSource(key.kernel, signature, constants, aligned)
     # The AMD backend takes one or two stages where NVIDIA's takes more.

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from coatcheck.kernels.copy_blocks import launch_copy_blocks
 from coatcheck.kernels.filter_floor import launch_filter_floor
+from coatcheck.kernels.logprobs import launch_logprobs, logprobs_reference
 from coatcheck.kernels.paged_decode import launch_decode
 from coatcheck.kernels.paged_prefill import launch_prefill
 from coatcheck.kernels.penalties import apply_penalties_reference, launch_penalties
-from coatcheck.kernels.quantise import _fp8_bits, _widened
+from coatcheck.kernels.quantise import _fp8_bits, _nibbles, _widened
 from coatcheck.kernels.rms_norm import launch_rms_norm, rms_norm_reference
 from coatcheck.kernels.rotary import apply_rotary_reference, launch_rotary, rotary_and_store_reference
 from coatcheck.kernels.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
@@ -110,6 +111,9 @@ def long() -> None:
     launch_decode(*arguments, batch.scale, 0, 0.0, None, out)
     launch_prefill(*arguments, 2, batch.scale, 0, 0.0, None, out)
     close(out, batch.reference())
+    counted = torch.full(batch.q.shape, SENTINEL)
+    launch_prefill(*arguments, 2, batch.scale, 0, 0.0, None, counted, num_prefills=1)
+    assert torch.equal(counted[1:], out[1:]), "programs for one prompt among decodes were too few"
     launch_decode(*arguments, batch.scale, 600, 0.0, None, out)  # splits in which everything is masked
     close(out[:1], batch.reference(600)[:1])
     empty = Batch([], 2, 1, 64, torch.float32)
@@ -118,9 +122,14 @@ def long() -> None:
 
 
 @triton.jit
-def _widen_all(x, y, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _widen_all(x, y, KIND: tl.constexpr, CONVERT: tl.constexpr, HALF: tl.constexpr):
     i = tl.arange(0, 256)
-    tl.store(y + i, _widened(tl.load(x + i), KIND, NATIVE, tl.float32))
+    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
+    if KIND == 3:
+        low, high = _nibbles(tl.load(x + i), CONVERT, dtype, True)
+        tl.store(y + i, low.to(tl.float32) + 16 * high.to(tl.float32))
+    else:
+        tl.store(y + i, _widened(tl.load(x + i), KIND, CONVERT, dtype, True).to(tl.float32))
 
 
 @triton.jit
@@ -134,15 +143,16 @@ def elements() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     fp8 = every.view(torch.float8_e4m3fn).float()
     number = ~fp8.isnan()
-    for kind, native, want in (
-        (1, True, fp8),
-        (1, False, fp8),
-        (2, True, every.view(torch.int8).float()),
-        (3, True, every.float() - 8),
+    for kind, convert, want in (
+        (1, 1, fp8),
+        (1, 0, fp8),
+        (2, 0, every.view(torch.int8).float()),
+        (3, 0, every.float() - 8 - 16 * 8),
     ):
-        have = torch.full((256,), SENTINEL)
-        _widen_all[(1,)](every, have, KIND=kind, NATIVE=native)
-        assert torch.equal(have[number | (kind != 1)], want[number | (kind != 1)]), (kind, native)
+        for half in (False, True):
+            have = torch.full((256,), SENTINEL)
+            _widen_all[(1,)](every, have, KIND=kind, CONVERT=convert, HALF=half)
+            assert torch.equal(have[number | (kind != 1)], want[number | (kind != 1)]), (kind, convert, half)
     exact = fp8[number].sort().values
     x = torch.cat((exact, (exact[1:] + exact[:-1]) / 2, torch.randn(500) * torch.logspace(-4, 2, 500)))
     x = torch.cat((x, torch.zeros(1024 - len(x)))).clamp(-448, 448)
@@ -267,6 +277,20 @@ def sampling() -> None:
         assert torch.equal(have, want) and want.isinf().any()
 
 
+def probabilities() -> None:
+    """Log-probabilities and ranks of rows of any length, forbidden tokens and ties among them."""
+    torch.manual_seed(5)
+    for vocab in (1, 33, 5000):
+        logits = (torch.randn(4, vocab + 2) * 4)[:, :vocab]
+        logits[1] = logits[1].round()
+        logits[2, vocab // 2 + 1 :] = -torch.inf
+        tokens = torch.tensor([0, vocab - 1, 0, vocab // 2])
+        _, chosen, rank = launch_logprobs(logits, tokens)
+        want = logprobs_reference(logits, tokens, 0)
+        agree(chosen, want[0])
+        assert torch.equal(rank, want[1])
+
+
 def filters() -> None:
     """Floors keep exactly the reference's set: ties, forbidden tokens, strides, and every filter alone and together."""
     torch.manual_seed(2)
@@ -311,6 +335,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "rows": rows,
     "sampling": sampling,
     "filters": filters,
+    "probabilities": probabilities,
     "penalties": penalties,
 }
 

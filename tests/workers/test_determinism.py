@@ -1,5 +1,6 @@
 """Deterministic groups: a request's bits do not depend on what shares its steps, nor on what was cached."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from coatcheck.kernels.linear import ROW_TILE, PackedLinear
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.attention import probe_attention
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.determinism import check_deterministic
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.group_runner import GroupRunner, follow
 from coatcheck.workers.kv_dtype import choose_kv_dtype
@@ -18,6 +21,7 @@ from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import Model, load_model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
+from coatcheck.workers.skeleton import build_skeleton, read_config
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -112,6 +116,17 @@ def test_a_mixture_of_experts_is_refused(checkpoint_directory: Path) -> None:
     path = tiny_checkpoint("mixtral", checkpoint_directory)
     with pytest.raises(InvalidConfig, match="without --deterministic"):
         load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
+
+
+def test_a_gpu_takes_what_is_fused_and_refuses_the_rest(tmp_path: Path) -> None:
+    """torch's own norms sum in an order that the number of tokens chooses, on a GPU alone: the refusal says so."""
+    gpu, dtype = torch.device("cuda"), torch.bfloat16
+    for arch, taken in (("llama", True), ("olmo2", False)):
+        config = read_config(tiny_checkpoint(arch, tmp_path / arch))
+        causal = build_skeleton(config, dtype, torch.device("cpu"), 64)
+        calls = probe_attention(causal)
+        with nullcontext() if taken else pytest.raises(InvalidConfig, match="olmo2 is not one"):
+            check_deterministic(causal, calls, dtype, gpu)
 
 
 def test_odd_heads_on_cpu_are_refused(checkpoint_directory: Path) -> None:

@@ -42,14 +42,19 @@ def test_no_plan_asks_for_a_kernel_that_was_not_warmed(tmp_path: Path, arch: str
 
 
 @pytest.mark.parametrize("arch", [SM_80, SM_90, GFX942])
+@pytest.mark.parametrize("group", [1, 3, 8, 71])
 @pytest.mark.parametrize("dim", [64, 80, 256])
 @pytest.mark.parametrize(("quantised", "element_size"), [(False, 2), (True, 2), (False, 4)])
-def test_chunk_lengths_take_every_launch(arch: Arch, dim: int, quantised: bool, element_size: int) -> None:
+def test_chunk_lengths_take_every_launch(
+    arch: Arch, group: int, dim: int, quantised: bool, element_size: int
+) -> None:  # fmt: skip
     """Whatever a chunk's length, its launch is that of one of the lengths that are warmed."""
+    pack = paged_prefill.pick_pack(group)
     launches = {
-        length: paged_prefill.pick_launch(length, dim, dim, element_size, quantised, arch) for length in range(2, 400)
+        length: paged_prefill.pick_launch(length * pack, dim, dim, element_size, quantised, arch)
+        for length in range(2, 400)
     }
-    assert set(launches.values()) == {launches[length] for length in paged_prefill.CHUNK_LENGTHS}
+    assert set(launches.values()) == {launches[length] for length in paged_prefill.chunk_lengths(group)}
 
 
 class _Driver:
