@@ -49,7 +49,7 @@ def _add(file: Path, name: str, hashed: str, role: str | None) -> None:
         Tenant(name, role=role or "user")  # says what is wrong with it
         entry = {"name": name, "role": role or "user", "keys": []}
         tenants.append(entry)
-    entry["keys"].append(hashed)
+    entry.setdefault("keys", []).append(hashed)
     # A router may read at any moment: it finds the old file or the new one. Comments do not survive.
     made = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -233,6 +233,7 @@ def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertifi
         tls_key=absolute(config.tls_key),
         tls_client_ca=absolute(config.tls_client_ca),
         keys_file=absolute(config.api_keys),
+        insecure=config.insecure,
         plane=plane,
         max_queued=config.max_queued,
     )

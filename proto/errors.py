@@ -47,11 +47,12 @@ class NotFound(CoatcheckError):
 
 
 class Overloaded(CoatcheckError):
-    """There is no room now; `retry_seconds` is an honest guess of when there will be."""
+    """There is no room now; `retry_seconds` is an honest guess of when there will be. `reason` is for counters."""
 
-    def __init__(self, message: str, retry_seconds: float = 1.0) -> None:
+    def __init__(self, message: str, retry_seconds: float = 1.0, reason: str = "queue_full") -> None:
         super().__init__(message)
         self.retry_seconds = retry_seconds
+        self.reason = reason
 
 
 class SlowReader(CoatcheckError):

@@ -45,6 +45,7 @@ class RouterConfig:
     tls_key: str | None = None
     tls_client_ca: str | None = None
     keys_file: str | None = None  # None: no keys are asked for
+    insecure: bool = False  # anybody may come in, under whatever name they call this server
     # A client that takes nothing for so long has its stream ended, and its blocks freed.
     slow_reader_seconds: float = 30.0
     # What shows groups that this is a router of theirs, and routers that those are groups; None: plain connections.
@@ -71,6 +72,12 @@ class RouterConfig:
         check_endpoint(self.otlp_endpoint)
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
+
+    @property
+    def answers_only_locally(self) -> bool:
+        """Whether nothing but where it listens keeps strangers out (see http/host_check)."""
+        loopback = self.http_host in ("localhost", "::1") or self.http_host.startswith("127.")
+        return loopback and not (self.keys_file or self.tls_client_ca or self.insecure)
 
     @property
     def model_name(self) -> str:

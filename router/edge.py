@@ -1,13 +1,15 @@
 """The edge: methods over messages become gRPC handlers over bytes, and errors become statuses with details.
 
 Bytes are parsed here and not by gRPC, so that a message that does not parse is the client's error and not INTERNAL.
+For gRPC every method takes a stream of messages, of which there is one: a method of one message would be called only
+when all of it has come, and nothing that a stranger sends is to be kept.
 This module does not know what the methods do.
 """
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final, Never, TypeVar
 
@@ -29,6 +31,7 @@ _log = logging.getLogger(__name__)
 _MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+Sent = AsyncIterator[bytes]
 Question = TypeVar("Question", bound=Message)
 
 
@@ -54,14 +57,14 @@ class Edge:
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for a method that answers once."""
 
-        async def answer(data: bytes, context: Context) -> bytes:
+        async def answer(sent: Sent, context: Context) -> bytes:
             try:
                 asked = _asked(context, self._admit(context, scope), knows, generates)
-                return (await method(_parse(kind, data), **asked)).SerializeToString()
+                return (await method(_parse(kind, await _only(sent)), **asked)).SerializeToString()
             except Exception as error:  # every request is answered, whatever went wrong
                 await refuse(context, error)
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.stream_unary_rpc_method_handler(answer)
 
     def streaming(
         self,
@@ -75,20 +78,23 @@ class Edge:
         """A handler for a method that answers with a stream; a client that goes away closes the method's generator,
         and so does one that takes nothing for so long that it might as well have."""
 
-        async def answer(data: bytes, context: Context) -> None:
+        async def answer(sent: Sent, context: Context) -> None:
             try:
                 asked = _asked(context, self._admit(context, scope), knows, generates)
-                async with aclosing(method(_parse(kind, data), **asked)) as events:
+                async with aclosing(method(_parse(kind, await _only(sent)), **asked)) as events:
                     async for event in events:
                         await self._write(context, event)
             except Exception as error:  # as above
                 await refuse(context, error)
 
-        return grpc.unary_stream_rpc_method_handler(answer)
+        return grpc.stream_stream_rpc_method_handler(answer)
 
     def _admit(self, context: Context, scope: Scope) -> Tenant:
         keys = (value for key, value in context.invocation_metadata() or () if key == "authorization")
-        return self._gate.admit(next((key for key in keys if isinstance(key, str)), None), scope)
+        certificate = context.auth_context().get("x509_pem_cert", ()) if self._gate.asks else ()
+        return self._gate.admit(
+            next((key for key in keys if isinstance(key, str)), None), scope, certificate=next(iter(certificate), None)
+        )
 
     async def _write(self, context: Context, event: Message) -> None:
         try:
@@ -110,6 +116,13 @@ def _asked(context: Context, tenant: Tenant, knows: bool, generates: bool) -> di
     if carrier := {key: value for key, value in metadata if key in CARRIED and isinstance(value, str)}:
         asked["carrier"] = carrier
     return asked
+
+
+async def _only(sent: Sent) -> bytes:
+    try:
+        return await anext(sent)
+    except StopAsyncIteration:
+        raise InvalidRequest("the call ended without its message; send one") from None
 
 
 def _parse(kind: type[Question], data: bytes) -> Question:

@@ -1,4 +1,5 @@
-"""Gate: who may come in. It knows keys by their hashes, and the file that holds those, which may change at any time.
+"""Gate: who may come in. It knows keys by their hashes, clients' certificates by their names, and the file that holds
+both, which may change at any time.
 
 It does not know how a key is carried, but for the two forms of HTTP's `authorization`, which gRPC shares.
 """
@@ -9,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..proto.errors import InvalidConfig, Unauthenticated
+from ..proto.errors import InvalidConfig, PermissionDenied, Unauthenticated
+from .client_certificate import names_in
 from .key_file import hash_key, read_keys
 from .tenant import ANYONE, Scope, Tenant
 from .watched_files import WatchedFiles
@@ -21,28 +23,58 @@ _HOW = "send a key as `authorization: Bearer KEY`"
 class Gate:
     """Without a file of keys everybody is ANYONE."""
 
-    def __init__(self, keys_file: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises InvalidConfig when the file cannot be read."""
+    def __init__(
+        self,
+        keys_file: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Raises InvalidConfig when the file cannot be read. `on_refused` is told why somebody is."""
         self._file = keys_file
+        self._on_refused = on_refused
         self._watched = WatchedFiles([keys_file] if keys_file else [], clock)
         self._tenants = read_keys(keys_file) if keys_file else {}
 
-    def admit(self, authorization: str | None, scope: Scope, *, basic: bool = False) -> Tenant:
-        """Whose key it is; raises Unauthenticated, or PermissionDenied where the scope is not theirs.
+    @property
+    def asks(self) -> bool:
+        """Whether it asks anybody for anything."""
+        return self._file is not None
+
+    def admit(
+        self, authorization: str | None, scope: Scope, *, basic: bool = False, certificate: bytes | None = None
+    ) -> Tenant:
+        """Who comes; raises Unauthenticated, or PermissionDenied where the scope is not theirs.
 
         `basic`: a key may also come as the password of HTTP's basic authentication, which is all that browsers have.
+        `certificate`: what the client has shown of itself, which counts where it sends no key.
         """
         if self._file is None:
             return ANYONE
         if self._watched.changed():
             self._read_again(self._file)
-        if not authorization:
-            raise Unauthenticated(f"this server asks for a key; {_HOW}")
+        try:
+            tenant = self._of_key(authorization, basic) if authorization else self._of_certificate(certificate)
+            tenant.require(scope)
+        except (Unauthenticated, PermissionDenied) as error:
+            self._on_refused("unauthenticated" if isinstance(error, Unauthenticated) else "permission_denied")
+            raise
+        return tenant
+
+    def _of_key(self, authorization: str, basic: bool) -> Tenant:
         tenant = self._tenants.get(hash_key(_key_in(authorization, basic)))
         if tenant is None:
             raise Unauthenticated("this key is not known here; it may have been withdrawn, or be another server's")
-        tenant.require(scope)
         return tenant
+
+    def _of_certificate(self, certificate: bytes | None) -> Tenant:
+        names = names_in(certificate) if certificate else ()
+        for name in names:
+            if tenant := self._tenants.get(name):
+                return tenant
+        if certificate:
+            known = ", ".join(names) or "no name"
+            raise Unauthenticated(f"no tenant has the certificate of this client ({known[:200]}); {_HOW}")
+        raise Unauthenticated(f"this server asks for a key; {_HOW}")
 
     def _read_again(self, file: str) -> None:
         try:

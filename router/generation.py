@@ -31,6 +31,7 @@ from ..proto.tracing import NO_PARENT, Tracing
 from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
 from .config import RouterConfig
 from .explanation import explanation_of
+from .grammar_check import GrammarCheck
 from .groups import Groups, capacity
 from .limits import Limits
 from .passage import Passage
@@ -49,7 +50,7 @@ _MOST_TOKENIZED: Final = 1 << 18
 
 
 class Generation:
-    """Owns the tokeniser's threads."""
+    """Owns the tokeniser's threads, and the check of grammars."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Generation:
         self._traffic = traffic
         self._tracing = tracing
         self._limits = Limits()
+        self._grammars = GrammarCheck()
         self._rng = random.SystemRandom()
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -172,7 +174,8 @@ class Generation:
         return self._model()
 
     def close(self) -> None:
-        """Ends the tokeniser's threads."""
+        """Ends its threads."""
+        self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _shed(self, message: GenerateRequest, tenant: Tenant) -> None:
@@ -200,7 +203,7 @@ class Generation:
             tenant=tenant,
         )
         if request.sampling.structured is not None:
-            await self._aside(request.sampling.structured.check)
+            await self._grammars.require(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:
             await self._aside(lambda: request.chain(model))
         if passage is None:

@@ -1,8 +1,9 @@
-"""read_keys(): the tenants of a cluster and the hashes of their keys, from a YAML file.
+"""read_keys(): the tenants of a cluster, with the hashes of their keys and the names in their certificates, from YAML.
 
     tenants:
       - name: search
         keys: ["sha256:9f86d0…"]        # `coatcheck keys new search` prints a key and this line
+        certificates: ["cn:search"]     # or uri:, email:, dns: and a name, as the client's certificate has it
         role: user                      # user, monitor or admin
         max_streams: 64
 
@@ -19,11 +20,13 @@ from typing import Any, Final
 import yaml
 
 from ..proto.errors import InvalidConfig
+from .client_certificate import FORMS
 from .tenant import Tenant
 
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _FIELDS: Final = {field.name: field.type for field in dataclasses.fields(Tenant)}
 _WHOLE: Final = {"priority", "max_streams", "max_prompt_tokens"}
+_LISTS: Final = ("keys", "certificates")
 _NUMBERS: Final = {"weight", "requests_per_minute", "tokens_per_minute"}
 
 
@@ -33,7 +36,10 @@ def hash_key(key: str) -> str:
 
 
 def read_keys(file: str) -> dict[str, Tenant]:
-    """Tenants by the hashes of their keys; raises InvalidConfig, which never quotes what may be a secret."""
+    """Tenants by the hashes of their keys, and by the names in their certificates.
+
+    Raises InvalidConfig, which never quotes what may be a secret.
+    """
     try:
         loaded = yaml.safe_load(Path(file).read_text())
     except OSError as error:
@@ -55,7 +61,8 @@ def read_keys(file: str) -> dict[str, Tenant]:
             names.add(tenant.name)
             for key in keys:
                 if key in found:
-                    raise InvalidConfig(f"tenant {tenant.name!r} has a key of {found[key].name!r}; make another")
+                    what = "a key" if _HASH.fullmatch(key) else f"the certificate {key!r}"
+                    raise InvalidConfig(f"tenant {tenant.name!r} has {what} of {found[key].name!r}; make another")
                 found[key] = tenant
         except InvalidConfig as error:
             raise InvalidConfig(f"the keys file {file}, tenant {index + 1}: {error}") from None
@@ -66,10 +73,11 @@ def _tenant(entry: Any) -> tuple[Tenant, list[str]]:
     if not isinstance(entry, dict):
         raise InvalidConfig("it must hold settings, one `name: value` a line")
     settings = dict(entry)
-    keys = settings.pop("keys", None)
+    keys = settings.pop("keys", [])
+    certificates = settings.pop("certificates", [])
     for name, value in settings.items():
         if name not in _FIELDS:
-            near = difflib.get_close_matches(str(name), [*_FIELDS, "keys"], n=1)
+            near = difflib.get_close_matches(str(name), [*_FIELDS, *_LISTS], n=1)
             raise InvalidConfig(
                 f"unknown setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {_known()}")
             )
@@ -78,10 +86,20 @@ def _tenant(entry: Any) -> tuple[Tenant, list[str]]:
             raise InvalidConfig(f"{name} is {value!r}; it must be {kind}")
     if "name" not in settings:
         raise InvalidConfig("name is missing")
-    if not isinstance(keys, list) or not keys or not all(isinstance(key, str) and _HASH.fullmatch(key) for key in keys):
+    if not isinstance(certificates, list) or not all(_is_certificate(name) for name in certificates):
+        forms = ", ".join(f"{form}:NAME" for form in FORMS)
+        raise InvalidConfig(f"certificates must be a list of names as clients' certificates have them: {forms}")
+    known = isinstance(keys, list) and all(isinstance(key, str) and _HASH.fullmatch(key) for key in keys)
+    if not known or not (keys or certificates):
         # What stands there may be a key itself, so it is not shown.
         raise InvalidConfig("keys must be a list of at least one sha256:HEX, as `coatcheck keys new` prints them")
-    return Tenant(**{"salt": settings["name"], **settings}), keys
+    names = [name.lower() if name.startswith("dns:") else name for name in certificates]
+    return Tenant(**{"salt": settings["name"], **settings}), [*keys, *names]
+
+
+def _is_certificate(name: object) -> bool:
+    form, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return form in FORMS and bool(rest)
 
 
 def _is_of_its_kind(name: str, value: object) -> bool:
@@ -93,4 +111,4 @@ def _is_of_its_kind(name: str, value: object) -> bool:
 
 
 def _known() -> str:
-    return ", ".join(["keys", *_FIELDS])
+    return ", ".join([*_LISTS, *_FIELDS])

@@ -28,6 +28,7 @@ class Limits:
                 raise Overloaded(
                     f"{tenant.name!r} may have {limit.per_minute:g} {kind} a minute; try again in {seconds:.1f} s",
                     seconds,
+                    "rate_limit",
                 )
         for kind, limit in self._of(tenant, now):
             if kind == "requests":

@@ -9,13 +9,18 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from ..proto.coatcheck_pb2 import Usage
-from ..proto.errors import status_name
+from ..proto.errors import Overloaded, status_name
 
 # Half an octave apart where readers feel it, an octave further out.
 _TTFT: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 40, 80)
 _TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _QUEUE: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _WHOLE: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+# Why somebody is refused: every series is there from the start, so that an alert sees the first.
+REASONS: Final = (
+    "unauthenticated", "permission_denied", "foreign_host", "long_body", "slow_body",
+    "too_many_streams", "rate_limit", "queue_full", "grammars_waiting",
+)  # fmt: skip
 
 
 class Measures:
@@ -66,8 +71,16 @@ class Measures:
             "Requests that brought tokens which an earlier stream had delivered.",
             registry=registry,
         )
+        self._refusals = Counter(
+            "coatcheck_refusals",
+            "What was refused at the door, before any of it was computed, by why: who it was, or how much it was.",
+            ["reason"],
+            registry=registry,
+        )
         for kind in ("prompt", "cached_device", "cached_host", "completion"):
             self._tokens.labels(kind)
+        for reason in REASONS:
+            self._refusals.labels(reason)
         self._requests.labels("ok")
 
     def ended(self, error: BaseException | None, seconds: float) -> None:
@@ -75,6 +88,12 @@ class Measures:
         self._requests.labels("ok" if error is None else status_name(error)).inc()
         if error is None:
             self._whole.observe(seconds)
+        elif isinstance(error, Overloaded):
+            self.refused(error.reason)
+
+    def refused(self, reason: str) -> None:
+        """Somebody was turned away."""
+        self._refusals.labels(reason).inc()
 
     def answered(self, usage: Usage, ttft: float | None, tpot: float | None) -> None:
         """A whole answer; None: it had no first token, or no second."""

@@ -32,6 +32,7 @@ from .generation import Generation
 from .group_address import GroupAddress
 from .groups import Groups
 from .http.api import Api
+from .http.guards import guarded
 from .http.server import HttpServer
 from .index_metrics import IndexMetrics
 from .measures import Measures
@@ -63,20 +64,22 @@ class Router:
     ) -> None:
         """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
         self.config = config
-        self._gate = Gate(config.keys_file)
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         self.groups = Groups(config)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
-        self.traffic = Traffic(Measures(registry))
+        measures = Measures(registry)
+        self._gate = Gate(config.keys_file, on_refused=measures.refused)
+        self.traffic = Traffic(measures)
         self.http_address = ""  # host:port once it listens, if it does
         self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
         tokenizer = tokenizer or TokenizerJson.load(config.model)
         self.generation = Generation(config, tokenizer, self.groups, self.traffic, self._tracing)
         self.admin = Admin(config, self.groups, self.traffic)
         self.metrics = Metrics(self.admin.counts, registry)
+        api = Api(self.generation, self.admin, tokenizer, self.metrics)
         self._http = HttpServer(
-            Api(self.generation, self.admin, tokenizer, self.metrics, self._gate).app,
+            guarded(api.app, self._gate, measures, local=config.answers_only_locally),
             self.certificate,
             config.slow_reader_seconds,
         )

@@ -5,10 +5,9 @@ otherwise. It does not know how bytes are served, nor who may ask: the gate does
 """
 
 import asyncio
-import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,14 +18,11 @@ from ...proto.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateR
 from ...proto.errors import CoatcheckError, InvalidRequest, NotFound
 from ...proto.tracing import CARRIED
 from ..admin import Admin
-from ..config import MESSAGE_BYTES
-from ..gate import Gate
 from ..generation import Generation
 from ..metrics import CONTENT_TYPE, Metrics
 from ..tenant import Tenant
 from ..tokenizer import TokenizerJson
 from .answer import Head
-from .body_limit import BodyLimit
 from .chat_answer import ChatAnswer
 from .chat_request import ChatRequest
 from .completion_answer import CompletionAnswer, ShownPrompt
@@ -35,14 +31,11 @@ from .connection import ClientGone, while_connected
 from .dashboard import Dashboard
 from .error_body import error_body, explain, refusal, retry_headers
 from .event_stream import Answer, EventStream
-from .gate import HttpGate
 from .json_body import JsonBody
 from .merged import begin, merged
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody
 from .tool_calls import ToolCalls, form_of
-
-_REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
 
 
 class Api:
@@ -54,7 +47,6 @@ class Api:
         admin: Admin,
         tokenizer: TokenizerJson,
         metrics: Metrics,
-        gate: Gate,
     ) -> None:
         self._generation = generation
         self._admin = admin
@@ -62,10 +54,14 @@ class Api:
         self._metrics = metrics
         self._tokens = TokenText(tokenizer)
         self._form = form_of(tokenizer.template.source if tokenizer.template is not None else "")
-        # The interactive pages load scripts from elsewhere.
-        self.app = FastAPI(title="Coatcheck", docs_url=None, redoc_url=None, default_response_class=JsonBody)
-        self.app.add_middleware(BodyLimit, most_bytes=MESSAGE_BYTES)
-        self.app.add_middleware(HttpGate, gate=gate)  # the last one added is asked first
+        # The interactive pages load scripts from elsewhere; a redirect would repeat whatever name a client has for us.
+        self.app = FastAPI(
+            title="Coatcheck",
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            default_response_class=JsonBody,
+        )
         for method, path, endpoint in (
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
@@ -73,11 +69,13 @@ class Api:
             ("GET", "/v1/models/{name:path}", self.model),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
+            ("GET", "/version", self.version),
         ):
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
         for path, page in Dashboard(admin.report).answers.items():
             self.app.add_api_route(path, page, methods=["GET"], response_model=None, include_in_schema=False)
-        self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        for path in ("/health", "/ping"):
+            self.app.add_api_route(path, self.health, methods=["GET"], response_model=None)
         self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _misread)
         self.app.add_exception_handler(HTTPException, _misdirected)
@@ -89,7 +87,7 @@ class Api:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Goes on from one or several prompts."""
         prompts = body.prompts()
-        name = request_id(request)
+        name: str = request.scope["request_id"]
         if body.return_token_ids or (body.echo and body.logprobs is not None):
             ids = [await self._ids(prompt, body.model) for prompt in prompts]
             messages = body.messages(ids, name)
@@ -99,18 +97,18 @@ class Api:
         echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
         shown = [ShownPrompt(echo, known) for echo, known in zip(echoes, ids, strict=True)]
         answer = CompletionAnswer(self._head(f"cmpl-{name}"), body, shown, self._tokens)
-        return await self._answer(request, messages, answer, stream=body.stream, name=name)
+        return await self._answer(request, messages, answer, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Speaks the assistant's next turn."""
-        name = request_id(request)
+        name: str = request.scope["request_id"]
         message = body.message(name, self._form)
         known: Sequence[int] = ()
         if body.return_token_ids:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
             known = (await self._generation.tokenize(asked)).token_ids
         answer = ChatAnswer(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
-        return await self._answer(request, [message], answer, stream=body.stream, name=name)
+        return await self._answer(request, [message], answer, stream=body.stream)
 
     async def models(self) -> dict[str, Any]:
         """The one model that is served."""
@@ -145,6 +143,10 @@ class Api:
         state = self._admin.state
         return JsonBody({"status": state}, 200 if state == "serving" else 503)
 
+    async def version(self) -> dict[str, str]:
+        """Of this package."""
+        return {"version": version("coatcheck")}
+
     async def metrics(self) -> Response:
         """In Prometheus' text form."""
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
@@ -156,19 +158,17 @@ class Api:
         answer: CompletionAnswer | ChatAnswer,
         *,
         stream: bool,
-        name: str,
     ) -> Response:
-        headers = {"x-request-id": name}
         tenant: Tenant = request.scope["tenant"]
         carrier = carrier_of(request)
         if not stream:
             responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
-            return JsonBody(answer.whole(responses), headers=headers)
+            return JsonBody(answer.whole(responses))
         generate = self._generation.generate_stream
         sources = [generate(message, tenant=tenant, carrier=carrier) for message in messages]
         await while_connected(request.receive, begin(sources))
         streaming: Answer = answer
-        return EventStream(merged(sources), streaming, headers)
+        return EventStream(merged(sources), streaming)
 
     async def _all(
         self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]
@@ -215,14 +215,10 @@ class Api:
             "object": "model",
             "created": self._generation.created,
             "owned_by": "coatcheck",
+            "root": self._generation.model_name,
+            "parent": None,
             "max_model_len": model.max_model_len if model else None,
         }
-
-
-def request_id(request: Request) -> str:
-    """The client's own, where it is one that can be written to a log; else a new one."""
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def carrier_of(request: Request) -> Mapping[str, str]:

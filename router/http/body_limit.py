@@ -1,50 +1,80 @@
-"""BodyLimit: a request's body may have so many bytes, whether its client says how many there are or not."""
+"""BodyLimit: a request's body may have so many bytes, whether its client says how many there are or not, and so much
+time to come.
+"""
 
+import asyncio
+from typing import Final
+
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..measures import Measures
 from .error_body import refusal
 from .json_body import JsonBody
 from .unread import answer_unread
 
+# A body has so long, and longer the more of it has come.
+_SECONDS: Final = 30.0
+_SLOWEST_BYTES_PER_SECOND: Final = 8192
+
 
 class BodyLimit:
-    """An ASGI application around another. What is too long is refused before it is read, or as soon as it shows."""
+    """An ASGI application around another. What is too long is refused before it is read, or as soon as it shows; so is
+    what is compressed, since a small body may unfold to any length."""
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, measures: Measures, most_bytes: int, seconds: float = _SECONDS) -> None:
         self._app = app
+        self._measures = measures
         self._most_bytes = most_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        encoding = headers.get("content-encoding", "identity")
         if int(length if length.isdigit() else 0) > self._most_bytes:
-            await self._refuse(scope, receive, send, more=True)
+            await answer_unread(scope, receive, send, self._too_long())
             return
-        came, over, more = 0, False, True
+        if encoding.lower() != "identity":
+            message = f"content-encoding is {encoding[:40]!r}; send the body as it is"
+            await answer_unread(scope, receive, send, JsonBody(refusal(415, message), 415))
+            return
+        came, more = 0, True
+        instead: JsonBody | None = None
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
         async def counted() -> Message:
-            nonlocal came, over, more
-            message = await receive()
+            nonlocal came, more, instead
+            if not more or instead is not None:  # whoever asks again wants to know whether the client is there
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline + came / _SLOWEST_BYTES_PER_SECOND):
+                    message = await receive()
+            except TimeoutError:
+                self._measures.refused("slow_body")
+                instead = JsonBody(refusal(408, "the body came too slowly; send it at once"), 408)
+                return {"type": "http.disconnect"}
             came += len(message.get("body", b""))
             more = message.get("more_body", False)
             if came > self._most_bytes:
-                over = True
+                instead = self._too_long()
                 return {"type": "http.disconnect"}
             return message
 
         async def answered(message: Message) -> None:
-            if not over:
+            if instead is None:
                 await send(message)
 
         try:
             await self._app(scope, counted, answered)
         finally:
-            if over:
-                await self._refuse(scope, receive, send, more)
+            if instead is not None:
+                await answer_unread(scope, receive, send, instead, more=more and instead.status_code != 408)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, more: bool) -> None:
-        message = f"the body has more than {self._most_bytes} bytes; send less at once"
-        await answer_unread(scope, receive, send, JsonBody(refusal(413, message), 413), more=more)
+    def _too_long(self) -> JsonBody:
+        self._measures.refused("long_body")
+        return JsonBody(refusal(413, f"the body has more than {self._most_bytes} bytes; send less at once"), 413)

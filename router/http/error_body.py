@@ -12,8 +12,9 @@ from ...proto.errors import CoatcheckError, NotFound, Overloaded, status_of
 
 _log = logging.getLogger(__name__)
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-                 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error",
-                 415: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
+                 404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
+                 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+                 431: "invalid_request_error"}  # fmt: skip
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:

@@ -15,8 +15,8 @@ from .error_body import error_body
 from .json_body import JsonBody
 from .unread import answer_unread
 
-_OPEN: Final = {"/health"}  # probes have no keys, and learn one word
-_GENERATE: Final = ("/v1/", "/tokenize", "/detokenize")
+_OPEN: Final = {"/health", "/ping"}  # probes have no keys, and learn one word
+_GENERATE: Final = ("/v1/", "/tokenize", "/detokenize", "/version")
 # Browsers ask for a key when they are offered `Basic`, on a line of its own, and only where there is a page to see.
 _CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
 
@@ -35,7 +35,8 @@ class HttpGate:
             basic = needed == "observe" and scope["method"] in ("GET", "HEAD")
             try:
                 authorization = Headers(scope=scope).get("authorization")
-                scope["tenant"] = self._gate.admit(authorization, needed, basic=basic)
+                certificate = scope["state"].get("client_certificate") if "state" in scope else None
+                scope["tenant"] = self._gate.admit(authorization, needed, basic=basic, certificate=certificate)
             except (Unauthenticated, PermissionDenied) as error:
                 status, body = error_body(error)
                 answer = JsonBody(body, status)

@@ -10,8 +10,12 @@ from starlette.types import ASGIApp
 
 from ...proto.errors import InvalidConfig
 from ..server_certificate import ServerCertificate
+from .bounded_connection import BoundedConnection
 
 _SEND_BYTES = 256 << 10
+# Longer than clients and balancers keep an idle connection (60 s are usual): who closes first must not be the server,
+# or a request crosses the news and is lost.
+_KEEP_ALIVE_SECONDS = 75
 _SHORTEST_GRACE = 0.2  # for connections that are merely kept open
 
 
@@ -38,9 +42,23 @@ class HttpServer:
     """`start`, then `stop`."""
 
     def __init__(
-        self, app: ASGIApp, certificate: ServerCertificate | None = None, slow_reader_seconds: float = 30.0
+        self,
+        app: ASGIApp,
+        certificate: ServerCertificate | None = None,
+        slow_reader_seconds: float = 30.0,
+        connection: type[BoundedConnection] = BoundedConnection,
     ) -> None:
-        config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None)
+        config = uvicorn.Config(
+            app,
+            http=connection,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
         self._server = _Quiet(config, certificate)
         self._slow_reader_seconds = slow_reader_seconds
         self._task: asyncio.Task[None] | None = None

@@ -84,6 +84,27 @@ async def test_without_a_key_of_ours_grpc_is_unauthenticated(
     assert group.submits == [] and door.router.traffic.active == 0 and not door.router.traffic.draining
 
 
+async def test_a_stranger_is_refused_before_its_message(open_door: OpenDoor, keys_file: str) -> None:
+    """Nothing of it is waited for or kept: the status comes though the call has sent nothing; it is counted, by why."""
+    door = await open_door(FakeGroup(), keys_file=keys_file, http_port=0)
+    for name, method in (
+        ("unary", door.channel.stream_unary("/coatcheck.v1.Generation/Generate")),
+        ("stream", door.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),
+    ):
+        call = method(timeout=5)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, name
+    empty = door.channel.stream_unary("/coatcheck.v1.Generation/Generate")(iter(()), metadata=bearer(SEARCH))
+    assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT and "without its message" in await empty.details()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await door.admin.Status(pb.StatusRequest(), metadata=bearer(SEARCH))
+    web = Web(door)
+    await web.ask("GET", "/v1/models")
+    _, _, text = await web.ask("GET", "/metrics", None, {"authorization": f"Bearer {EYES}"})
+    assert 'coatcheck_refusals_total{reason="unauthenticated"} 3.0' in text
+    assert 'coatcheck_refusals_total{reason="permission_denied"} 1.0' in text
+    await web.openai.close()
+
+
 async def test_admin_is_apart_from_public(open_door: OpenDoor, keys_file: str) -> None:
     """A user's key generates and no more, a monitor's looks and no more; an admin's does all."""
     group = FakeGroup()
@@ -241,6 +262,14 @@ _HASH = hash_key("cc-any")
         (f"tenants: [{{keys: ['{_HASH}']}}]", "name is missing"),
         ("tenants: [{name: a}]", "keys must be a list of at least one sha256:HEX"),
         ("tenants: [{name: a, keys: [cc-plain-secret]}]", "keys must be a list"),
+        ("tenants: [{name: a, certificates: [search]}]", "as clients' certificates have them: uri:NAME, email:NAME"),
+        ("tenants: [{name: a, certificates: ['cn:']}]", "certificates must be a list of names"),
+        ("tenants: [{name: a, certificates: cn:b}]", "certificates must be a list of names"),
+        (f"tenants: [{{name: a, certificates: ['cn:b'], keys: ['{_HASH}', x]}}]", "keys must be a list"),
+        (
+            "tenants: [{name: a, certificates: ['dns:B']}, {name: b, certificates: ['dns:b']}]",
+            "'b' has the certificate 'dns:b' of 'a'",
+        ),
         (f"tenants: [{{name: a, keys: ['{_HASH}'], max_stream: 3}}]", "did you mean 'max_streams'"),
         (f"tenants: [{{name: a, keys: ['{_HASH}'], max_streams: true}}]", "max_streams is True; it must be a whole"),
         (f"tenants: [{{name: a, keys: ['{_HASH}'], weight: heavy}}]", "weight is 'heavy'; it must be a number"),

@@ -51,7 +51,7 @@ async def test_sse(open_door: OpenDoor) -> None:
     body = json.dumps(
         {"prompt": "the lazy dog", "stream": True, "n": _CHOICES, "max_tokens": _TOKENS, "logprobs": 1, "seed": 1}
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     async with plain_socket(door.router.http_address) as client:
         await asyncio.get_running_loop().sock_sendall(client, head.encode() + b"\r\n\r\n" + body)
         await group.until(lambda: bool(group.submits))

@@ -12,6 +12,7 @@ import pytest
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.router.client_certificate import names_in
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.server import Router
 from coatcheck.router.server_certificate import ServerCertificate
@@ -36,17 +37,17 @@ class Door:
             except grpc.aio.AioRpcError as error:
                 return error.code().name
 
-    async def health(self, ca: Path, own: Leaf | None = None) -> int:
+    async def health(self, ca: Path, own: Leaf | None = None, path: str = "/health") -> int:
         """By HTTP; raises OSError where the handshake fails."""
-        return await to_thread(self._health, ca, own)
+        return await to_thread(self._health, ca, own, path)
 
-    def _health(self, ca: Path, own: Leaf | None) -> int:
+    def _health(self, ca: Path, own: Leaf | None, path: str) -> int:
         context = ssl.create_default_context(cafile=str(ca))
         if own:
             context.load_cert_chain(own.cert, own.key)
         connection = http.client.HTTPSConnection(self.router.http_address, timeout=5, context=context)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", path)
             return connection.getresponse().status
         finally:
             connection.close()
@@ -68,8 +69,9 @@ async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
     """Starts one with a certificate."""
     ends = []
 
-    async def open_with(leaf: Leaf, client_ca: Path | None = None) -> Door:
+    async def open_with(leaf: Leaf, client_ca: Path | None = None, keys_file: str | None = None) -> Door:
         files = dict(tls_cert=str(leaf.cert), tls_key=str(leaf.key), tls_client_ca=client_ca and str(client_ca))
+        files["keys_file"] = keys_file
         group = FakeGroup()
         router = Router(RouterConfig(model="tiny", http_port=0, **files), tokenizer)  # type: ignore[arg-type]  # by name
         ends.extend([router.stop, group.kill])
@@ -107,6 +109,27 @@ async def test_the_server_checks_clients(opened, authority, tmp_path: Path) -> N
         assert await door.model(authority.ca, wrong) == "UNAVAILABLE"
         with pytest.raises(OSError):  # TLS 1.3 tells a client only as it reads: an alert, or a connection that is shut
             await door.health(authority.ca, wrong)
+
+
+async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """By its common name or another, over both protocols, with that tenant's role; one that nobody has is refused."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "tenants: [{name: a, certificates: ['cn:search']}, {name: b, role: monitor, certificates: ['cn:eyes']}]"
+    )
+    door = await opened(authority.leaf("server"), authority.ca, str(keys))
+    found = {}
+    for name in ("search", "eyes", "other"):
+        leaf = authority.leaf(name)
+        paths = [await door.health(authority.ca, leaf, path) for path in ("/v1/models", "/metrics")]
+        found[name] = (await door.model(authority.ca, leaf), *paths)
+    assert found == {
+        "search": ("tiny", 200, 403),
+        "eyes": ("PERMISSION_DENIED", 403, 200),
+        "other": ("UNAUTHENTICATED", 401, 401),
+    }
+    assert names_in(authority.leaf("search").cert.read_bytes()) == ("dns:localhost", "cn:search")
+    assert names_in(b"no certificate") == ()
 
 
 async def test_an_expired_server_is_not_believed(opened, authority) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,127 @@
+"""Clients that hold connections, send for ever, speak something else or come under another's name."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coatcheck.router.http.body_limit import BodyLimit
+from coatcheck.router.http.bounded_connection import HEAD_BYTES, BoundedConnection
+from coatcheck.router.http.host_check import is_ours
+from coatcheck.router.http.server import HttpServer
+from coatcheck.router.measures import Measures
+from tests.router.fake_group import FakeGroup
+
+from .conftest import OpenWeb
+
+
+class _Hasty(BoundedConnection):
+    head_seconds = 0.2
+
+
+async def _echo(scope, receive, send) -> None:  # type: ignore[no-untyped-def]  # as ASGI has it
+    request = Request(scope, receive)
+    await Response(request.method.encode() + b" " + await request.body())(scope, receive, send)
+
+
+Speak = Callable[[bytes], Awaitable[bytes]]
+
+
+@pytest.fixture
+async def speak() -> AsyncIterator[Speak]:
+    """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
+    measures = Measures(CollectorRegistry())
+    server = HttpServer(BodyLimit(_echo, measures, 1 << 20, 0.2), connection=_Hasty)
+    host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
+
+    async def spoken(data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            async with asyncio.timeout(10):
+                writer.write(data)
+                return await reader.read()
+        except ConnectionResetError:
+            return b""  # it hung up with more to read, as it may
+        finally:
+            writer.close()
+
+    yield spoken
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (b"\r\n", b"HTTP/1.1 408 "),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx-slow: ", b"HTTP/1.1 408 "),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc", b"HTTP/1.1 408 "),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-encoding: gzip\r\n\r\nabc", b"HTTP/1.1 415 "),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nx-slow: ", b"HTTP/1.1 200 "),
+        (b"\x16\x03\x01\x02\x00\x01", b"HTTP/1.1 400 "),
+    ],
+    ids=["nothing", "an empty line", "half a head", "half a body", "gzip", "half a second head", "TLS"],
+)
+async def test_nobody_is_waited_for_without_end(speak: Speak, sent: bytes, answered: bytes) -> None:
+    """What does not come in its time is answered or not, but the server hangs up by itself."""
+    said = await speak(sent)
+    assert said.startswith(answered) and bool(said) == bool(answered)
+
+
+async def test_a_head_has_a_length(speak: Speak) -> None:
+    """One that never ends is refused, and what came of it is not kept."""
+    said = await speak(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x-a: " + b"a" * (2 * HEAD_BYTES))
+    assert said.startswith(b"HTTP/1.1 431 ") or not said
+
+
+@pytest.mark.parametrize("more", [b"", b"keep-alive, "])
+async def test_a_request_that_would_rather_be_http2_keeps_its_body(speak: Speak, more: bytes) -> None:
+    """As Java's client sends them: it is answered as HTTP/1.1, and the connection goes on."""
+    one = (b"POST / HTTP/1.1\r\nhost: a\r\nconnection: " + more + b"Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+           b"http2-settings: AAMAAABkAAQAAP__\r\ncontent-length: 5\r\n\r\nhello")  # fmt: skip
+    said = await speak(one + b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    assert said.count(b"HTTP/1.1 200 ") == 2 and b"POST hello" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("", True), ("localhost:8000", True), ("127.0.0.1", True), ("[::1]:8000", True), ("[::1]", True),
+        ("192.168.1.7:80", True), ("a.localhost", True), ("host.docker.internal:8000", True), ("localhost.", True),
+        ("evil.example", False), ("evil.example:8000", False), ("localhost.evil.example", False), ("a", False),
+        ("127.0.0.1.evil.example", False), (":", True),
+    ],
+)  # fmt: skip
+def test_whose_name_it_is(host: str, ours: bool) -> None:
+    """Addresses and names that nobody can have in the public DNS are this host's."""
+    assert is_ours(host) is ours
+
+
+async def test_another_s_name_is_refused(open_web: OpenWeb) -> None:
+    """A page in a browser cannot have its own name lead to a server that asks for no key; asked for, any name does."""
+    web, open_to_all = await open_web(FakeGroup()), await open_web(FakeGroup("g1"), insecure=True)
+    for path in ("/", "/v1/models", "/metrics", "/health"):
+        status, _, text = await web.ask("GET", path, None, {"host": "evil.example"})
+        assert status == 403 and "'evil.example'" in json.loads(text)["error"]["message"]
+        assert (await open_to_all.ask("GET", path, None, {"host": "evil.example"}))[0] == 200
+    _, _, metrics = await web.ask("GET", "/metrics")
+    assert 'coatcheck_refusals_total{reason="foreign_host"} 4.0' in metrics
+
+
+async def test_every_answer_has_its_request_s_id(open_web: OpenWeb) -> None:
+    """Refusals too, and those that come before anybody has looked at the body."""
+    web = await open_web(FakeGroup())
+    for method, path, headers in (
+        ("POST", "/v1/completions", {}),
+        ("GET", "/nowhere", {}),
+        ("GET", "/v1/completions", {}),
+        ("GET", "/", {"host": "evil.example"}),
+        ("GET", "/ping", {}),
+        ("GET", "/version", {}),
+    ):
+        _, answered, _ = await web.ask(method, path, None, {"x-request-id": "mine", **headers})
+        assert answered["x-request-id"] == "mine", path
