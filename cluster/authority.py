@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ..proto.by_name import by_name
 from ..proto.plane_certificate import GROUP, ROUTER, PlaneCertificate
 
 # Longer than any cluster runs; its end is the end of the authority, not a date.
@@ -20,6 +21,7 @@ _LIFETIME: Final = datetime.timedelta(days=3650)
 _CLOCKS_DIFFER: Final = datetime.timedelta(hours=1)
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class Plane:
     """What routers and groups of one cluster show each other; None: their connections are plain."""

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from ..proto.by_name import by_name
 from ..workers.rank_progress import Phase, RankProgress
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """`state` is "starting", "serving", "lost" (and soon started again) or "failed" (it never served; see `reason`)."""
@@ -17,6 +19,7 @@ class GroupState:
     ranks: tuple[RankProgress, ...] = ()
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class ClusterState:
     """`routers` and `http` are host:port, once clients may connect to all of them (`http` stays empty when there is

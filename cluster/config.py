@@ -167,6 +167,13 @@ class ServeConfig(BaseModel):
         check_exposure(config)
         return config
 
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Of a cluster that another version has started; see by_name."""
+        fields = type(self).model_fields
+        given = {name: value for name, value in state["__dict__"].items() if name in fields}
+        missing = {name: field.get_default() for name, field in fields.items() if name not in given}
+        super().__setstate__({**state, "__dict__": given | missing})
+
     @property
     def http_listen_port(self) -> int | None:
         """0: any free port; None: no HTTP."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..proto.by_name import by_name
 from ..proto.errors import InvalidConfig
 from .counted import counted
 
@@ -11,6 +12,7 @@ Resources = Mapping[str, float]
 _SHOWN_NODES = 8
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class Placement:
     """One group's bundles are `tp` times `bundle`. `strategies` has one for each group, in the order in which they

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from ..proto.by_name import by_name
 from ..proto.errors import InvalidConfig
 from ..proto.log_lines import check_log_format
 from ..proto.plane_certificate import PlaneCertificate
@@ -19,6 +20,7 @@ MESSAGE_BYTES: Final = 32 * 1024 * 1024
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """`model` is a directory or hub id and names the tokenizer; `served_model_name` is what clients call it."""

@@ -5,9 +5,12 @@ Plain and frozen, so that it crosses process borders. It does not know whether t
 
 from dataclasses import dataclass
 
+from ..proto.by_name import by_name
+
 STATES = ("starting", "serving", "draining", "lost")
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
     """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..proto.by_name import by_name
 from ..proto.errors import InvalidConfig
 from ..proto.log_lines import check_log_format
 from ..proto.plane_certificate import PlaneCertificate
@@ -9,6 +10,7 @@ from ..proto.tracing import check_endpoint
 from .kv_dtype import KV_DTYPES
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
     """`kv_memory`: bytes per rank, or a share (0, 1] of the device's (on CPU: the host's) free memory.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from ..proto.by_name import by_name
+
 
 class Phase(Enum):
     """A rank's life, in order."""
@@ -14,6 +16,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+@by_name
 @dataclass(frozen=True, slots=True)
 class RankProgress:
     """`address` and what follows are known once the group serves; the address is rank 0's.

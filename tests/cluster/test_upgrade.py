@@ -14,6 +14,15 @@ ROOT = Path(__file__).parents[2]
 _ROOMS = ("proto", "kernels", "workers", "router", "cluster")
 
 
+_FLAG, _MORE = r"(?m)^    deterministic: bool = False$", "    made_up: int = 7\n    deterministic: bool = False"
+_EVOLUTION = (
+    ("cluster/config.py", _FLAG, _MORE),
+    ("workers/group_config.py", _FLAG, _MORE),
+    ("cluster/launch.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
+    ("workers/rank.py", r"(tp=spec\.tp),", r"\1 + self.config.made_up - 7,"),
+)
+
+
 class Installed:
     """A folder that comes first on the path of every process, and holds one version at a time."""
 
@@ -21,8 +30,9 @@ class Installed:
         self.folder = folder
         folder.mkdir()
 
-    def install(self, version: str, contract: int = 0) -> None:
-        """In the place of the one before, as pip does it: what runs goes on with what it has read."""
+    def install(self, version: str, contract: int = 0, *, evolved: bool = False) -> None:
+        """In the place of the one before, as pip does it: what runs goes on with what it has read. `evolved`: settings
+        and what ranks are told have a field that was not there before, and is used."""
         made = self.folder.with_name(f"coatcheck-{version}")
         made.mkdir()
         for room in _ROOMS:
@@ -30,6 +40,8 @@ class Installed:
         _rewrite(ROOT / "__init__.py", made / "__init__.py", r'__version__ = "\S+"', f'__version__ = "{version}"')
         number = made / "proto" / "contract.py"
         _rewrite(number, number, r"CONTRACT: Final = \d+", f"CONTRACT: Final = {contract}")
+        for file, pattern, text in _EVOLUTION if evolved else ():
+            _rewrite(made / file, made / file, pattern, text)
         link = self.folder / "next"
         link.symlink_to(made)
         link.replace(self.folder / "coatcheck")
@@ -41,8 +53,8 @@ def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
     target.write_text(text)
 
 
-@pytest.mark.full  # a minute on two cores: seven starts of processes that import torch
-@pytest.mark.timeout(300)
+@pytest.mark.full  # a minute or two on two cores: seven starts of processes that import torch
+@pytest.mark.timeout(500)
 def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> None:
     """Groups of a new version with the same contract serve beside an old router, which is renewed last. A version with
     another contract is refused by the router at the first group, the others serve on, and the way back is the same."""
@@ -60,7 +72,7 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
         with Serving(*command, environment=nodes.environment) as serving:
             serving.wait_ready()
             assert versions(serving) == ["0.0.1"] * 3
-            installed.install("0.0.2")
+            installed.install("0.0.2", evolved=True)
             code, _, said = restart("group-0")
             assert code == 0, said
             until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what", 10.0)
@@ -69,13 +81,13 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             code, out, said = restart("--routers")
             assert code == 0 and out.count("serves again") == 4, said
             until(lambda: versions(serving) == ["0.0.2"] * 3, "all are new", 10.0)
-            installed.install("0.0.3", contract=1)
+            installed.install("0.0.3", contract=1, evolved=True)
             code, _, said = restart("group-0")
             assert code == 1 and "router-0 does not use group-0" in said
             assert "coatcheck 0.0.2 with contract 0" in said and "0.0.3 with contract 1" in said
             assert "install one version on every node" in said
             assert serving.generate("def main", "--max-tokens", "4")["group"] == "group-1"
-            installed.install("0.0.4")
+            installed.install("0.0.4", evolved=True)
             code, _, said = restart("group-0")
             assert code == 0, said
             until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back", 10.0)
