@@ -17,6 +17,7 @@ COMMANDS = {
     "drain": "status",
     "top": "top",
     "restart": "restart",
+    "scale": "scale",
     "explain": "explain",
     "bench": "bench",
     "plan": "plan",

@@ -26,6 +26,7 @@ OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+_OWN_DEADLINE = "Deadline Exceeded"  # said by gRPC on this side; a router that refuses early says why
 
 
 class Client:
@@ -145,7 +146,7 @@ def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckE
             f"no TLS connection to {address}: one side does not believe the other's certificate, or speaks no TLS; "
             "see --tls-ca, --tls-cert and --tls-key"
         )
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None and _OWN_DEADLINE in details:
         return CoatcheckError(f"gave up after {timeout:g} s")
     return error_of(error.code().value[0], details)
 

@@ -123,6 +123,10 @@ class ServeConfig(BaseModel):
     max_num_seqs: int = Field(256, ge=1, le=2**16)
     # With the router, while no group has room.
     max_queued: int = Field(1024, ge=0, le=2**20)
+    # Unset: as many groups as --groups or `coatcheck scale` says, whatever the load.
+    max_groups: int | None = Field(None, ge=1, le=4096)
+    # What requests may wait, in seconds, before another group is wanted.
+    queue_target: float = Field(2.0, gt=0, le=3600, allow_inf_nan=False)
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
     max_model_len: int | None = Field(None, ge=2, lt=2**31)
     deterministic: bool = False
@@ -146,6 +150,12 @@ class ServeConfig(BaseModel):
             if isinstance(value, bool) and name in cls.model_fields.keys() - switches:
                 raise ValueError(f"{name.replace('_', '-')} is {value}; it is no switch: give it a value")
         return settings
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if self.max_groups is not None and self.max_groups < self.groups:
+            raise ValueError(f"max-groups is {self.max_groups}, and groups {self.groups}; it must be at least that")
+        return self
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
@@ -200,7 +210,7 @@ class ServeConfig(BaseModel):
     @property
     def group_names(self) -> list[str]:
         """The groups, by name."""
-        return [f"group-{index}" for index in range(self.groups)]
+        return group_names(self.groups)
 
     def check_model_directory(self) -> None:
         """Raises InvalidConfig for what plainly is no checkpoint, long before a rank would find out."""
@@ -217,6 +227,11 @@ class ServeConfig(BaseModel):
             raise InvalidConfig(f"model {self.model} is a file; give the directory that holds config.json")
         if not (path / "config.json").is_file():
             raise InvalidConfig(f"model directory {self.model} has no config.json; is it a transformers checkpoint?")
+
+
+def group_names(groups: int) -> list[str]:
+    """Of so many."""
+    return [f"group-{index}" for index in range(groups)]
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -135,6 +135,19 @@ class GroupKeeper:
         if self.state.state == "serving":
             self._change(state="draining")
 
+    def undrain(self) -> None:
+        """Lets work in again."""
+        if self.state.state == "draining":
+            self._change(state="serving")
+
+    async def wait_started(self) -> None:
+        """Returns once the group serves; raises Unavailable when it never will."""
+        while self.state.state != "serving":
+            self._changed.clear()
+            if self.state.state == "failed":
+                raise Unavailable(f"{self._config.name} does not start: {self.state.reason}")
+            await self._changed.wait()
+
     async def renew(self) -> None:
         """Ends the ranks and starts others; what still runs moves to other groups. Returns once the new ones serve;
         raises Unavailable when they do not come up at once."""

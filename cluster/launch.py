@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import AuthenticationError, RayError
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -37,6 +38,7 @@ from .placement import Placement, Resources
 NAMESPACE = "coatcheck"
 SUPERVISOR = "supervisor"
 ROUTER = "router-0"
+_GROUP_COUNT = f"{NAMESPACE}/groups"
 
 # Ray's smallest: no tensor and no token passes through its object store.
 _OBJECT_STORE_BYTES = 80 << 20
@@ -68,6 +70,12 @@ def join(address: str) -> None:
     try:
         ray.init(address=address, **_QUIETLY)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        if isinstance(error, AuthenticationError):
+            raise Unavailable(
+                f"the Ray at {address} wants its token (RAY_AUTH_TOKEN), and one that `coatcheck serve` has started "
+                "tells it to nobody: for commands to a running cluster start Ray with `ray start --head`, and serve "
+                "with --ray-address"
+            ) from None
         if "ersion mismatch" in str(error):
             versions = " ".join(str(error).split())
             raise InvalidConfig(f"{versions}; install the same versions of Ray and Python on every node") from None
@@ -83,7 +91,7 @@ def _start_ray(config: ServeConfig) -> None:
     ray.init(
         address="local",
         # Logical: each rank on a CPU takes one, however many cores there are.
-        num_cpus=max(config.groups * config.tp, os.cpu_count() or 1),
+        num_cpus=max((config.max_groups or config.groups) * config.tp, os.cpu_count() or 1),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         **_QUIETLY,
@@ -148,6 +156,12 @@ def reserve(group: str, bundle: Mapping[str, float], strategy: str, tp: int) -> 
     except ValueError:
         found = ray.util.placement_group([dict(bundle)] * tp, strategy, name=group, lifetime="detached")
     return found
+
+
+def ask_room(bundle: Mapping[str, float], ranks: int) -> None:
+    """Of Ray's autoscaler, where it has one: nodes for so many ranks in all, used or not. The last word counts, and Ray
+    keeps it beyond our end: whoever has asked says 0 then."""
+    request_resources(bundles=[dict(bundle)] * ranks)
 
 
 def start_rank(
@@ -264,6 +278,22 @@ def forget_incarnations(group: str) -> None:
     internal_kv._internal_kv_del(_incarnation_key(group))
 
 
+def note_group_count(groups: int) -> None:
+    """Kept by Ray too: how many groups a scaling has asked for."""
+    internal_kv._internal_kv_put(_GROUP_COUNT, str(groups))
+
+
+def group_count() -> int | None:
+    """None: no scaling has asked for any number."""
+    noted: bytes | None = internal_kv._internal_kv_get(_GROUP_COUNT)
+    return None if noted is None else int(noted)
+
+
+def forget_group_count() -> None:
+    """The next start has as many as it is told."""
+    internal_kv._internal_kv_del(_GROUP_COUNT)
+
+
 def _incarnation_key(group: str) -> str:
     return f"{NAMESPACE}/{group}/incarnation"
 
@@ -273,8 +303,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def require_same(running: ServeConfig, wanted: ServeConfig) -> None:
-    """Raises InvalidConfig unless the cluster already serves just this. Its own address has many spellings."""
-    if running != wanted.model_copy(update={"ray_address": running.ray_address}):
+    """Raises InvalidConfig unless the cluster already serves just this. Its own address has many spellings, and how
+    many groups it has is for `coatcheck scale` to change."""
+    if running != wanted.model_copy(update={"ray_address": running.ray_address, "groups": running.groups}):
         raise InvalidConfig(
             f"this Ray cluster already serves {running.model_name} with other settings; "
             "stop that `coatcheck serve` first"

@@ -23,8 +23,8 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
     else:
         at_once = counted(min(config.max_num_seqs, tokens // longest), "sequence")
         holds += f", {at_once} of {longest} tokens at once"
-    groups = counted(config.groups, "group")
+    groups = counted(len(state.groups), "group")
     return (
         f"ready: {config.model_name} ({rank.dtype}) at {state.routers[0]}{http}, {groups} x tp {config.tp}, "
-        f"{'each with ' if config.groups > 1 else ''}{holds}"
+        f"{'each with ' if len(state.groups) > 1 else ''}{holds}"
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from ..proto.coatcheck_pb2 import StatusResponse
 from ..proto.errors import CoatcheckError, Unavailable
 from ..router.config import RouterConfig
 from ..router.group_address import GroupAddress
@@ -94,24 +95,26 @@ class RouterKeeper:
 
     async def load(self, group: str) -> int:
         """Requests that a group has, running or waiting, as far as this router knows; 0 when it does not answer."""
+        status = await self.status()
+        return sum(one.running + one.waiting for one in status.groups if one.name == group) if status else 0
+
+    async def status(self) -> StatusResponse | None:
+        """As the router says; None when it does not answer."""
         if self._actor is not None:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
-                    status = await self._actor.status.remote()
-                    return sum(one.running + one.waiting for one in status.groups if one.name == group)
-        return 0
+                    status: StatusResponse = await self._actor.status.remote()
+                    return status
+        return None
 
     async def misses(self, group: str) -> str:
         """Why this router does not use a group that serves; empty when it does, or does not answer."""
-        if self._actor is not None:
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    status = await self._actor.status.remote()
-                known = {one.name: one for one in status.groups}
-                if group not in known:
-                    return "it does not know it"
-                if known[group].state not in ("serving", "draining", "drained"):
-                    return known[group].reason or f"it is {known[group].state}"
+        if (status := await self.status()) is not None:
+            known = {one.name: one for one in status.groups}
+            if group not in known:
+                return "it does not know it"
+            if known[group].state not in ("serving", "draining", "drained"):
+                return known[group].reason or f"it is {known[group].state}"
         return ""
 
     async def renew(self, drain_seconds: float) -> None:

@@ -107,6 +107,13 @@ class RouterSet:
                     raise Unavailable(f"{name} does not use {group}: {reason}")
                 await asyncio.sleep(_POLL_SECONDS)
 
+    async def pressure(self) -> tuple[float, int]:
+        """How long requests wait, at the router where they wait longest, and in how many groups something runs."""
+        answers = await asyncio.gather(*(keeper.status() for keeper in self._keepers.values()))
+        statuses = [status for status in answers if status is not None]
+        busy = {group.name for status in statuses for group in status.groups if group.running or group.waiting}
+        return max((status.queue_seconds for status in statuses), default=0.0), len(busy)
+
     async def stop(self, *, now: bool) -> None:
         """Ends all, first with a word (unless `now`), then without."""
         await asyncio.gather(*(keeper.stop(now=now) for keeper in self._keepers.values()))

@@ -78,6 +78,12 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
     max_queued: Annotated[int | None, typer.Option(help="Most requests that wait for room in a group.")] = None,
+    max_groups: Annotated[
+        int | None, typer.Option(help="Up to so many groups while requests wait long. Default: no more than asked for.")
+    ] = None,
+    queue_target: Annotated[
+        float | None, typer.Option(help="With --max-groups: seconds that requests may wait. Default 2.")
+    ] = None,
     eviction: Annotated[
         str | None,
         typer.Option(help="Which cached block goes first: cost (default; worth least, learned) or lru."),
@@ -206,7 +212,11 @@ class Serving:
 
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
-            launch.require_same(ray.get(running.config.remote()), config)
+            found = ray.get(running.config.remote())
+            launch.require_same(found, config)
+            if found.groups != config.groups:
+                now = counted(found.groups, "group")
+                self._say(f"this cluster has {now}, which stay; `coatcheck scale --groups {config.groups}` changes it")
             self._signals.ends_at_once = False
             return running
         placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())

@@ -9,26 +9,23 @@ import logging
 import os
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
-from ..proto.errors import InvalidConfig, NotFound, Unavailable
 from ..proto.log_lines import configure_logging
 from . import launch
 from .authority import Plane
+from .autoscale import AutoscaleRule
+from .autoscaler import Autoscaler
 from .cluster_state import ClusterState
 from .config import ServeConfig
-from .group_keeper import GroupKeeper
+from .group_set import GroupSet
 from .placement import Placement
-from .rank_hosts import RankHosts
 from .router_set import RouterSet
-
-_RESERVE_SECONDS = 60
 
 _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Every method answers at once, but for `drain`, `restart…` and `stop`."""
+    """Every method answers at once, but for `drain`, `restart…`, `scale` and `stop`."""
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: Placement, plane: Plane) -> None:  # type: ignore[misc]
@@ -36,23 +33,28 @@ class Supervisor:
         self._config = config
         self._placement = placement
         self._plane = plane
-        self._groups: list[GroupKeeper] = []
-        self._reserved: list[PlacementGroup] = []
-        self._hosts = RankHosts()
-        self._is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._routers = RouterSet(config, plane.router, has_served=self._is_restarted)
+        is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._routers = RouterSet(config, plane.router, has_served=is_restarted)
+        self._groups = GroupSet(
+            config,
+            placement,
+            plane.group,
+            is_restarted=is_restarted,
+            on_change=self._tell_routers,
+            wait_idle=self._routers.wait_idle,
+            wait_used=self._routers.wait_used,
+        )
         self._failure = ""
         self._life = asyncio.create_task(self._supervise())
 
     async def config(self) -> ServeConfig:
-        """What this cluster was asked to be."""
-        return self._config
+        """What this cluster was asked to be, with as many groups as it is to have by now."""
+        return self._config.model_copy(update={"groups": self._groups.size})
 
     async def state(self) -> ClusterState:
         """How far everything is."""
-        groups = tuple(keeper.state for keeper in self._groups)
-        failed = next((group.reason for group in groups if group.state == "failed"), "")
-        failure = self._failure or self._routers.failure or failed
+        groups = tuple(self._groups.states)
+        failure = self._failure or self._routers.failure or self._groups.failure
         routers = tuple(self._routers.addresses) if self._routers.is_whole else ()
         return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
 
@@ -64,15 +66,7 @@ class Supervisor:
         """New processes for one group, of whatever is installed now: no new work goes to it, what runs may end within
         that time, and the rest moves. Returns once every router uses it; raises Unavailable when it does not come up
         or a router does not take it, and NotFound for no such group."""
-        keeper = next((keeper for keeper in self._groups if keeper.state.name == group), None)
-        if keeper is None:
-            raise NotFound(f"there is no group {group!r}; there are {', '.join(self._config.group_names)}")
-        if not any(other.state.state == "serving" for other in self._groups if other is not keeper):
-            raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
-        keeper.drain()
-        await self._routers.wait_idle(group, drain_seconds)
-        await keeper.renew()
-        await self._routers.wait_used(group)
+        await self._groups.restart(group, drain_seconds)
 
     async def restart_router(self, address: str, drain_seconds: float) -> None:
         """The same for the router at gRPC's `address`, but that new requests must go to others meanwhile."""
@@ -82,61 +76,44 @@ class Supervisor:
         """Never answers: Ray starts the next one, of whatever is installed now, and that adopts what runs."""
         os._exit(1)
 
+    async def scale(self, groups: int, drain_seconds: float) -> None:
+        """So many groups, once every router uses them, or once those that go have ended: no new work goes to these,
+        what runs may end within that time, and the rest moves. Raises InvalidConfig where Ray has no room, and
+        Unavailable; what was to be added is then taken back."""
+        await self._groups.scale(groups, drain_seconds)
+
     async def stop(self, *, now: bool = False) -> None:
         """Ends the routers and every rank, and gives their places back; the actor itself is for the caller to end."""
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
-        await asyncio.gather(self._routers.stop(now=now), *(keeper.stop(now=now) for keeper in self._groups))
-        for reserved in self._reserved:
-            ray.util.remove_placement_group(reserved)
+        await asyncio.gather(self._routers.stop(now=now), self._groups.stop(now=now))
+        if self._config.max_groups is not None:
+            launch.ask_room(self._placement.bundle, 0)
 
     async def _supervise(self) -> None:
         try:
             # A router's start needs no group: its process comes up beside theirs.
             async with asyncio.TaskGroup() as lives:
                 lives.create_task(self._routers.keep())
-                await self._reserve()
-                # All are known before a router hears of any, so that it drops none that a restart has found running.
-                await asyncio.gather(*(keeper.adopt() for keeper in self._groups))
-                self._tell_routers()
-                for keeper in self._groups:
-                    lives.create_task(keeper.keep())
+                await self._groups.keep(lives)
+                if self._config.max_groups is not None:
+                    lives.create_task(self._autoscaler(self._config.max_groups).keep())
         except* Exception as errors:
             _log.exception("the supervisor's own work has failed")
             self._failure = str(errors.exceptions[0])
-            if any(keeper.state.state == "serving" for keeper in self._groups):
+            if any(group.state == "serving" for group in self._groups.states):
                 os._exit(1)  # Ray starts it again, and it adopts what runs: better than nobody watching
 
-    async def _reserve(self) -> None:
-        """A place for every group, those that need a whole node first."""
-        config, placement = self._config, self._placement
-        places = list(zip(config.group_names, placement.strategies, strict=True))
-        for name, strategy in places:
-            reserved = launch.reserve(name, placement.bundle, strategy, config.tp)
-            # One that has served waits for its place with its keeper: a node may be gone, and others go on meanwhile.
-            if not self._is_restarted and not await asyncio.to_thread(reserved.wait, _RESERVE_SECONDS):
-                raise InvalidConfig(self._no_place(name, strategy))
-            self._reserved.append(reserved)
-            self._hosts.note(name, launch.hosts_of(reserved))
-        self._groups = [
-            GroupKeeper(
-                launch.group_config(config, name, placement, self._plane.group),
-                reserved,
-                self._hosts,
-                loopback=config.ray_address is None,
-                has_served=self._is_restarted,
-                on_change=self._tell_routers,
-            )
-            for name, reserved in zip(config.group_names, self._reserved, strict=True)
-        ]
-
-    def _no_place(self, name: str, strategy: str) -> str:
-        needs = ", ".join(f"{self._config.tp * amount:g} {kind}" for kind, amount in self._placement.bundle.items())
-        where = "on one node" if strategy == "STRICT_PACK" else "over its nodes"
-        return (
-            f"Ray found no place for {name} in {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
-            "see `ray status` for who else holds them"
+    def _autoscaler(self, most: int) -> Autoscaler:
+        config = self._config
+        rule = AutoscaleRule(least=config.groups, most=most, target_seconds=config.queue_target)
+        return Autoscaler(
+            rule,
+            pressure=self._routers.pressure,
+            size=lambda: self._groups.size,
+            ask_room=lambda groups: launch.ask_room(self._placement.bundle, groups * config.tp),
+            scale=self._groups.scale,
         )
 
     def _tell_routers(self) -> None:
-        self._routers.set_groups([keeper.state for keeper in self._groups])
+        self._routers.set_groups(self._groups.states)

@@ -8,6 +8,7 @@
     ├── NotFound            no such model or group                 NOT_FOUND           404
     ├── Overloaded          would fit later; try again             RESOURCE_EXHAUSTED  429
     ├── SlowReader          its client reads too slowly            RESOURCE_EXHAUSTED  429
+    ├── DeadlineExceeded    its time is up, or too short       DEADLINE_EXCEEDED   504
     ├── Unavailable         no group serves just now               UNAVAILABLE         503
     ├── Draining            this server takes no new work          UNAVAILABLE         503
     ├── Poisoned            ended several groups; not tried again  ABORTED             500
@@ -59,6 +60,10 @@ class SlowReader(CoatcheckError):
     """A stream was ended because nobody took what it brought."""
 
 
+class DeadlineExceeded(CoatcheckError):
+    """The client's deadline has passed, or cannot be met; nothing was computed."""
+
+
 class Unavailable(CoatcheckError):
     """No group can answer just now."""
 
@@ -87,6 +92,7 @@ STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
     NotFound: (5, 404),
     Overloaded: (8, 429),
     SlowReader: (8, 429),
+    DeadlineExceeded: (4, 504),
     Unavailable: (14, 503),
     Poisoned: (10, 500),
     InvalidModel: (9, 500),
@@ -96,6 +102,7 @@ STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
 # google.rpc codes that the table has, and what is not ours, as they are counted and logged.
 _NAMES: Final = {
     3: "invalid_argument",
+    4: "deadline_exceeded",
     5: "not_found",
     7: "permission_denied",
     8: "resource_exhausted",

@@ -52,6 +52,7 @@ class Admin:
             active_streams=self._traffic.active,
             hit_ratio=self._traffic.hit_ratio,
             version=VERSION,
+            queue_seconds=self._groups.line.queue_seconds(asyncio.get_running_loop().time()),
         )
         if self._groups.model is not None:
             response.model.CopyFrom(self._groups.model)

@@ -28,6 +28,7 @@ class _Row(NamedTuple):
 _GAUGES: Final = (
     _Row("running_sequences", "Sequences that run.", lambda g: g.running),
     _Row("waiting_sequences", "Sequences that wait for room.", lambda g: g.waiting),
+    _Row("slowness_ratio", "How many times as long as usual its steps take.", lambda g: g.slowness),
     _Row("step_seconds", "A decode step, as measured lately.", lambda g: g.step_seconds),
     _Row("block_bytes", "Bytes of a KV block on one rank.", lambda g: g.bytes_per_block),
     _Row("prefill_tokens_per_second", "Prompt tokens computed, lately.", lambda g: g.prefill_tokens_per_second),
@@ -83,6 +84,7 @@ def _add_whole(page: Exposition, status: StatusResponse) -> None:
     for name, text, where, value in (
         ("active_requests", "Requests that are open.", "", status.active_streams),
         ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + elsewhere),
+        ("queue_now_seconds", "How long requests wait for room in a group now.", "", status.queue_seconds),
         ("running_requests", "Sequences that run, in all groups.", "", running),
         ("kv_utilization_ratio", "Of all groups' KV blocks, the share in use.", "", used / total if total else 0.0),
         ("kv_block_size_tokens", "Tokens that a KV block holds.", "", model.block_size),

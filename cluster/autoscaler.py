@@ -1,0 +1,77 @@
+"""Autoscaler: looks at the queue once a second, asks Ray for room, and adds or ends a group. See autoscale.py for when.
+
+Ray's own autoscaler, where there is one, brings nodes; where there is none, only what is free already can be taken. It
+knows neither Ray nor groups but by the four things that it is given.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from ..proto.errors import CoatcheckError
+from .autoscale import AutoscaleRule, Sample
+
+_LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 15.0  # nodes take minutes to come
+_DRAIN_SECONDS = 300.0
+
+_log = logging.getLogger(__name__)
+
+
+class Autoscaler:
+    """`pressure`: how long requests wait, and how many groups are busy; `size`: groups now; `ask_room`: tells Ray how
+    many groups there should be room for, used or not; `scale`: to so many, with so long for what runs."""
+
+    def __init__(
+        self,
+        rule: AutoscaleRule,
+        *,
+        pressure: Callable[[], Awaitable[tuple[float, int]]],
+        size: Callable[[], int],
+        ask_room: Callable[[int], None],
+        scale: Callable[[int, float], Awaitable[None]],
+    ) -> None:
+        self._rule = rule
+        self._pressure = pressure
+        self._size = size
+        self._ask_room = ask_room
+        self._scale = scale
+        self._samples: deque[Sample] = deque()
+        self._seen = 0  # groups at the last look
+        self._asked = 0  # groups that Ray was asked to have room for
+        self._not_before = -math.inf
+
+    async def keep(self) -> None:
+        """Until cancelled; what goes wrong here keeps no group from being kept up."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await self.look(time.monotonic())
+            except Exception:  # Ray's head may be gone for a while
+                _log.exception("the number of groups could not be changed")
+                self._not_before = time.monotonic() + _RETRY_SECONDS
+
+    async def look(self, now: float) -> None:
+        """Once: sees how it is, and does what is to be done."""
+        (queue_seconds, busy), groups = await self._pressure(), self._size()
+        if groups != self._seen:
+            self._samples.clear()
+            self._seen = groups
+        self._samples.append(Sample(now, queue_seconds, busy))
+        while self._samples[0].time < now - self._rule.shrink_hold_seconds - 2 * _LOOK_SECONDS:
+            self._samples.popleft()
+        wished = self._rule.wished(self._samples, groups, now)
+        if wished != self._asked:
+            await asyncio.to_thread(self._ask_room, wished)
+            self._asked = wished
+        if wished == groups or now < self._not_before:
+            return
+        _log.info("requests wait %.1f s: %d groups are wanted, and there are %d", queue_seconds, wished, groups)
+        try:
+            await self._scale(wished, _DRAIN_SECONDS)
+        except CoatcheckError as error:
+            _log.warning("there are still %d groups: %s", groups, error)
+            self._not_before = now + _RETRY_SECONDS

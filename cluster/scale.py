@@ -1,0 +1,35 @@
+"""`coatcheck scale`: more or fewer groups while they serve, and no request is lost. Knows only the supervisor."""
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from ..proto.errors import CoatcheckError
+from .counted import counted
+from .supervisor_call import RayAddress, supervisor_at
+
+
+def scale(
+    groups: Annotated[int, typer.Option(min=1, max=4096, help="How many there are to be.")],
+    ray_address: RayAddress = "auto",
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long what runs on a group that goes may take; then it moves to others.")
+    ] = 30.0,
+) -> None:
+    """Have more or fewer groups. The last ones go first; what does not fit is refused, and nothing changes."""
+    try:
+        with supervisor_at(ray_address) as supervisor:
+            _scale(supervisor, groups, drain_seconds)
+    except CoatcheckError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _scale(supervisor: Any, groups: int, drain_seconds: float) -> None:
+    import ray
+
+    before, began = ray.get(supervisor.config.remote()).groups, time.monotonic()
+    ray.get(supervisor.scale.remote(groups, drain_seconds))
+    print(f"{counted(groups, 'group')}, before {before}, after {time.monotonic() - began:.1f} s", flush=True)
