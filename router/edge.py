@@ -38,8 +38,8 @@ Question = TypeVar("Question", bound=Message)
 class Edge:
     """Makes handlers for methods; a caller is let in by the gate before anything is read of what it sent.
 
-    A method that `knows` its caller takes `tenant` besides its message, one that generates `on_decision`
-    and the `carrier` of the caller's trace.
+    A method that `knows` its caller takes `tenant` besides its message, one that generates `on_decision`,
+    the `carrier` of the caller's trace and its `deadline`.
     """
 
     def __init__(self, gate: Gate, slow_reader_seconds: float) -> None:
@@ -113,6 +113,8 @@ def _asked(context: Context, tenant: Tenant, knows: bool, generates: bool) -> di
     metadata = context.invocation_metadata() or ()
     if is_asked(metadata):
         asked["on_decision"] = lambda decision: context.set_trailing_metadata(trailing_metadata(decision))
+    if (seconds := context.time_remaining()) is not None:
+        asked["deadline"] = asyncio.get_running_loop().time() + seconds
     if carrier := {key: value for key, value in metadata if key in CARRIED and isinstance(value, str)}:
         asked["carrier"] = carrier
     return asked

@@ -83,6 +83,11 @@ class FairQueue(Generic[Waiting]):
         """Whether one more of this tenant would be taken in now."""
         return len(self._entries) < self.most or self._victim(tenant, priority) is not None
 
+    def ahead(self, tenant: Tenant, priority: int) -> int:
+        """How many would in any case be taken before one more of this tenant: its own that are no less urgent."""
+        share = self._shares.get(tenant.name)
+        return sum(len(level) for rank, level in share.levels.items() if rank <= priority) if share else 0
+
     def put(
         self, what: Waiting, tenant: Tenant, *, priority: int = 0, tokens: float = 1.0, bounded: bool = True
     ) -> tuple[int, Waiting | None] | None:

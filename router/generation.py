@@ -87,16 +87,18 @@ class Generation:
         on_decision: Callable[[Decision], None] | None = None,
         tenant: Tenant = ANYONE,
         carrier: Mapping[str, str] = NO_PARENT,
+        deadline: float | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Started, deltas, Final. Closing it early frees what the request holds. At its end `on_decision` is told why
-        it was where it was last. `carrier` is the client's trace context."""
+        it was where it was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event
+        loop's clock: what cannot begin by then is refused."""
         passage = Passage(self._traffic, self._tracing, message.request_id, carrier)
         relay: Relay | None = None
         failure: BaseException | None = None
         try:
             with self._traffic.request(tenant):
-                self._shed(message, tenant)
-                request = await self._admit(message, tenant, passage)
+                self._shed(message, tenant, deadline)
+                request = await self._admit(message, tenant, passage, deadline)
                 self._limits.tokens(tenant, len(request.prompt_token_ids))
                 skip = request.sampling.skip_special_tokens
                 relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
@@ -122,12 +124,13 @@ class Generation:
         on_decision: Callable[[Decision], None] | None = None,
         tenant: Tenant = ANYONE,
         carrier: Mapping[str, str] = NO_PARENT,
+        deadline: float | None = None,
     ) -> GenerateResponse:
         """The same answer once it is whole."""
         response = GenerateResponse()
         choices: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
-        async with aclosing(self.generate_stream(message, on_decision, tenant, carrier)) as events:
+        async with aclosing(self.generate_stream(message, on_decision, tenant, carrier, deadline)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "started":
@@ -178,14 +181,21 @@ class Generation:
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _shed(self, message: GenerateRequest, tenant: Tenant) -> None:
-        """Whoever is refused for the load is refused at once, before its prompt is tokenised: raises Overloaded."""
+    def _shed(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
+        """Whoever is refused for the load is refused at once, before its prompt is tokenised: raises Overloaded and
+        DeadlineExceeded."""
         if not message.resume:  # else it was taken before
             self._limits.request(tenant)
             now = asyncio.get_running_loop().time()
-            self._groups.line.require_room(tenant, tenant.ranked(message.priority), now)
+            self._groups.line.require_room(tenant, tenant.ranked(message.priority), now, deadline)
 
-    async def _admit(self, message: GenerateRequest, tenant: Tenant, passage: Passage | None = None) -> Request:
+    async def _admit(
+        self,
+        message: GenerateRequest,
+        tenant: Tenant,
+        passage: Passage | None = None,
+        deadline: float | None = None,
+    ) -> Request:
         refuse_unknown_fields(message)
         check_model_name(message.model, self._config.model_name)
         most = self._capacity(self._model())
@@ -209,7 +219,7 @@ class Generation:
         if passage is None:
             return request
         passage.admitted(request.request_id, len(token_ids), resumed=bool(request.resume))
-        return dataclasses.replace(request, passage=passage)
+        return dataclasses.replace(request, passage=passage, deadline=deadline)
 
     def _capacity(self, model: GetModelResponse) -> int:
         rooms = [capacity(registration) for _, registration in self._groups.serving()]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import grpc
@@ -48,7 +49,7 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
 class GroupLink:
     """`registration` is None while the group is not attached; `changed` is called whenever that changes, `eased`
-    whenever it may have room again."""
+    whenever it may have room again. `judge` is asked after each report of its load whether it may stay."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class GroupLink:
         index: PrefixIndex,
         changed: Callable[[], None],
         eased: Callable[[], None] = lambda: None,
+        judge: Callable[["GroupLink"], Ejected | None] = lambda link: None,
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
@@ -70,6 +72,9 @@ class GroupLink:
         self._index = index
         self._changed = changed
         self._eased = eased
+        self._judge = judge
+        self._paused = False  # since it is slow
+        self._recalled = asyncio.Event()
         self._silence = config.silence_seconds
         self.tickets = Delivery()
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
@@ -92,8 +97,9 @@ class GroupLink:
         self._last_id += 1
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
-        ticket.sent = self.load.sent(uncached_tokens, asyncio.get_running_loop().time())
-        self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens)))
+        now = asyncio.get_running_loop().time()
+        ticket.sent = self.load.sent(uncached_tokens, now)
+        self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens, now)))
         return ticket
 
     def close_ticket(self, ticket: Ticket, finished: bool) -> None:
@@ -123,6 +129,10 @@ class GroupLink:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
+    def recall(self) -> None:
+        """A slow group is wanted after all, since no other serves."""
+        self._recalled.set()
+
     def _abort(self, id: int, choice: int | None) -> None:
         self._outbox.put_nowait(ToGroup(abort=Abort(id=id, choice=choice)))
 
@@ -135,7 +145,13 @@ class GroupLink:
             except Ejected as error:
                 _log.error("group %s is ejected: %s", self.name, error)
                 backoff = _LONGEST_BACKOFF  # it will hardly be another at once
+                await self._pause(error.pause)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._recalled.wait()
 
     async def _attach(self) -> bool:
         """One stream from its beginning to its end; returns whether the group had registered. Raises Ejected."""
@@ -151,6 +167,7 @@ class GroupLink:
             self._eject(f"the group has said nothing for {self._silence:g} s")
         except Ejected as error:
             self._eject(str(error))
+            self._paused = bool(error.pause)
             raise
         except Exception as error:  # whatever a group sends, this router goes on serving the others
             _log.exception("group %s: its stream could not be read", self.name)
@@ -205,6 +222,8 @@ class GroupLink:
                 self._apply(self._index.apply(self.name, message.events))
             case "load":
                 self.load.report(message.load, asyncio.get_running_loop().time())
+                if (slow := self._judge(self)) is not None:
+                    raise slow
                 self._eased()
             case "snapshot":
                 self._apply(self._index.apply_snapshot(self.name, message.snapshot))
@@ -239,6 +258,8 @@ class GroupLink:
             )
         self.registration = registration
         self.reason = ""
+        self._paused = False
+        self._recalled.clear()
         self.load = GroupLoad(registration)
         self._index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
         self._changed()
@@ -264,7 +285,8 @@ class GroupLink:
         self.registration = None
         self.load = GroupLoad(Registration())
         self._index.remove_group(self.name)
-        self.tickets.fail_all(GroupLost(f"group {self.name} is lost: {self.reason}"))
+        blameless = self._paused or self.address.state == "draining"  # whoever drains a group is about to end it
+        self.tickets.fail_all(GroupLost(f"group {self.name} is lost: {self.reason}", blameless=blameless))
         if attached:
             self._changed()
         return attached

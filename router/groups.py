@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..proto.coatcheck_pb2 import GetModelResponse
-from ..proto.errors import NeverFits, Unavailable
+from ..proto.errors import DeadlineExceeded, NeverFits, Unavailable
 from ..proto.worker_pb2 import Registration
 from .audit import Audit
 from .config import RouterConfig
 from .fair_queue import Served
 from .group_address import GroupAddress
 from .group_link import GroupLink
+from .laggards import Laggards
 from .line import Line
 from .placement import Placement
 from .policy import Candidate, Decision, choose
 from .prefix_index import NOTHING, Match, PrefixIndex
 from .request import Request
+from .ticket import Ejected
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
@@ -45,6 +47,7 @@ class Groups:
         self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
+        self._laggards = Laggards()
 
     @property
     def links(self) -> Iterable[GroupLink]:
@@ -80,7 +83,9 @@ class Groups:
             if name in self._links:
                 self._links[name].address = address
             else:
-                self._links[name] = GroupLink(address, self._config, self.index, self.notify, self.line.move)
+                self._links[name] = GroupLink(
+                    address, self._config, self.index, self.notify, self.line.move, self._judge
+                )
         await asyncio.gather(*closing)
         self.notify()
 
@@ -204,6 +209,8 @@ class Groups:
         assert link.registration is not None, "what serves is attached"
         model = link.registration.model
         chosen = decision.chosen
+        if not attempt and not delivered:
+            _require_time(request, decision, asyncio.get_running_loop().time())
         if passage is not None:
             passage.routed(decision, attempt)
         uncached = len(request.prompt_token_ids) - chosen.cached_tokens
@@ -244,7 +251,35 @@ class Groups:
             self.model = registration.model
         self._changed.set()
         self._changed = asyncio.Event()
+        if not self.serving():
+            for link in self._links.values():
+                link.recall()
         self.line.move()
+
+    def _judge(self, link: GroupLink) -> Ejected | None:
+        """Whether it is too slow, now that it has reported, to be kept beside the others."""
+        status = link.load.last.status
+        if link.registration is None or not status.running or not self._laggards.suspects(status.slowness):
+            return None
+        peers = [
+            other.load.last.status.slowness
+            for other, registration in self.serving()
+            if other is not link and _equal(registration.model, link.registration.model)
+        ]
+        return self._laggards.judge(link.name, status.slowness, peers, asyncio.get_running_loop().time())
+
+
+def _require_time(request: Request, decision: Decision, now: float) -> None:
+    """Raises DeadlineExceeded where no group could begin to answer in time: full steps of prompts, at the speed of
+    steps that have none."""
+    if request.deadline is None:
+        return
+    soonest = min(term.decode for term in decision.terms)
+    if now + soonest > request.deadline:
+        raise DeadlineExceeded(
+            f"the first token would take {soonest:.1f} s at the least, and its deadline is in "
+            f"{max(request.deadline - now, 0.0):.1f} s; allow more time"
+        )
 
 
 def capacity(registration: Registration) -> int:

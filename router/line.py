@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from ..proto.errors import CoatcheckError, Overloaded
+from ..proto.errors import CoatcheckError, DeadlineExceeded, Overloaded
 from .fair_queue import FairQueue, QueueStats, Served
 from .placement import Placement
 from .request import Request
@@ -19,15 +19,19 @@ from .tenant import Tenant
 # To None while no group has room.
 Place = Callable[[], Placement | None]
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
+# A deadline is refused if twice the speed at which the line has moved would not meet it, once so many have left it.
+_AT_BEST: Final = 2.0
+_FEWEST_MOVED: Final = 8
 _REMEMBERED: Final = 64  # places given, for the rate of them
 _FIRST_ANSWER_TOKENS: Final = 64.0  # foreseen of an answer until some have ended
 _ANSWERS_AVERAGED: Final = 32
 
 
 class _Waiting:
-    __slots__ = ("place", "placed", "since")
+    __slots__ = ("deadline", "place", "placed", "since")
 
-    def __init__(self, place: Place, since: float) -> None:
+    def __init__(self, place: Place, since: float, deadline: float | None) -> None:
+        self.deadline = deadline
         self.place = place
         self.since = since
         self.placed: asyncio.Future[tuple[Placement, Served]] = asyncio.get_running_loop().create_future()
@@ -40,6 +44,7 @@ class Line:
         self._queue: FairQueue[_Waiting] = FairQueue(most)
         self._given: deque[float] = deque(maxlen=_REMEMBERED)
         self._answer_tokens = _FIRST_ANSWER_TOKENS
+        self._moved, self._formed = 0, 0.0  # places given since the line was last empty, and when that was
         self._last_wait = (0.0, 0.0)  # when, and how long the one that was placed then had waited
 
     def __len__(self) -> int:
@@ -55,10 +60,22 @@ class Line:
         when, waited = self._last_wait
         return max(now - head.since if head is not None else 0.0, waited if now - when < 1.0 else 0.0)
 
-    def require_room(self, tenant: Tenant, priority: int, now: float) -> None:
-        """Raises Overloaded where a request of this tenant would find no room, before anything is done for it."""
-        if len(self._queue) and not self._queue.has_room(tenant, priority):
+    def require_room(self, tenant: Tenant, priority: int, now: float, deadline: float | None = None) -> None:
+        """Raises Overloaded where a request of this tenant would find no room, and DeadlineExceeded where its turn
+        cannot come in time, before anything is done for it."""
+        if not len(self._queue):
+            return
+        if not self._queue.has_room(tenant, priority):
             raise self._full(now)
+        if deadline is None or self._moved < _FEWEST_MOVED:
+            return
+        ahead = self._queue.ahead(tenant, priority)
+        seconds = ahead * (now - self._formed) / self._moved
+        if now + seconds / _AT_BEST > deadline:
+            raise DeadlineExceeded(
+                f"{ahead} requests wait before it, which takes about {seconds:.1f} s, and its deadline is in "
+                f"{max(deadline - now, 0.0):.1f} s; allow more time, or try again later"
+            )
 
     async def placed(self, request: Request, place: Place, *, bounded: bool = True) -> tuple[Placement, Served]:
         """Waits for its turn and a place. Raises Overloaded when there is no room to wait, or others have more claim
@@ -67,7 +84,9 @@ class Line:
         tokens = self._foreseen(request)
         if not len(self._queue) and (placement := place()) is not None:
             return placement, self._queue.pass_by(request.tenant, tokens)
-        waiting = _Waiting(place, now)
+        waiting = _Waiting(place, now, request.deadline)
+        if not len(self._queue):
+            self._moved, self._formed = 0, now
         put = self._queue.put(waiting, request.tenant, priority=request.priority, tokens=tokens, bounded=bounded)
         if put is None:
             raise self._full(now)
@@ -88,7 +107,10 @@ class Line:
     def move(self) -> None:
         """Some group may have room again: places whoever is next, while there is."""
         while (waiting := self._queue.peek()) is not None:
+            now = asyncio.get_running_loop().time()
             try:
+                if waiting.deadline is not None and now >= waiting.deadline:
+                    raise DeadlineExceeded(f"its deadline came after {now - waiting.since:.1f} s in line")
                 placement = waiting.place()
             except CoatcheckError as error:  # it fits none of the groups that there are by now
                 self._queue.take()[1].settle(0)
@@ -98,7 +120,7 @@ class Line:
             if placement is None:
                 return
             _, served = self._queue.take()
-            now = asyncio.get_running_loop().time()
+            self._moved += 1
             self._given.append(now)
             self._last_wait = (now, now - waiting.since)
             if waiting.placed.done():  # its client goes just now

@@ -174,7 +174,7 @@ class Relay:
         A stream that comes further in between may move as often as it must. After one or two losses in a row it may
         have ended them, or another request that ran there, or none: nothing that a group says before it ends tells
         which. So it goes on, the third time with no other suspect beside it (see Groups.place), and only that loss is
-        held against it.
+        held against it. Groups that were taken away, or were slow, do not count.
         """
         placement.close(finished=True)
         self._placement = None
@@ -182,7 +182,7 @@ class Relay:
         if self.request.passage is not None:
             self.request.passage.lost(placement.ticket.group, str(lost))
         self._scored = 0
-        self._deaths += 1
+        self._deaths += not lost.blameless
         if self._deaths >= _MOST_DEATHS_IN_A_ROW:
             raise Poisoned(
                 f"{self._deaths} groups in a row were lost while they ran this request, {placement.ticket.group} the "

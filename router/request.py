@@ -34,6 +34,7 @@ class Request:
     session_id: str = ""
     retention: Retention | None = None
     tenant: Tenant = ANYONE
+    deadline: float | None = None  # when its client gives up, by the event loop's clock
     passage: "Passage | None" = field(default=None, compare=False, repr=False)
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
@@ -52,7 +53,12 @@ class Request:
         return self._chains[kind]
 
     def submit(
-        self, id: int, attempt: int, delivered: Mapping[int, Sequence[int]], uncached_tokens: int | None = None
+        self,
+        id: int,
+        attempt: int,
+        delivered: Mapping[int, Sequence[int]],
+        uncached_tokens: int | None = None,
+        now: float = 0.0,
     ) -> Submit:
         """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""
         return Submit(
@@ -67,6 +73,7 @@ class Request:
             priority=self.priority,
             tenant="" if self.tenant is ANYONE else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,
+            seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
             **(self.passage.carrier() if self.passage is not None else NO_PARENT),
         )
 

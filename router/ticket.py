@@ -18,11 +18,21 @@ MOST_WAITING: Final = 8192
 
 
 class GroupLost(Exception):
-    """The stream to the group has ended; the request can go on elsewhere."""
+    """The stream to the group has ended; the request can go on elsewhere. `blameless`: it was wanted so, and is no sign
+    that a request which ran there has ended it."""
+
+    def __init__(self, message: str, *, blameless: bool = False) -> None:
+        super().__init__(message)
+        self.blameless = blameless
 
 
 class Ejected(Exception):
-    """The group is not the one it should be, or says what cannot be: its stream must end, with this as the reason."""
+    """The group is not the one it should be, says what cannot be, or is too slow: its stream must end, with this as the
+    reason. `pause`: for so long at least, since its slowness is all that is wrong with it; 0: it is not slow."""
+
+    def __init__(self, message: str, *, pause: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause = pause
 
 
 class Ticket:

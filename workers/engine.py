@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..proto.errors import InvalidRequest
+from ..proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
 from .block_pool import BlockPool, max_ghosts
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
+from .deadlines import Deadlines
 from .eviction import Eviction
 from .eviction_order import LeastRecentlyUsed, LeastWorth
 from .grammars import Grammars
@@ -28,6 +29,7 @@ from .prefix_miss import content_chain
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
+from .slowness import Slowness
 from .step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput, TokenLogprob
 from .step_plan import StepPlan
 from .step_runner import LaunchedStep, Runner, StepResult
@@ -73,6 +75,7 @@ class Engine:
         host = HostTier(host_blocks, self._make_eviction(eviction, host_blocks, Tier.HOST)) if host_blocks else None
         self.scheduler = Scheduler(config, pool, host)
         self.throughput = Throughput()
+        self._slowness = Slowness(spec.attention_crossover)
         self._runner = runner
         self._depth = pipeline_depth
         self._intake = Intake(
@@ -86,12 +89,15 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
+        self._deadlines = Deadlines()
+        self._refused: list[tuple[str, CoatcheckError]] = []
         self._confirmed_at = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
-        return bool(self._sequences or self._in_flight or self._ended_early or self.scheduler.tiers.has_copies)
+        to_report = self._ended_early or self._refused
+        return bool(self._sequences or self._in_flight or to_report or self.scheduler.tiers.has_copies)
 
     def submit(self, request: Request) -> None:
         """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed."""
@@ -110,6 +116,7 @@ class Engine:
                 self._ended_early.append(self._end(sequence, SequenceOutput(request.request_id, sequence.choice, [])))
             else:
                 self.scheduler.add(sequence)
+                self._deadlines.note(sequence)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drops a request, or one choice of it, and frees its blocks; unknown ones are already gone."""
@@ -121,6 +128,8 @@ class Engine:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
         self.book.advance(started)
+        for request_id in self._deadlines.overdue(self.scheduler.waiting, started):
+            self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
         plan, sequences = self.scheduler.schedule()
         if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
@@ -142,6 +151,7 @@ class Engine:
             blocks_cached=pool.cold,
             queued_prefill_tokens=sum(count for count in unplanned if count > 1),
             preemptions=self.scheduler.num_preemptions,
+            slowness=self._slowness.value,
             **self.throughput.counts(),
             **self.scheduler.tiers.counts(),
         )
@@ -178,15 +188,13 @@ class Engine:
     def _confirm(self, done: _InFlight) -> StepOutput:
         result = done.launched.wait()
         outputs, self._ended_early = self._ended_early, []
-        refused: list[tuple[str, str]] = []
         for index, (row, sequence) in enumerate(zip(done.plan.rows, done.sequences, strict=True)):
             sequence.num_pending -= int(row.sample)
             sequence.started_at = sequence.started_at or done.started
             if sequence.gone:
                 continue
             if index in result.failed:
-                refused.append((sequence.request.request_id, result.failed[index]))
-                self.abort(sequence.request.request_id)
+                self._refuse(sequence.request.request_id, InvalidRequest(result.failed[index]))
                 continue
             if row.sample:
                 sequence.token_ids.append(result.token_ids[index])
@@ -205,11 +213,17 @@ class Engine:
         now = self._clock()
         seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
+        self._slowness.record(done.plan, seconds, now)
         self.price(result.copies)
         prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
         decodes = done.plan.num_tokens - prefill
         events = self.scheduler.tiers.drain_events()
+        refused, self._refused = self._refused, []
         return StepOutput(done.plan.step, outputs, events, prefill, decodes, seconds, refused)
+
+    def _refuse(self, request_id: str, error: CoatcheckError) -> None:
+        self._refused.append((request_id, error))
+        self.abort(request_id)
 
     @staticmethod
     def _prompt_logprobs(sequence: Sequence, start: int, reports: list[TokenLogprob]) -> list[TokenLogprob]:

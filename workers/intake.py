@@ -3,6 +3,7 @@
 It knows what the model and the pool can hold, and no sequence that runs.
 """
 
+import math
 from collections.abc import Callable
 
 from ..proto.block_hash import block_key, hash_block, hash_chain
@@ -75,6 +76,7 @@ class Intake:
         ends = set(request.sampling.stop_token_ids)
         ends |= set() if request.sampling.ignore_eos else set(self.spec.eos_token_ids)
         self._arrivals += 1
+        now = self._clock()
         sequence = Sequence(
             request=request,
             choice=choice,
@@ -83,7 +85,8 @@ class Intake:
             arrival=(request.priority, self._arrivals),
             end_token_ids=frozenset(ends),
             leader=leader,
-            submitted_at=self._clock(),
+            submitted_at=now,
+            deadline=math.inf if request.seconds_left is None else now + request.seconds_left,
         )
         key, hashed = self._key(request.cache_salt), len(chain) * self.block_size
         resumed = hash_chain(key, sequence.token_ids[hashed:], self.block_size, chain[-1] if chain else b"")

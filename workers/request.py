@@ -25,6 +25,7 @@ class Request:
     priority: int = 0  # the lowest goes first
     uncached_tokens: int | None = None  # of the prompt, as its router foresees; None: all
     retention: Retention | None = None
+    seconds_left: float | None = None  # it begins by then or never; None: whenever it can
     tenant: str = ""  # "": each salt is one
 
     @property

@@ -9,6 +9,7 @@ plans have asked for, *confirmed* is what ranks have reported. It does not know 
     num_pending   sampled by a plan in flight, so not yet in token_ids
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -44,6 +45,7 @@ class Sequence:
     num_prompt_logprobs: int = 0  # reported
     reported: bool = False
     submitted_at: float = 0.0
+    deadline: float = math.inf  # it begins by then or never
     started_at: float = 0.0  # when its first step was planned; 0: not yet
     finish_reason: FinishReason | None = None
     gone: bool = False  # finished or aborted: results still in flight are dropped

@@ -110,10 +110,10 @@ class WorkerService(WorkerServicer):
                 mail.append((ticket.subscriber, batch))
             write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
             self._tickets.wrote(sequence.request_id, ticket, sequence)
-        for request_id, reason in output.refused:
-            if ticket := self._tickets.end(request_id, f"refused: {reason}"):
+        for request_id, error in output.refused:
+            if ticket := self._tickets.end(request_id, f"refused: {error}"):
                 self._loop.call_soon_threadsafe(
-                    self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, InvalidRequest(reason)
+                    self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, error
                 )
         if mail:
             self._loop.call_soon_threadsafe(self._deliver, mail)

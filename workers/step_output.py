@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ..proto.errors import CoatcheckError
 from .prefix_miss import EvictionReason, MissReason, PrefixMiss
 from .tier import Tier
 
@@ -71,7 +72,7 @@ class StepOutput:
     num_prefill_tokens: int = 0
     num_decodes: int = 0
     seconds: float = 0.0
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[tuple[str, CoatcheckError]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +104,4 @@ class EngineStats:
     prefix_misses: Mapping[MissReason, int] = field(default_factory=dict)  # requests
     demote_seconds: float = 0.0  # of one block, on the slowest rank
     restore_seconds: float = 0.0
+    slowness: float = 1.0  # how many times as long as usual steps take, lately

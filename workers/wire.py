@@ -31,6 +31,7 @@ def request_of(submit: wire.Submit, request_id: str) -> Request:
         uncached_tokens=submit.uncached_tokens if submit.HasField("uncached_tokens") else None,
         retention=Retention.from_message(submit.retention) if submit.HasField("retention") else None,
         tenant=submit.tenant,
+        seconds_left=submit.seconds_left if submit.HasField("seconds_left") else None,
     )
 
 
@@ -109,6 +110,7 @@ def status_message(
         preemptions=stats.preemptions,
         prefill_tokens_per_second=stats.prefill_tokens_per_second,
         step_seconds=stats.step_seconds,
+        slowness=stats.slowness,
         kernels=kernels,
         host_blocks_total=stats.host_blocks_total,
         host_blocks_used=stats.host_blocks_used,

@@ -14,6 +14,7 @@ TABLE = [
     (errors.NotFound, grpc.StatusCode.NOT_FOUND, 404),
     (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     (errors.SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (errors.Draining, grpc.StatusCode.UNAVAILABLE, 503),
     (errors.Poisoned, grpc.StatusCode.ABORTED, 500),

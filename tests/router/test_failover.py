@@ -195,6 +195,33 @@ async def test_bad_luck_is_not_poison(open_door: OpenDoor) -> None:
     assert stream.ids == ids
 
 
+async def test_groups_that_are_taken_away_are_no_sign_of_poison(open_door: OpenDoor) -> None:
+    """A request that has not been answered at all outlives any number of groups that were drained and then ended."""
+    _, ids = await undisturbed(open_door, ask())
+    groups = {name: FakeGroup(name, hold_after=0) for name in "abcde"}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    name = (await stream.read()).started.group
+    while len(groups) > 1:
+        there = {link.name: link.address for link in door.router.groups.links}
+        await door.router.set_groups([replace(there[name], state="draining"), *(there[g] for g in groups if g != name)])
+        del groups[name]
+        await door.router.set_groups([there[name] for name in groups])
+        (name,) = await _holding(groups)
+    groups[name].go()
+    assert (await stream.finish()).final.moves == 4
+    assert stream.ids == ids
+
+
+async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
+    """The groups that have the request by now."""
+    tasks = [asyncio.ensure_future(group.until(lambda group=group: bool(group.submits))) for group in groups.values()]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    return [name for name, group in groups.items() if group.submits]
+
+
 async def test_streams_move_only_among_equals(open_door: OpenDoor) -> None:
     """A group with other weights does not continue a stream."""
     other = GetModelResponse(

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.errors import Overloaded
+from coatcheck.proto.errors import DeadlineExceeded, Overloaded
 from coatcheck.router.tenant import ANYONE, Tenant
 
 from .conftest import Door, OpenDoor
@@ -83,6 +83,25 @@ async def test_a_group_is_not_given_more_than_it_can_begin(open_door: OpenDoor) 
     group.go()
     await asyncio.gather(*asked)
     assert len(group.submits) == 20
+
+
+async def test_how_long_the_line_is_now_is_told(open_door: OpenDoor) -> None:
+    """While somebody waits the status and the metrics say for how long; soon after the line is empty, zero."""
+    group = full_group()
+    door = await open_full(open_door, group)
+    assert (await door.admin.Status(StatusRequest())).queue_seconds == 0
+    asked = send(door, ask(100))
+    await waiting(door, 1)
+    first = (await door.admin.Status(StatusRequest())).queue_seconds
+    second = (await door.admin.Status(StatusRequest())).queue_seconds
+    assert 0 < first < second
+    page = door.router.metrics.render().decode().splitlines()
+    (line,) = [line for line in page if line.startswith("coatcheck_queue_now_seconds ")]
+    assert float(line.split()[1]) > second
+    group.report(waiting=0)
+    await asked
+    line_now = door.router.groups.line
+    assert line_now.queue_seconds(asyncio.get_running_loop().time() + 2.0) == 0
 
 
 async def test_a_full_line_refuses_at_once(open_door: OpenDoor) -> None:
@@ -164,3 +183,62 @@ async def test_a_limited_tenant_is_told_when_to_come(open_door: OpenDoor) -> Non
         await send(door, ask(1), limited)
     assert 25 < refused.value.retry_seconds <= 30
     await send(door, ask(1))
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once(open_door: OpenDoor) -> None:
+    """Where even a first token would come too late the client hears so, and no group hears of it; with time enough the
+    group is told how much there is."""
+    group = FakeGroup()
+    group.load.queued_prefill_tokens = 20_480  # ten steps of a second, and yet room for more
+    group.load.status.step_seconds, group.load.status.prefill_tokens_per_second = 1.0, 1e6
+    door = await open_door(group)
+    link = door.router.groups.link("g0")
+    async with asyncio.timeout(10):
+        while link is None or not link.load.last.status.step_seconds:
+            await door.admin.Status(StatusRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask(1), timeout=6)
+    assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "the first token would take 10.0 s at the least" in (refused.value.details() or "")
+    assert not group.submits
+    await door.generation.Generate(ask(2), timeout=60)
+    await door.generation.Generate(ask(3))
+    (timed, patient) = group.submits
+    assert 50 < timed.seconds_left < 61 and not patient.HasField("seconds_left")
+
+
+async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(open_door: OpenDoor) -> None:
+    """Judged by how fast the line moves, by those who are ahead in any case, and only once it has moved a while."""
+    group = full_group(max_num_seqs=4, hold_after=0)
+    door = await open_full(open_door, group)
+    line, now = door.router.groups.line, asyncio.get_running_loop().time
+    asked = [send(door, ask(100)) for _ in range(12)]
+    await waiting(door, 12)
+    line.require_room(ANYONE, 0, now() + 80, now() + 80)  # it has not moved yet
+    group.report(waiting=0)
+    await waiting(door, 4)  # eight are with the group
+    later = now() + 80  # ten seconds for each that has gone
+    with pytest.raises(DeadlineExceeded, match="4 requests wait before it, which takes about 4[0-9].* s"):
+        line.require_room(ANYONE, 0, later, later + 15)
+    line.require_room(ANYONE, 0, later, later + 30)
+    line.require_room(ANYONE, 0, later, None)
+    line.require_room(ANYONE, -1, later, later + 1)  # more urgent than all that wait
+    line.require_room(Tenant("other"), 0, later, later + 1)
+    group.go()
+    await asyncio.gather(*asked)
+
+
+async def test_who_is_late_in_line_is_not_sent(open_door: OpenDoor) -> None:
+    """Whoever's deadline came while they waited hears so when there is room, which others get."""
+    group = full_group()
+    door = await open_full(open_door, group)
+    deadline = asyncio.get_running_loop().time() + 0.05
+    late = asyncio.create_task(door.router.generation.generate(ask(1), deadline=deadline))
+    kept = send(door, ask(2))
+    await waiting(door, 2)
+    await asyncio.sleep(deadline - asyncio.get_running_loop().time())
+    group.report(waiting=0)
+    with pytest.raises(DeadlineExceeded, match="its deadline came after"):
+        await late
+    await kept
+    assert [submit.prompt_token_ids[0] for submit in group.submits] == [2]

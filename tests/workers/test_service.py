@@ -29,12 +29,12 @@ BLOCK = 8
 
 
 class PacedRunner(FakeRunner):
-    """The fake runner, whose steps take `seconds`."""
+    """The fake runner, whose steps take `step_seconds`."""
 
-    seconds = 0.0005
+    step_seconds = 0.0005
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        time.sleep(self.seconds)
+        time.sleep(self.step_seconds)
         return super().launch(plan)
 
 
@@ -60,12 +60,17 @@ class Group:
 
 
 def start_group(
-    *, num_blocks: int = 64, buffer_bytes: int = 1 << 20, loop_kind: type[EngineLoop] = EngineLoop
+    *,
+    num_blocks: int = 64,
+    buffer_bytes: int = 1 << 20,
+    loop_kind: type[EngineLoop] = EngineLoop,
+    max_open: int = 1 << 16,
 ) -> Group:
     runner = PacedRunner(num_blocks, BLOCK)
     engine = Engine(SPEC, runner, num_blocks=num_blocks, block_size=BLOCK)
     registration = wire.Registration(group="g", epoch="e", num_blocks=num_blocks)
-    service = WorkerService(registration, [public.RankStatus(rank=0, healthy=True)], buffer_bytes=buffer_bytes)
+    ranks = [public.RankStatus(rank=0, healthy=True)]
+    service = WorkerService(registration, ranks, buffer_bytes=buffer_bytes, max_open=max_open)
     deaths: list[BaseException] = []
     loop = loop_kind(engine, on_step=service.publish, on_death=deaths.append)
     address = service.start(loop, "127.0.0.1:0")
@@ -254,9 +259,37 @@ async def test_bad_submissions_are_refused_and_nothing_else_is_disturbed(
         assert (3, 0) in await router.answer(choices=2)
 
 
+async def test_a_group_holds_so_many_requests_and_no_more() -> None:
+    """Of all its routers together: one more is refused as for later, and taken once another has ended or is aborted."""
+    group = start_group(max_open=3)
+    group.runner.step_seconds = 0.01
+    try:
+        async with Router(group.address, "r1") as one, Router(group.address, "r2") as other:
+            await one.submit(1, [5, 6, 7], max_tokens=30)
+            await one.submit(2, [5, 6, 7], max_tokens=200)
+            await one.next("batch")
+            await other.submit(1, [5, 6, 7], max_tokens=200)
+            await other.next("batch")
+            for router in (one, other):
+                await router.submit(9, [5, 6, 7], attempt=4, max_tokens=4)
+                refused = (await router.next("refused")).refused
+                assert (refused.id, refused.attempt) == (9, 4)
+                assert refused.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+                assert refused.message == "group g has 3 requests, as many as it holds"
+            await other.send(abort=wire.Abort(id=1))
+            await other.submit(3, [5, 6, 7], max_tokens=30)
+            assert set(await other.answer()) == {(3, 0)}
+            await other.submit(4, [5, 6, 7], max_tokens=4)
+            assert set(await other.answer()) == {(4, 0)}
+    finally:
+        group.loop.stop()
+        group.service.stop()
+        group.engine.check()
+
+
 async def test_an_id_in_use_is_refused(group: Group) -> None:
     """A second submission under a live id is refused, the first goes on."""
-    group.runner.seconds = 0.02
+    group.runner.step_seconds = 0.02
     async with Router(group.address) as router:
         await router.submit(1, [5], max_tokens=6)
         await router.submit(1, [5], max_tokens=6)
@@ -266,7 +299,7 @@ async def test_an_id_in_use_is_refused(group: Group) -> None:
 
 async def test_abort_frees_blocks_and_silences_a_choice(group: Group) -> None:
     """An aborted choice sends no more tokens while the other runs on; aborting all frees every block."""
-    group.runner.seconds = 0.01
+    group.runner.step_seconds = 0.01
     async with Router(group.address) as router:
         await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=400, n=2)
         await router.next("batch")
@@ -283,7 +316,7 @@ async def test_abort_frees_blocks_and_silences_a_choice(group: Group) -> None:
 
 async def test_a_router_that_leaves_takes_its_requests_along(group: Group) -> None:
     """When a stream ends its requests are aborted and their blocks freed; another router's go on."""
-    group.runner.seconds = 0.005
+    group.runner.step_seconds = 0.005
     async with Router(group.address, "stays") as stays:
         await stays.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=100)
         async with Router(group.address, "leaves") as leaves:
@@ -297,7 +330,7 @@ async def test_a_router_that_leaves_takes_its_requests_along(group: Group) -> No
 
 async def test_a_router_may_leave_before_its_snapshot_is_taken(group: Group) -> None:
     """Routers that come and go while a step is under way leave the engine and the others' requests undisturbed."""
-    group.runner.seconds = 0.2
+    group.runner.step_seconds = 0.2
     async with Router(group.address, "stays") as stays:
         await stays.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=8)
         await stays.next("batch")
@@ -344,7 +377,7 @@ async def test_a_snapshot_may_be_asked_for_again(group: Group) -> None:
 async def test_load_comes_soon_after_a_change_and_once_a_second(group: Group) -> None:
     """Load says what runs soon after it changed, and repeats while idle as the engine's heartbeat."""
     async with Router(group.address) as router:
-        group.runner.seconds = 0.01
+        group.runner.step_seconds = 0.01
         await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=60)
         started = time.monotonic()
         while (load := (await router.next("load")).load).status.running != 1:
@@ -423,7 +456,7 @@ async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
 async def test_publishing_a_large_batch_costs_the_engine_little(group: Group) -> None:
     """A step of 32 sequences is published in well under half a millisecond."""
     async with Router(group.address) as router:
-        group.runner.seconds = 0.05
+        group.runner.step_seconds = 0.05
         for id in range(32):
             await router.submit(id, [1], ignore_eos=True, max_tokens=400)
         await until(lambda: _choices_running(group, 32))
@@ -457,7 +490,7 @@ async def test_a_long_step_is_not_silence(group: Group) -> None:
     """While a step takes seconds, as a large prefill on a CPU may, load goes on being reported."""
     async with Router(group.address) as router:
         await router.next("load")
-        group.runner.seconds = 4.5
+        group.runner.step_seconds = 4.5
         await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=1)
         steps = []
         async with asyncio.timeout(10):
