@@ -35,6 +35,7 @@ async def test_a_group_of_another_contract_is_refused(open_door: OpenDoor) -> No
     door = await open_door()
     door.groups += [known, strange]
     await door.router.set_groups([await known.start(), await strange.start()])
+    await door.serving(1)
     async with asyncio.timeout(10):
         while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
