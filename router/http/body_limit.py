@@ -13,6 +13,8 @@ from .error_body import refusal
 from .json_body import JsonBody
 from .unread import answer_unread
 
+# Reading JSON takes as long as there are values in it, and nothing else goes on meanwhile: two seconds for these.
+_MOST_VALUES: Final = 1 << 21
 # A body has so long, and longer the more of it has come.
 _SECONDS: Final = 30.0
 _SLOWEST_BYTES_PER_SECOND: Final = 8192
@@ -43,12 +45,12 @@ class BodyLimit:
             message = f"content-encoding is {encoding[:40]!r}; send the body as it is"
             await answer_unread(scope, receive, send, JsonBody(refusal(415, message), 415))
             return
-        came, more = 0, True
+        came, values, more = 0, 0, True
         instead: JsonBody | None = None
         deadline = asyncio.get_running_loop().time() + self._seconds
 
         async def counted() -> Message:
-            nonlocal came, more, instead
+            nonlocal came, values, more, instead
             if not more or instead is not None:  # whoever asks again wants to know whether the client is there
                 return await receive()
             try:
@@ -58,9 +60,11 @@ class BodyLimit:
                 self._measures.refused("slow_body")
                 instead = JsonBody(refusal(408, "the body came too slowly; send it at once"), 408)
                 return {"type": "http.disconnect"}
-            came += len(message.get("body", b""))
+            body = message.get("body", b"")
+            came += len(body)
+            values += body.count(b",") + body.count(b"[") + body.count(b"{")
             more = message.get("more_body", False)
-            if came > self._most_bytes:
+            if came > self._most_bytes or values > _MOST_VALUES:
                 instead = self._too_long()
                 return {"type": "http.disconnect"}
             return message
@@ -77,4 +81,5 @@ class BodyLimit:
 
     def _too_long(self) -> JsonBody:
         self._measures.refused("long_body")
-        return JsonBody(refusal(413, f"the body has more than {self._most_bytes} bytes; send less at once"), 413)
+        message = f"the body has more than {self._most_bytes} bytes, or {_MOST_VALUES} values; send less at once"
+        return JsonBody(refusal(413, message), 413)

@@ -1,7 +1,7 @@
 """ChatRequest: the body of POST /v1/chat/completions, and the request to the core that it stands for."""
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -42,9 +42,9 @@ class Message(Body):
     neutral: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
 
     role: str
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str = ""
-    tool_calls: list[Called] = Field(default_factory=list)
+    tool_calls: Annotated[list[Called], Field(fail_fast=True)] = Field(default_factory=list)
     tool_call_id: str = ""
 
     def message(self) -> ChatMessage:
@@ -71,12 +71,12 @@ class ChatRequest(SamplingFields):
         "functions": ([],),
     }
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True

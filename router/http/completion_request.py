@@ -18,7 +18,12 @@ class CompletionRequest(SamplingFields):
 
     neutral: ClassVar = {"suffix": ("",), "add_special_tokens": (True,)}
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     max_tokens: Count = 16
     logprobs: Count | None = None
     echo: bool = False

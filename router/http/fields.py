@@ -32,6 +32,8 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "stop_reason": (),
 }
 
+_MOST_FIELDS: Final = 16_384
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -48,6 +50,10 @@ class Body(BaseModel):
     def _drop(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        # What is wrong is said of the first thing that is; of millions it would take minutes.
+        large = max([len(data), *(len(value) for value in data.values() if isinstance(value, dict))])
+        if large > _MOST_FIELDS:
+            raise InvalidRequest(f"an object of the body has {large} fields; it may have {_MOST_FIELDS}")
         neutral = NEUTRAL | cls.neutral
         return {
             name: value
@@ -76,7 +82,7 @@ class SamplingFields(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
-    stop: str | list[str] = Field(default_factory=list)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     logit_bias: dict[str, float] = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
 
@@ -85,7 +91,7 @@ class SamplingFields(Body):
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     min_tokens: Count = 0
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: Count | None = None
@@ -95,7 +101,7 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
 
     @property

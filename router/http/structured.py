@@ -4,7 +4,7 @@ They all come down to one Grammar. This module does not know how it is compiled 
 """
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,7 +39,7 @@ class StructuredOutputs(BaseModel):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 

@@ -1,6 +1,6 @@
 """The bodies of POST /tokenize and POST /detokenize, in the form that other engines gave them."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -18,8 +18,8 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
@@ -42,5 +42,5 @@ class DetokenizeBody(Body):
     """Special tokens are written out unless told otherwise."""
 
     model: str = ""
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
