@@ -72,9 +72,8 @@ def join(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, AuthenticationError):
             raise Unavailable(
-                f"the Ray at {address} wants its token (RAY_AUTH_TOKEN), and one that `coatcheck serve` has started "
-                "tells it to nobody: for commands to a running cluster start Ray with `ray start --head`, and serve "
-                "with --ray-address"
+                f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN; one that "
+                "`coatcheck serve` has started lets in commands of the same user on the same host alone"
             ) from None
         if "ersion mismatch" in str(error):
             versions = " ".join(str(error).split())
