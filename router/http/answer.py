@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...proto.coatcheck_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Delta, Usage
+from ...proto.coatcheck_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Delta, GenerateEvent, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
@@ -50,6 +50,24 @@ def usage_json(usages: Iterable[Usage], scores_only: bool = False) -> dict[str, 
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+class RunningUsage:
+    """What a stream has taken so far, over all of its prompts."""
+
+    def __init__(self) -> None:
+        self._prompt = 0
+        self._completion = 0
+
+    def see(self, event: GenerateEvent) -> None:
+        """Whatever it says."""
+        self._prompt += event.started.prompt_tokens
+        self._completion += len(event.delta.token_ids)
+
+    def to_json(self) -> dict[str, int]:
+        """As a chunk's usage."""
+        total = self._prompt + self._completion
+        return {"prompt_tokens": self._prompt, "completion_tokens": self._completion, "total_tokens": total}
 
 
 def stop_reason(delta: Delta) -> str | int | None:

@@ -166,7 +166,8 @@ class Api:
             return JsonBody(answer.whole(responses))
         generate = self._generation.generate_stream
         sources = [generate(message, tenant=tenant, carrier=carrier) for message in messages]
-        await while_connected(request.receive, begin(sources))
+        for place, first in enumerate(await while_connected(request.receive, begin(sources))):
+            answer.chunk(place, first)  # which says nothing to a client, but how long its prompt is
         streaming: Answer = answer
         return EventStream(merged(sources), streaming)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, Usage
-from .answer import DONE, REASONS, Head, quote, server_sent, stop_reason, usage_json
+from .answer import DONE, REASONS, Head, RunningUsage, quote, server_sent, stop_reason, usage_json
 from .chat_request import ChatRequest
 from .token_text import TokenText
 from .tool_calls import Call, ToolCalls
@@ -32,14 +32,17 @@ class ChatAnswer:
         self._calls: dict[int, ToolCalls] = {}
         self._begun: set[int] = set()
         usage = ',"usage":null' if request.include_usage else ""
+        self._running = RunningUsage() if request.counts_on else None
         # A chunk is these, with the choice's number and its text between them.
         self._before = server_sent({**head.to_json(_CHUNK), "choices": []})[:-4] + b'{"index":'
         self._after = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
-        self._is_plain = not (request.logprobs or request.return_token_ids or tool_calls)
+        self._is_plain = not (request.logprobs or request.return_token_ids or tool_calls or request.counts_on)
 
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
         """What a stream says of an event; nothing where that is nothing."""
         kind = event.WhichOneof("event")
+        if self._running is not None:
+            self._running.see(event)
         if kind == "final":
             self._usage = event.final.usage
         if kind != "delta":
@@ -63,7 +66,7 @@ class ChatAnswer:
             return b""
         chunk = {**self._head.to_json(_CHUNK), "choices": [self._choice(delta, "delta", said)]}
         if self._request.include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
     def end(self) -> bytes:

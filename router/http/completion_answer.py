@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, TokenLogprob, Usage
-from .answer import DONE, REASONS, Head, quote, server_sent, stop_reason, usage_json
+from .answer import DONE, REASONS, Head, RunningUsage, quote, server_sent, stop_reason, usage_json
 from .completion_request import CompletionRequest
 from .token_text import TokenText
 
@@ -32,14 +32,18 @@ class CompletionAnswer:
         self._usages: list[Usage] = []
         self._offsets: dict[int, int] = {}  # of choices that have begun: characters so far
         usage = ',"usage":null' if request.include_usage else ""
+        self._running = RunningUsage() if request.counts_on else None
         # A chunk is these, with the choice's number and its text between them.
         self._before = server_sent({**head.to_json("text_completion"), "choices": []})[:-4] + b'{"index":'
         self._after = f',"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
-        self._is_plain = request.logprobs is None and not request.return_token_ids and not request.echo
+        shows_tokens = request.logprobs is not None or request.return_token_ids
+        self._is_plain = not (shows_tokens or request.echo or request.counts_on)
 
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
         """What a stream says of an event of the prompt at `place`; nothing where that is nothing."""
         kind = event.WhichOneof("event")
+        if self._running is not None:
+            self._running.see(event)
         if kind == "prompt_logprobs":
             self._prompts[place].logprobs.extend(event.prompt_logprobs.tokens)
         elif kind == "final":
@@ -53,7 +57,7 @@ class CompletionAnswer:
                 return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
             chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
             if self._request.include_usage:
-                chunk["usage"] = None
+                chunk["usage"] = self._running.to_json() if self._running is not None else None
             return server_sent(chunk)
         return b""
 

@@ -63,11 +63,13 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk says what the request took."""
+    """`include_usage`: a last chunk says what the request took; with `continuous_usage_stats` too, each one what it has
+    taken so far."""
 
-    neutral: ClassVar = {"include_obfuscation": (True, False), "continuous_usage_stats": (False,)}
+    neutral: ClassVar = {"include_obfuscation": (True, False)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class SamplingFields(Body):
@@ -108,6 +110,11 @@ class SamplingFields(Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether each chunk of a stream says what it has taken so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def grammar(self) -> Grammar | None:
         """What the answer must be; raises InvalidRequest."""

@@ -13,12 +13,12 @@ Source = AsyncGenerator[GenerateEvent, None]
 _WAITING = 16
 
 
-async def begin(sources: Sequence[Source]) -> None:
-    """Takes each stream's first event, which says that it was admitted; when one is not, raises its error and closes
-    the others."""
+async def begin(sources: Sequence[Source]) -> list[GenerateEvent]:
+    """Takes and returns each stream's first event, which says that it was admitted; when one is not, raises its error
+    and closes the others."""
     tasks = [asyncio.ensure_future(anext(source)) for source in sources]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -200,3 +200,20 @@ def ids_of(text: str) -> list[int]:
 
     ids: list[int] = TokenizerJson(byte_level_tokenizer(), None).encode(text)
     return ids
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_each_chunk_can_say_what_was_taken(open_web: OpenWeb, chat: bool) -> None:
+    """With continuous_usage_stats, as load generators ask: the counts only grow, and end at the last chunk's."""
+    web = await open_web(FakeGroup())
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "n": 2, "stream": True, "stream_options": options}
+    stream: Any
+    if chat:
+        stream = await web.openai.chat.completions.create(**asked, messages=[{"role": "user", "content": "a"}])
+    else:
+        stream = await web.openai.completions.create(**asked, prompt=["the lazy dog", "the"])
+    usages = [chunk.usage async for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts) and counts[-2:] == [counts[-1]] * 2 and counts[-1] == (8 if chat else 16)
+    assert usages[-2].prompt_tokens == usages[-1].prompt_tokens and usages[-2].total_tokens == usages[-1].total_tokens
