@@ -6,6 +6,8 @@ by perfect routing. Deterministic by seed. The rules of others see every group's
 sees what it would: reports each 100 ms, events, and what it has sent itself. Nothing is refused and nothing times out.
 
     python bench/routing.py [--traces ../shared/traces] [--json out.json] [--only conversation/3000/0.95] [--routers 4]
+
+Cells that the JSON file has are not run again: what was cut off goes on. Take the file away after a change to routing.
 """
 
 import heapq
@@ -17,8 +19,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -109,9 +112,9 @@ def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
     held: OrderedDict[int, None] = OrderedDict()
     hits = []
     for entry in entries:
-        chain = _chain(entry)
-        hits.append(next((place for place, block in enumerate(chain) if block not in held), len(chain)) * BLOCK)
-        for block in reversed(chain):
+        blocks_of = _chain(entry)
+        hits.append(next((place for place, block in enumerate(blocks_of) if block not in held), len(blocks_of)) * BLOCK)
+        for block in reversed(blocks_of):
             held[block] = None
             held.move_to_end(block)
         while len(held) > blocks:
@@ -208,6 +211,20 @@ def _row(cell: Cell, pooled: float, outcomes: dict[str, Outcome]) -> tuple[str, 
     return line, reached
 
 
+def _read(path: Path | None) -> dict[str, dict[str, Any]]:
+    """What an earlier run has written, by cell. Raises ValueError if its groups were others."""
+    if path is None or not path.exists():
+        return {}
+    written = json.loads(path.read_text())
+    if written["model"] != asdict(ServiceModel()):
+        raise ValueError(f"{path} has other service times; take it away to begin anew")
+    return {row["cell"]: row for row in written["cells"]}
+
+
+def _parse(cell: Cell, row: dict[str, Any]) -> tuple[Cell, float, dict[str, Outcome]]:
+    return cell, row["pooled_hit_ratio"], {rule: Outcome(**figures) for rule, figures in row["rules"].items()}
+
+
 def main(
     traces: Annotated[Path, typer.Option(help="Where the traces lie.")] = Path("../shared/traces"),
     only: Annotated[str, typer.Option(help="Cells whose name begins so.")] = "",
@@ -218,14 +235,20 @@ def main(
     """Prints a line per cell, ours beside the best other by each figure, and how many cells reach each target."""
     cells = [cell for cell in CELLS if cell.name.startswith(only)]
     began = time.perf_counter()
-    results, tally = [], [0] * 5
+    known = _read(json_path)
+    results, tally = list(known.values()), [0] * 5
     columns = "cell", "TTFT p90: ours / best other", "ratio", "p99", "ratio", "hits: ours / pooled", "max/mean work"
     print("| " + " | ".join((*columns, "goodput", "success")) + " |\n|" + "---|" * 9)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for cell, pooled, outcomes in pool.imap(_run_cell, [(cell, traces, routers) for cell in cells]):
+        fresh = pool.imap(_run_cell, [(cell, traces, routers) for cell in cells if cell.name not in known])
+        for cell, pooled, outcomes in chain(
+            (_parse(cell, known[cell.name]) for cell in cells if cell.name in known), fresh
+        ):
             line, reached = _row(cell, pooled, outcomes)
             print(line, flush=True)
             tally = [count + ok for count, ok in zip(tally, reached, strict=True)]
+            if cell.name in known:
+                continue
             rows = {rule: asdict(outcome) for rule, outcome in outcomes.items()}
             results.append({"cell": cell.name, "pooled_hit_ratio": pooled, "rules": rows})
             if json_path is not None:
