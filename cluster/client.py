@@ -139,6 +139,8 @@ class Client:
 def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckError:
     """What a failed call to `address` comes to for a person. `error` is a grpc.RpcError that has a code."""
     details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "socket closed" in details.lower():
+        return Unavailable(f"{address} hangs up at once: if it speaks TLS, name its authority with --tls-ca")
     if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
         return Unavailable(f"no server answers at {address}; is `coatcheck serve` running there?")
     if error.code() is grpc.StatusCode.UNAVAILABLE and ("handshake" in details.lower() or "ssl" in details.lower()):

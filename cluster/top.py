@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ASK_SECONDS: Final = 10.0
 _POINTS: Final = 60
-_BAR: Final = 28
+_WIDEST_BAR, _NARROWEST_BAR, _BESIDE_BAR = 28, 6, 76  # cells
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -59,17 +59,17 @@ def top(
         return
     console = Console()
     if once or not console.is_terminal:
-        console.print(screen(status, history))
+        console.print(screen(status, history, console.width))
         return
     # The terminal must be given back as it was, which an end without a word (see cli) would not do.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with (
         suppress(KeyboardInterrupt),
-        Live(screen(status, history), console=console, screen=True, auto_refresh=False) as live,
+        Live(screen(status, history, console.width), console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
-            live.update(screen(status, history), refresh=True)
+            live.update(screen(status, history, console.width), refresh=True)
             time.sleep(every)
             status = look()
 
@@ -91,11 +91,12 @@ class History:
         self._last = (now, tokens)
 
 
-def screen(status: pb.StatusResponse, history: History) -> "RenderableType":
-    """One look, drawn."""
+def screen(status: pb.StatusResponse, history: History, width: int) -> "RenderableType":
+    """One look, drawn for so many columns."""
     from rich.console import Group
 
-    return Group(*_heading(status, history), _latencies(status), _groups(status), *_reasons(status))
+    cells = max(_NARROWEST_BAR, min(_WIDEST_BAR, width - _BESIDE_BAR))
+    return Group(*_heading(status, history), _latencies(status), _groups(status, cells), *_reasons(status))
 
 
 def _heading(status: pb.StatusResponse, history: History) -> "list[RenderableType]":
@@ -130,23 +131,25 @@ def _latencies(status: pb.StatusResponse) -> "RenderableType":
     return table
 
 
-def _groups(status: pb.StatusResponse) -> "RenderableType":
+def _groups(status: pb.StatusResponse, cells: int) -> "RenderableType":
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("group", no_wrap=True)
-    table.add_column("state")
-    table.add_column("ranks")
+    table.add_column("state", no_wrap=True)
+    table.add_column("ranks", no_wrap=True)
     for name in ("runs", "waits", "hits", "step"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("blocks: used, cached, free", no_wrap=True)
     for group in status.groups:
         found = group.cached_device_tokens + group.cached_host_tokens
-        tiers = Text.assemble("device ", bar(group.blocks_used, group.blocks_cached, group.blocks_total))
+        tiers = Text.assemble("device ", bar(group.blocks_used, group.blocks_cached, group.blocks_total, cells))
         if group.host_blocks_total:
-            tiers.append_text(Text.assemble("\nhost   ", bar(0, group.host_blocks_used, group.host_blocks_total)))
+            tiers.append_text(
+                Text.assemble("\nhost   ", bar(0, group.host_blocks_used, group.host_blocks_total, cells))
+            )
         ranks = Text.assemble(
             *[("●" if rank.healthy else "✕", "green" if rank.healthy else "red") for rank in group.ranks]
         )
@@ -169,16 +172,16 @@ def _reasons(status: pb.StatusResponse) -> "list[RenderableType]":
     return [Text(f"{group.name}: {group.reason}", "red") for group in status.groups if group.reason]
 
 
-def bar(used: int, cached: int, total: int) -> "Text":
-    """Of a tier's blocks, drawn to scale; what is there at all gets a cell."""
+def bar(used: int, cached: int, total: int, width: int) -> "Text":
+    """Of a tier's blocks, drawn to scale in so many cells; what is there at all gets a cell."""
     from rich.text import Text
 
     if not total:
         return Text("off")
-    cells = [min(_BAR, -(-count * _BAR // total)) for count in (used, cached)]
-    cells[1] = min(cells[1], _BAR - cells[0])
+    cells = [min(width, -(-count * width // total)) for count in (used, cached)]
+    cells[1] = min(cells[1], width - cells[0])
     return Text.assemble(
-        ("█" * cells[0], "blue"), ("█" * cells[1], "green"), ("░" * (_BAR - sum(cells)), "bright_black"),
+        ("█" * cells[0], "blue"), ("█" * cells[1], "green"), ("░" * (width - sum(cells)), "bright_black"),
         f" {used + cached:,}/{total:,}",
     )  # fmt: skip
 

@@ -75,9 +75,9 @@ def router() -> Iterator[tuple[str, Admin]]:
     server.stop(None).wait()
 
 
-def drawn(status: pb.StatusResponse, history: History) -> str:
-    console = Console(width=120, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-    console.print(screen(status, history))
+def drawn(status: pb.StatusResponse, history: History, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(screen(status, history, width))
     console.file.close()
     return console.export_text()
 
@@ -99,11 +99,18 @@ def test_one_look_has_everything() -> None:
         assert part in text, (part, text)
 
 
+def test_eighty_columns_are_enough() -> None:
+    """In a terminal of the usual width every column keeps its name and its figures; only the bars are shorter."""
+    text = drawn(STATUS, History(), 80)
+    for part in ("state", "ranks", "runs", "waits", "hits", "12.0 ms", "lost", "30/64"):
+        assert part in text, (part, text)
+
+
 def test_bars_are_to_scale() -> None:
     """What is held at all is seen, nothing is drawn beyond the whole, and no tier is said to be off."""
-    assert str(bar(0, 0, 0)) == "off"
+    assert str(bar(0, 0, 0, 28)) == "off"
     for used, cached, total in ((1, 0, 10_000), (0, 1, 10_000), (5, 5, 10), (9999, 1, 10_000), (0, 0, 7)):
-        drawn_bar = str(bar(used, cached, total)).split(" ")[0]
+        drawn_bar = str(bar(used, cached, total, 28)).split(" ")[0]
         assert len(drawn_bar) == 28
         assert (drawn_bar.count("█") > 0) == (used + cached > 0)
     assert spark(deque([0, 1, 2])) == " ▄█" and spark(deque()) == "" and spark(deque([0])) == " "
