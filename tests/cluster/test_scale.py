@@ -78,7 +78,7 @@ def require_done(scaling: "Future[Any]", streams: "list[Future[int]]") -> None:
     assert all(stream.result() for stream in streams)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
     """From one group to two and back with streams running: all end as they would have undisturbed; what does not fit is
     refused with what is missing, and changes nothing."""
