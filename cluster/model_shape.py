@@ -12,6 +12,20 @@ from ..workers.model_spec import LayerSpec
 from .model_config import ModelConfig
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
+# Where families say that some of their layers keep another state than keys and values.
+_OTHER_STATE: Final = (
+    "attn_layer_indices",
+    "attn_layer_period",
+    "attn_type_list",
+    "block_types",
+    "cross_attention_layers",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "mamba_d_state",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+)
 # One layer in so many attends to everything, where a family's config.json may leave its layers' kinds unsaid.
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
@@ -124,6 +138,11 @@ def _refuse_other_state(config: ModelConfig) -> None:
         raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
     if config.values.get("num_kv_shared_layers"):
         raise InvalidModel(f"{config.name}: some of its layers share keys and values, which this pool does not do")
+    if said := next((name for name in _OTHER_STATE if config.values.get(name)), None):
+        raise InvalidModel(
+            f"{config.name}: config.json has {said}, so some of its layers keep their state outside of a KV cache; "
+            "such models are not served"
+        )
     kinds = config.values.get("layer_types")
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     strange = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []

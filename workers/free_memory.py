@@ -18,8 +18,20 @@ def free_bytes(device: torch.device) -> int:
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable")
     )
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return available if limit is None or used is None else min(available, max(limit - used, 0))
+    in_container = container_free_bytes(_CGROUP)
+    return available if in_container is None else min(available, in_container)
+
+
+def container_free_bytes(cgroup: Path) -> int | None:
+    """What a container's limit leaves; None where there is none. Files that were read and are not in use count as
+    free, as the kernel gives them up first: else a checkpoint just read would look like memory taken."""
+    try:
+        limit, used = (int((cgroup / file).read_text()) for file in ("memory.max", "memory.current"))
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+        idle = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
+    return max(limit - max(used - idle, 0), 0)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -27,10 +39,3 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _cgroup_bytes(file: str) -> int | None:
-    try:
-        return int((_CGROUP / file).read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None

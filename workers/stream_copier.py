@@ -43,13 +43,13 @@ class StreamCopier:
         self._idle = not plan.rows
         if not (plan.demotes or plan.restores):
             return
-        began, computing = time.perf_counter(), torch.cuda.current_stream(self._pool.device)
+        computing = torch.cuda.current_stream(self._pool.device)
         self._stream.wait_stream(computing)
         if plan.demotes:
-            out = self._queue([(self.host[slot], self._pool[block]) for block, slot in plan.demotes])
+            began, out = self._queue([(self.host[slot], self._pool[block]) for block, slot in plan.demotes])
             computing.wait_event(out)
             copies = self._log.begin(len(plan.demotes))
-            self._work.append(self._thread.submit(self._end_demotes, plan.demotes, copies, out, began))
+            self._work.append(self._thread.submit(self._end_demotes, plan.demotes, copies, began, out))
         if plan.restores:
             copies = self._log.begin(len(plan.restores))
             self._work.append(self._thread.submit(self._restore, plan.restores, copies))
@@ -62,30 +62,39 @@ class StreamCopier:
             self._work.popleft().result()  # raises what went wrong
         return self._log.report()
 
-    def _queue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Copies (to, from) on the stream; the event comes after the last."""
+    def _queue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Copies (to, from) on the stream; events before the first and after the last."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
+            began.record(self._stream)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return event
+            ended.record(self._stream)
+        return began, ended
 
     def _end_demotes(
-        self, pairs: Sequence[tuple[int, int]], copies: list[Copy], out: torch.cuda.Event, began: float
+        self, pairs: Sequence[tuple[int, int]], copies: list[Copy], began: torch.cuda.Event, out: torch.cuda.Event
     ) -> None:
         out.synchronize()
+        summing = time.perf_counter()
         _, slots = columns(pairs)
         self._sums[slots] = sum_blocks(self.host, slots)
-        self._log.demoted(copies, time.perf_counter() - began)
+        self._log.demoted(copies, _seconds(began, out) + time.perf_counter() - summing)
 
     def _restore(self, pairs: Sequence[tuple[int, int]], copies: list[Copy]) -> None:
-        began = time.perf_counter()
+        summing = time.perf_counter()
         slots, _ = columns(pairs)
         intact = (sum_blocks(self.host, slots) == self._sums[slots]).tolist()
+        summed = time.perf_counter() - summing
         good = [pair for pair, is_good in zip(pairs, intact, strict=True) if is_good]
-        self._queue([(self._pool[block], self.host[slot]) for slot, block in good]).synchronize()
-        self._log.restored(copies, intact, time.perf_counter() - began)
+        began, ended = self._queue([(self._pool[block], self.host[slot]) for slot, block in good])
+        ended.synchronize()
+        self._log.restored(copies, intact, summed + _seconds(began, ended))
+
+
+def _seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    """What the copies took, not how long the stream had waited for the step before them."""
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> Copier:

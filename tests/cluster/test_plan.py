@@ -118,6 +118,8 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         (dict(num_attention_heads=31, num_key_value_heads=31), "config.json has no head_dim, and 31 heads do not"),
         (dict(layer_types=["full_attention"]), "1 layer_types for 32 layers"),
         (dict(layer_types=["linear_attention"] * 32), "layers of kind linear_attention keep their state outside"),
+        (dict(attn_layer_period=8), "config.json has attn_layer_period, so some of its layers keep their state"),
+        (dict(hybrid_override_pattern="M-M*"), "config.json has hybrid_override_pattern, so some of its layers"),
         (dict(is_encoder_decoder=True), "is an encoder-decoder; only decoder-only models are served"),
         (dict(num_kv_shared_layers=4), "some of its layers share keys and values"),
         (dict(kv_lora_rank=512), "config.json has no qk_nope_head_dim"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coatcheck.proto.retention import Retention
 from coatcheck.workers.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner, answer
 from tests.workers.test_engine import Collector, request
@@ -68,17 +69,23 @@ def test_an_evicted_prefix_comes_back_from_the_host(depth: int, delays: list[int
 def test_any_mix_is_answered_exactly(
     data: st.DataObject, depth: int, num_blocks: int, host_blocks: int, delays: list[int]
 ) -> None:
-    """Demotions, restores, broken blocks, aborts and preemption in any order change no answer and lose no block."""
+    """Demotions, restores, broken blocks, aborts, preemption, retention and dear copies, of any tenant in
+    any order, change no answer and lose no block."""
     engine, runner = make_engine(num_blocks, host_blocks, depth=depth, delays=delays, seqs=data.draw(st.integers(1, 6)))
     collector = Collector(engine)
     stems = [[5] * 9, [6] * 14, [5] * 4 + [7] * 18, list(range(1, 25))]
     wanted: dict[tuple[str, int], list[int]] = {}
     for i in range(data.draw(st.integers(1, 14))):
         prompt = data.draw(st.sampled_from(stems)) + data.draw(st.lists(st.integers(1, 9), max_size=5))
-        n, limit = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 14))
+        n, limit = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 14))
         for choice in range(n):
             wanted[f"r{i}", choice] = answer(prompt, limit, choice, 7)
-        engine.submit(request(f"r{i}", prompt, limit, n=n))
+        salt, priority = data.draw(st.sampled_from(["", "a"])), data.draw(st.integers(0, 1))
+        retention = data.draw(st.none() | st.builds(Retention, st.sampled_from([0, 50]), st.sampled_from([0.01, 9.0])))
+        asked = request(f"r{i}", prompt, limit, n=n, salt=salt, priority=priority)
+        engine.submit(dataclasses.replace(asked, retention=retention, tenant=data.draw(st.sampled_from(["", "t"]))))
+        runner.seconds["demote"] = data.draw(st.sampled_from([1e-6, 1e-6, 10.0]))
+        runner.seconds["restore"] = data.draw(st.sampled_from([1e-6, 1e-6, 10.0]))
         for _ in range(data.draw(st.integers(0, 12))):
             collector.step()
         event = data.draw(st.integers(0, 5))
