@@ -50,6 +50,8 @@ _OPTIONS = [
     # Clients on long quiet streams may ask every ten seconds whether we are still there.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Who connects says so in HTTP/2, or is gone.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # A client whose machine has vanished is noticed, and its blocks freed, within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
