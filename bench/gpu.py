@@ -5,7 +5,7 @@
 Needs torch, triton, transformers and this checkout; neither Ray nor gRPC, and nothing installed. The table is printed
 and saved (DIR/gpu.json and DIR/gpu.md) row by row, so that what was measured survives a cut. A part that breaks leaves
 a row FAILED with its traceback, and the others go on; the exit code then is 1. `--device cpu --quick` runs all of it in
-small, to see that the script itself works.
+small, to see that the script itself works. `--only tune` (some two minutes) tries other launches of attention.
 """
 
 import importlib.util

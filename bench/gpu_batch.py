@@ -53,6 +53,7 @@ class Batch:
             self.q, self.cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.starts,
             max_seqlen_q=max(q for q, _ in self.lengths), scale=self.scale, sliding_window=self.window,
             softcap=self.softcap, one_order=one_order, total_seq_len=sum(seq_len for _, seq_len in self.lengths),
+            num_prefills=sum(q_len > 1 for q_len, _ in self.lengths),
         )  # fmt: skip
 
     def error(self, have: Tensor, rows: Sequence[int] | None = None) -> float:

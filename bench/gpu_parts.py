@@ -13,7 +13,7 @@ import torch
 import transformers
 import triton  # type: ignore[import-untyped]
 
-from coatcheck.bench import gpu_attention, gpu_engine, gpu_ranks, gpu_rows
+from coatcheck.bench import gpu_attention, gpu_engine, gpu_ranks, gpu_rows, gpu_tune
 from coatcheck.bench.gpu_clock import Roofs, measure_roofs
 from coatcheck.bench.gpu_table import Row, Table
 
@@ -30,7 +30,10 @@ PARTS: dict[str, Part] = {
     "ranks": gpu_ranks.ranks,
     "deterministic": gpu_engine.deterministic,
     "flex": gpu_attention.flex,
+    "tune": gpu_tune.tune,
 }
+# Not unless they are asked for: they judge nothing.
+ASKED_FOR = {"tune"}
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +49,7 @@ def main(arguments: list[str]) -> int:
     if options.as_rank:
         gpu_ranks.as_rank(options.as_rank)
         return 0
-    wanted = [name for name in options.only.split(",") if name] or list(PARTS)
+    wanted = [name for name in options.only.split(",") if name] or [name for name in PARTS if name not in ASKED_FOR]
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -64,10 +64,10 @@ def pick_programs(splits: int, kv_heads: int, arch: Arch) -> int:
     return max(1, min(splits * kv_heads, arch.processors * _PROGRAMS_PER_PROCESSOR))
 
 
-def most_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None) -> int:
+def most_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None, split: int = SPLIT) -> int:
     """How many splits so many sequences can have, each of at most this length, and of that together."""
-    whole = num_seqs * -(-max_seq_len // SPLIT)
-    return max(1, whole if total_seq_len is None else min(whole, total_seq_len // SPLIT + num_seqs))
+    whole = num_seqs * -(-max_seq_len // split)
+    return max(1, whole if total_seq_len is None else min(whole, total_seq_len // split + num_seqs))
 
 
 @triton.jit
@@ -230,17 +230,19 @@ def _reduce(
 def launch_decode(
     q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
-    total_seq_len: int | None = None, programs: int | None = None,
+    total_seq_len: int | None = None, *, programs: int | None = None, launch: DecodeLaunch | None = None,
+    split: int = SPLIT,
 ) -> None:  # fmt: skip
     """No length comes to the host: room is made for the longest that the block tables could hold, or where it is known
-    to be less for `total_seq_len` keys of all sequences. `programs` overrules `pick_programs`."""
+    to be less for `total_seq_len` keys of all sequences. `programs` and `launch` overrule what is picked, `split`
+    SPLIT: a result is then no longer that of other calls, bit for bit."""
     num_seqs, heads, dim = len(seq_lens), q.shape[1], q.shape[2]
     kv_heads, size = cache.kv_heads, cache.block_size
     if num_seqs == 0:
         return
-    splits = most_splits(num_seqs, block_tables.shape[1] * size, total_seq_len)
+    splits = most_splits(num_seqs, block_tables.shape[1] * size, total_seq_len, split)
     arch = arch_of(q.device)
-    launch = pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.k.element_size(), arch)
+    launch = launch or pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.k.element_size(), arch)
     mid = torch.empty((splits, heads, dim), dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty((splits, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(programs or pick_programs(splits, kv_heads, arch),)](
@@ -248,7 +250,7 @@ def launch_decode(
         block_tables, seq_lens, cu_seqlens_q, mid, peaks, sums,
         q.stride(0), cache.k.stride(0), cache.v.stride(0), cache.scales_stride(0) // 2, cache.scales_stride(1) // 2,
         block_tables.stride(0), scale if softcap > 0 else scale * _LOG2_E.value, softcap, sliding_window, num_seqs,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLIT_SIZE=SPLIT, SEQS=_SEQS,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SIZE=size, SPLIT_SIZE=split, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, CAPPED=softcap > 0,
@@ -256,6 +258,6 @@ def launch_decode(
     )  # fmt: skip
     _reduce[(num_seqs, heads)](
         mid, peaks, sums, seq_lens, cu_seqlens_q, peaks if sinks is None else sinks, out, sliding_window,
-        HEADS=heads, DIM=dim, SPLIT_SIZE=SPLIT, SEQS=_SEQS, BLOCK_D=triton.next_power_of_2(dim), TILE=16,
+        HEADS=heads, DIM=dim, SPLIT_SIZE=split, SEQS=_SEQS, BLOCK_D=triton.next_power_of_2(dim), TILE=16,
         SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip

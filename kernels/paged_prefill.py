@@ -244,10 +244,11 @@ def _prefill(
 def launch_prefill(
     q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
-    one_order: bool = False, num_prefills: int | None = None,
+    one_order: bool = False, num_prefills: int | None = None, *, launch: PrefillLaunch | None = None,
 ) -> None:  # fmt: skip
     """`one_order`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`.
-    `num_prefills`: so many sequences bring more than one query, the others one each; None where nobody has counted."""
+    `num_prefills`: so many sequences bring more than one query, the others one each; None where nobody has counted.
+    `launch` overrules what is picked."""
     tokens, heads, dim = q.shape
     num_seqs, group = len(seq_lens), heads // cache.kv_heads
     if num_seqs == 0 or tokens == 0:
@@ -255,7 +256,7 @@ def launch_prefill(
     arch = arch_of(q.device)
     pack = pick_pack(group)
     longest = _ANY_LENGTH if one_order else max_seqlen_q * pack
-    launch = pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
+    launch = launch or pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
     if one_order or num_prefills is None:
         tiles = most_tiles(tokens, num_seqs, launch.block_m // pack)
     else:

@@ -14,8 +14,8 @@ from torch import Tensor
 from coatcheck.kernels.copy_blocks import launch_copy_blocks
 from coatcheck.kernels.filter_floor import launch_filter_floor
 from coatcheck.kernels.logprobs import launch_logprobs, logprobs_reference
-from coatcheck.kernels.paged_decode import launch_decode
-from coatcheck.kernels.paged_prefill import launch_prefill
+from coatcheck.kernels.paged_decode import DecodeLaunch, launch_decode
+from coatcheck.kernels.paged_prefill import PrefillLaunch, launch_prefill
 from coatcheck.kernels.penalties import apply_penalties_reference, launch_penalties
 from coatcheck.kernels.quantise import _fp8_bits, _nibbles, _widened
 from coatcheck.kernels.rms_norm import launch_rms_norm, rms_norm_reference
@@ -49,6 +49,13 @@ def attention() -> None:
             decoded = out[:2].clone()
             launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out)
             assert torch.equal(out[:2], decoded), "the prefill kernel wrote into a decode's rows"
+            close(out, batch.reference(window, softcap, sinks))
+            narrow = DecodeLaunch(16, 16, triton.next_power_of_2(dim), 4, 1)
+            launch_decode(
+                *arguments, batch.scale, window, softcap, sinks, out, programs=3, launch=narrow, split=64
+            )  # fmt: skip
+            wide = PrefillLaunch(64, 32, triton.next_power_of_2(dim), 4, 1)
+            launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out, launch=wide)
             close(out, batch.reference(window, softcap, sinks))
 
 
