@@ -50,7 +50,7 @@ def pick_launch(group: int, width: int, element_size: int, pool_size: int, arch:
     widened = block_d * element_size if pool_size < element_size else 0  # what values are widened to, a key
 
     def fits(tiles: int, keys: int) -> bool:
-        own = 1024 + block_m * (block_d + keys) * element_size + keys * widened
+        own = 3072 + block_m * (block_d + keys) * element_size + keys * widened
         return 2 * (own + 2 * tiles * keys * block_d * pool_size) <= arch.shared
 
     if not fits(2, block_n):
