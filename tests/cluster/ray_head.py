@@ -12,7 +12,12 @@ from pathlib import Path
 
 from tests.cluster.serving import until
 
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # as docs/gpu-hosts.md has it: else a start takes minutes beside other work
+}
 
 
 @dataclass(frozen=True)
