@@ -1,0 +1,74 @@
+"""Reservation: the KV bytes that a rank takes at its start, on its device and in host memory; all there will ever be.
+
+Every rank finds out what fits beside it, and the group takes the smallest answer. It does not know what blocks are for.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .block_layout import BlockLayout
+from .communicator import Communicator
+from .free_memory import free_bytes
+from .group_config import GroupConfig
+from .host_memory import allocate_host, choose_host_blocks
+from .kv_pool import allocate_pool
+from .pool_size import choose_num_blocks
+from .rank_facts import gather
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None where there is no host tier."""
+
+    layout: BlockLayout
+    pool: Tensor
+    host: Tensor | None
+
+    @classmethod
+    def take(
+        cls,
+        config: GroupConfig,
+        layout: BlockLayout,
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        ranks_on_host: int,
+    ) -> Self:
+        """Every rank at once. Raises InvalidConfig when the memory asked for is not there, or too little of it."""
+        block, on_cpu = layout.bytes_per_block, device.type == "cpu"
+        fits = choose_num_blocks(
+            config.kv_memory,
+            free_bytes=free_bytes(device),
+            sharing_ranks=ranks_on_host if on_cpu else 1,
+            bytes_per_block=block,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+        )
+        host_fits = choose_host_blocks(
+            config.host_kv_memory,
+            free_bytes=free_bytes(torch.device("cpu")) - (fits * block * ranks_on_host if on_cpu else 0),
+            sharing_ranks=ranks_on_host,
+            bytes_per_block=block,
+        )
+        everyone = gather(communicator, device, {"fits": fits, "host": host_fits})
+        num_blocks, host_blocks = (min(facts[name] for facts in everyone) for name in ("fits", "host"))
+        pool = allocate_pool(layout, num_blocks, device)
+        return cls(layout, pool, allocate_host(host_blocks, block, device) if host_blocks else None)
+
+    @property
+    def num_blocks(self) -> int:
+        """On the device."""
+        return len(self.pool)
+
+    @property
+    def host_blocks(self) -> int:
+        """In host memory."""
+        return 0 if self.host is None else len(self.host)
+
+    @property
+    def tokens(self) -> int:
+        """What the pool holds."""
+        return self.num_blocks * self.layout.block_size
