@@ -6,23 +6,32 @@ neither torch nor Ray.
 
 import sys
 from pathlib import Path
+from typing import Final
 
 from ..proto.errors import InvalidConfig, InvalidModel
 from ..workers.block_layout import BlockLayout
 from ..workers.kv_dtype import choose_kv_dtype
-from ..workers.pool_size import choose_num_blocks
+from ..workers.pool_size import choose_host_blocks, choose_num_blocks
 from ..workers.shard import Shard
 from .config import ServeConfig
 from .model_config import ModelConfig
 from .model_shape import ModelShape
 
+# What every decoder's config.json says, under the names of most families.
+_FIELDS: Final = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
+)
+
 
 def check_model(config: ServeConfig) -> None:
-    """Raises InvalidConfig for a --tp, --max-model-len or --kv-memory that cannot go with the model, InvalidModel for a
-    config.json that cannot be read. A model of the hub's is left to the ranks, which fetch it."""
+    """Raises InvalidConfig for settings that cannot go with the model, InvalidModel for a config.json that cannot be
+    read, or lacks what every model of its kind says. A model of the hub's is left to the ranks, which fetch it."""
     if not Path(config.model_source).is_dir():
         return
     model = ModelConfig.open(config.model_source)
+    _check_fields(model)
     _check_length(config, model)
     model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
     try:
@@ -35,8 +44,12 @@ def check_model(config: ServeConfig) -> None:
     if vocabulary and config.tp > 1:
         shard.vocabulary(vocabulary)
     dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
-    if dtype is not None and config.kv_memory is not None and config.kv_memory > 1:  # a share is of what a rank finds
-        layout = BlockLayout.of(layers, config.block_size, choose_kv_dtype(config.kv_dtype, dtype))
+    if config.kv_dtype != "auto" or dtype is not None:
+        _check_blocks(config, BlockLayout.of(layers, config.block_size, choose_kv_dtype(config.kv_dtype, dtype or "")))
+
+
+def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
+    if config.kv_memory is not None and config.kv_memory > 1:  # a share is of what a rank finds
         choose_num_blocks(
             config.kv_memory,
             free_bytes=sys.maxsize,
@@ -45,6 +58,22 @@ def check_model(config: ServeConfig) -> None:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
         )
+    if config.host_kv_memory > 1:
+        choose_host_blocks(
+            config.host_kv_memory, free_bytes=sys.maxsize, sharing_ranks=1, bytes_per_block=layout.bytes_per_block
+        )
+
+
+def _check_fields(model: ModelConfig) -> None:
+    """transformers would take a class's default for what is left out, and a rank find that no weight has that shape."""
+    if not model.model_type:
+        raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
+    there = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
+    if len(there) < 2:  # a family with names of its own
+        return
+    for names in _FIELDS:
+        if names not in there:
+            raise InvalidModel(f"{model.name}: config.json has no {names[0]}; add it, or fetch config.json again")
 
 
 def _check_length(config: ServeConfig, model: ModelConfig) -> None:

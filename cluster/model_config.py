@@ -84,14 +84,15 @@ class ModelConfig:
 
 
 def _from_hub(hub_id: str) -> Path:
-    """The file from the hub's local cache, else from the hub: nothing but config.json."""
-    from huggingface_hub import hf_hub_download  # here: a local model does not pay for it
+    """The file from the hub, or from its local cache where there is no network: nothing but config.json."""
+    from huggingface_hub import snapshot_download  # here: a local model does not pay for it
 
     try:
-        return Path(hf_hub_download(hub_id, "config.json"))
+        # Not hf_hub_download, which tries for half a minute where there is no network.
+        return Path(snapshot_download(hub_id, allow_patterns=["config.json"])) / "config.json"
     except (OSError, ValueError) as error:  # its errors derive from these: not found, gated, offline, malformed id
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidModel(
-            f"no directory {hub_id}, and the hub gives no config.json for that id: {reason} "
+            f"no directory {hub_id}, and the hub gives no config.json for that id: {reason.removesuffix('.')}. "
             "Give a directory, or a config.json fetched elsewhere"
         ) from error

@@ -20,6 +20,7 @@ from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, Unavaila
 from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
 from .counted import counted
 from .exposure import check_credentials, warn_of_exposure
+from .machine_check import check_machine
 from .model_check import check_model
 from .own_ray import known_to_its_user, ray_folder
 from .ray_address import find_ray
@@ -131,6 +132,7 @@ def serve(
         settings = ServeConfig.build(flags, file)
         settings.check_model_directory()
         check_model(settings)
+        check_machine(settings)
         _check_ports(settings)
         check_credentials(settings)
         if settings.ray_address is not None:

@@ -1,4 +1,4 @@
-"""How many blocks a rank's KV pool gets, from bytes or from a share of what is free.
+"""How many blocks a rank's KV pool and its host memory get, from bytes or from a share of what is free.
 
 Pure arithmetic: it knows no device. Every rank decides for itself, and the group takes the smallest answer.
 """
@@ -39,3 +39,22 @@ def choose_num_blocks(
             "raise kv-memory or lower max-model-len"
         )
     return num_blocks
+
+
+def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:
+    """`host_kv_memory` above 1 is bytes for this rank, 0 is no host tier, else it is a share of `free_bytes`, divided
+    among `sharing_ranks`. Raises InvalidConfig when the memory exceeds what is free, or cannot hold one block."""
+    if not host_kv_memory:
+        return 0
+    host_bytes = int(host_kv_memory) if host_kv_memory > 1 else int(host_kv_memory * free_bytes / sharing_ranks)
+    if host_bytes * sharing_ranks > free_bytes:
+        raise InvalidConfig(
+            f"host-kv-memory asks for {host_bytes:,} bytes for each of {sharing_ranks} ranks on this host, and "
+            f"{max(free_bytes, 0):,} are free beside the KV pools; lower host-kv-memory, or set it to 0"
+        )
+    if host_bytes < bytes_per_block:
+        raise InvalidConfig(
+            f"host-kv-memory gives {max(host_bytes, 0):,} bytes a rank, and one block takes {bytes_per_block:,}; "
+            "raise host-kv-memory, or set it to 0"
+        )
+    return host_bytes // bytes_per_block

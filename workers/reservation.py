@@ -13,9 +13,9 @@ from .block_layout import BlockLayout
 from .communicator import Communicator
 from .free_memory import free_bytes
 from .group_config import GroupConfig
-from .host_memory import allocate_host, choose_host_blocks
+from .host_memory import allocate_host
 from .kv_pool import allocate_pool
-from .pool_size import choose_num_blocks
+from .pool_size import choose_host_blocks, choose_num_blocks
 from .rank_facts import gather
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from coatcheck.cluster.config import ServeConfig, parse_memory
 from coatcheck.cluster.launch import require_same
+from coatcheck.cluster.machine_check import check_machine
 from coatcheck.cluster.model_check import check_model
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from tests.cluster.model_configs import LLAMA, write_config
@@ -203,6 +204,41 @@ def test_what_the_config_rules_out_is_refused(tmp_path: Path, setting: dict[str,
     check_model(ServeConfig.build({"model": str(tmp_path)}))
     with pytest.raises(InvalidConfig, match=message):
         check_model(ServeConfig.build({"model": str(tmp_path)} | setting))
+
+
+def test_a_block_is_checked_whatever_the_pool(tmp_path: Path) -> None:
+    """int4 with an odd head_dim is refused where the pool is a share too, and a host tier of less than a block."""
+    write_config(tmp_path, LLAMA | {"head_dim": 127})
+    with pytest.raises(InvalidConfig, match="layer 0 has head_dim 127, which is odd; use int8 or fp8"):
+        check_model(ServeConfig.build({"model": str(tmp_path), "kv_dtype": "int4"}))
+    write_config(tmp_path, LLAMA)
+    with pytest.raises(InvalidConfig, match="one block takes 2,097,152; raise host-kv-memory, or set it to 0"):
+        check_model(ServeConfig.build({"model": str(tmp_path), "host_kv_memory": "1MiB"}))
+
+
+@pytest.mark.parametrize("field", ["model_type", "num_hidden_layers", "num_attention_heads", "hidden_size"])
+def test_what_every_model_says_is_missed(tmp_path: Path, field: str) -> None:
+    """A config.json without a field that no model of its kind leaves out is refused with the field's name."""
+    write_config(tmp_path, LLAMA | {field: None})
+    with pytest.raises(InvalidModel, match=f"config.json has no {field}; add it"):
+        check_model(ServeConfig.build({"model": str(tmp_path)}))
+
+
+def test_what_this_machine_cannot_hold_is_refused() -> None:
+    """A host tier, or on CPUs a pool, of all ranks together beyond the machine's memory is refused at once, by name;
+    on another cluster, or as a share, it is the ranks' affair."""
+    size = {"model": "m/m", "tp": 2, "device": "cpu", "kv_memory": "3GiB", "host_kv_memory": "4GiB"}
+    check_machine(ServeConfig.build(size), 8 << 30)
+    with pytest.raises(
+        InvalidConfig, match="host-kv-memory asks for 4,294,967,296 bytes for each of 2 ranks, and this"
+    ):
+        check_machine(ServeConfig.build(size), 7 << 30)
+    with pytest.raises(InvalidConfig, match=r"; lower kv-memory, groups or tp$"):
+        check_machine(ServeConfig.build(size | {"host_kv_memory": 0}), 5 << 30)
+    with pytest.raises(InvalidConfig, match="lower host-kv-memory$"):
+        check_machine(ServeConfig.build({"model": "m/m", "host_kv_memory": "4000TiB"}))
+    check_machine(ServeConfig.build(size | {"host_kv_memory": 0.9, "kv_memory": 0.9}), 1)
+    check_machine(ServeConfig.build(size | {"ray_address": "127.0.0.1:1"}), 1)
 
 
 def test_what_the_config_leaves_open_is_the_ranks_affair(tmp_path: Path) -> None:

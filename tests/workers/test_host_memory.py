@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.host_memory import allocate_host, choose_host_blocks
+from coatcheck.workers.host_memory import allocate_host
+from coatcheck.workers.pool_size import choose_host_blocks
 
 
 @pytest.mark.parametrize(
