@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
+from .awaited_grammars import AwaitedGrammars
 from .block_pool import BlockPool, max_ghosts
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
@@ -90,6 +91,7 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
         self._deadlines = Deadlines()
+        self._awaited = AwaitedGrammars()
         self._refused: list[tuple[str, CoatcheckError]] = []
         self._confirmed_at = 0.0
 
@@ -100,23 +102,25 @@ class Engine:
         return bool(self._sequences or self._in_flight or to_report or self.scheduler.tiers.has_copies)
 
     def submit(self, request: Request) -> None:
-        """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed."""
+        """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed. One whose
+        grammar is new is queued, or refused by a later step, when every rank has compiled it."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
         self._intake.check(request)
+        structured = request.sampling.structured
+        awaits = structured in self._awaited or self._intake.awaits_grammar(request)
+        if not awaits:
+            self._intake.check_grammar(request)
         chain = self._intake.chain(request)
         self.book.advance(self._clock())
         contents = content_chain(request.prompt_token_ids, self.block_size)
         self.book.want(chain, request.owner, request.retention, contents)
         choices = self._intake.sequences(request, chain)
         self._sequences[request.request_id] = choices
-        for sequence in list(choices):
-            ended = sequence.end_after(sequence.token_ids[-1]) if sequence.num_outputs else None
-            if ended:  # another group had delivered all of it, save the word that it had ended
-                self._ended_early.append(self._end(sequence, SequenceOutput(request.request_id, sequence.choice, [])))
-            else:
-                self.scheduler.add(sequence)
-                self._deadlines.note(sequence)
+        if awaits and structured is not None:
+            self._awaited.hold(structured, choices)
+        else:
+            self._queue(choices)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drops a request, or one choice of it, and frees its blocks; unknown ones are already gone."""
@@ -131,6 +135,7 @@ class Engine:
         for request_id in self._deadlines.overdue(self.scheduler.waiting, started):
             self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
         plan, sequences = self.scheduler.schedule()
+        plan.grammars = self._awaited.announce()
         if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
             self._in_flight.append(_InFlight(plan, sequences, preemptions, self._runner.launch(plan), started))
@@ -141,11 +146,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts as of now."""
         pool = self.scheduler.pool.stats()
+        waiting = [*self.scheduler.waiting, *self._awaited]
         unplanned = [s.num_uncomputed for s in self.scheduler.running]
-        unplanned += [s.num_foreseen for s in self.scheduler.waiting]
+        unplanned += [s.num_foreseen for s in waiting]
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(waiting),
             blocks_total=pool.total,
             blocks_used=pool.used,
             blocks_cached=pool.cold,
@@ -177,7 +183,7 @@ class Engine:
         """Raises AssertionError on a broken invariant."""
         self.scheduler.check()
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
-        queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running)}
+        queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._awaited)}
         assert queued == known, "a sequence is lost or left behind"
 
     def _make_eviction(self, kind: str, capacity: int, tier: Tier) -> Eviction:
@@ -203,13 +209,15 @@ class Engine:
                 self._intake.name_blocks(sequence)
                 if sequence.num_registered < sequence.num_computed // self.block_size:
                     self.scheduler.register(sequence)
-            scored = self._prompt_logprobs(sequence, row.start, result.prompt_logprobs.get(index, []))
+            scored = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs.get(index, []))
             if row.sample:
                 outputs.append(self._output(sequence, index, result, scored))
             elif scored:
                 outputs.append(SequenceOutput(sequence.request.request_id, sequence.choice, [], prompt_logprobs=scored))
         if result.copies is not None:
             self.scheduler.settle(result.copies)
+        if result.grammars is not None:
+            self._settle_grammars(result.grammars)
         now = self._clock()
         seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
@@ -221,17 +229,29 @@ class Engine:
         refused, self._refused = self._refused, []
         return StepOutput(done.plan.step, outputs, events, prefill, decodes, seconds, refused)
 
+    def _queue(self, choices: list[Sequence]) -> None:
+        for sequence in list(choices):
+            ended = sequence.end_after(sequence.token_ids[-1]) if sequence.num_outputs else None
+            if ended:  # another group had delivered all of it, save the word that it had ended
+                output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
+                self._ended_early.append(self._end(sequence, output))
+            else:
+                self.scheduler.add(sequence)
+                self._deadlines.note(sequence)
+
+    def _settle_grammars(self, ready: int) -> None:
+        for choices in self._awaited.settle(ready):
+            try:
+                for choice in choices[:1]:  # none: it was aborted meanwhile
+                    self._intake.check_grammar(choice.request)
+            except CoatcheckError as error:
+                self._refuse(choices[0].request.request_id, error)
+            else:
+                self._queue(choices)
+
     def _refuse(self, request_id: str, error: CoatcheckError) -> None:
         self._refused.append((request_id, error))
         self.abort(request_id)
-
-    @staticmethod
-    def _prompt_logprobs(sequence: Sequence, start: int, reports: list[TokenLogprob]) -> list[TokenLogprob]:
-        """Those not reported yet: a preempted prompt is computed, and scored, again, perhaps in other chunks."""
-        known = sequence.num_prompt_logprobs - start
-        new = reports[known:] if known >= 0 else []
-        sequence.num_prompt_logprobs += len(new)
-        return new
 
     def _output(
         self, sequence: Sequence, index: int, result: StepResult, prompt_logprobs: list[TokenLogprob]

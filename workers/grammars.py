@@ -1,13 +1,15 @@
 """Grammars: compiled grammars over one model's vocabulary, and matchers that follow a sequence along one.
 
-Compiling takes a millisecond or so and is done once per grammar: later sequences copy what was compiled. Every rank
-has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps or devices.
+Compiling takes a millisecond, or a hundred of a large one, and is done once per grammar: later sequences copy what was
+compiled. Every rank has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps
+or devices.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,13 +22,22 @@ if TYPE_CHECKING:
 _MOST_KEPT: Final = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar, and what came of it: `start` is a matcher behind no token, or `error` says why there is none."""
+
+    grammar: Grammar
+    start: LLMatcher | None = None
+    error: InvalidRequest | None = None
+
+
 class Grammars:
     """Of one rank. `missing` says why there are none: then every grammar is refused, with it."""
 
     def __init__(self, tokenizer: LLTokenizer | None, missing: str = "") -> None:
         self._tokenizer = tokenizer
         self._missing = missing
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     @classmethod
     def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
@@ -42,23 +53,50 @@ class Grammars:
         except Exception as error:  # whatever a library says of a file that it cannot take
             return cls(None, f"this model's tokenizer cannot be used for structured output: {error}")
 
-    def matcher(self, grammar: Grammar, said: Sequence[int] = ()) -> LLMatcher:
-        """One that stands behind the tokens `said`; raises InvalidRequest where there can be none."""
+    def __contains__(self, grammar: Grammar) -> bool:
+        return grammar in self._kept
+
+    def require(self) -> LLTokenizer:
+        """Raises InvalidRequest where there can be none."""
         if self._tokenizer is None:
             raise InvalidRequest(f"{self._missing}; leave structured output out")
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            from llguidance import LLMatcher
+        return self._tokenizer
 
-            compiled = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0)
-            if compiled.is_error():
-                raise grammar.refused(compiled.get_error())
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _MOST_KEPT:
-                self._compiled.popitem(last=False)
-        else:
-            self._compiled.move_to_end(grammar)
-        matcher = compiled.deep_copy()
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Anew, in whichever thread; nothing is kept."""
+        try:
+            tokenizer = self.require()
+            from llguidance import LLMatcher
+            from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+            matcher = LLMatcher(tokenizer, grammar.compiled(), log_level=0)
+            if matcher.is_error():
+                raise grammar.refused(matcher.get_error())
+        except InvalidRequest as error:
+            return Compiled(grammar, error=error)
+        # The first mask of a large grammar takes milliseconds too, and copies have what has been found for it.
+        warm = matcher.deep_copy()
+        fill_next_token_bitmask(warm, allocate_token_bitmask(1, tokenizer.vocab_size))
+        return Compiled(grammar, matcher if warm.is_error() else warm)
+
+    def keep(self, compiled: Compiled) -> None:
+        """For the sequences to come. As `matcher`, in the thread of the steps alone."""
+        self._kept[compiled.grammar] = compiled
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+
+    def matcher(self, grammar: Grammar, said: Sequence[int] = ()) -> LLMatcher:
+        """One that stands behind the tokens `said`; raises InvalidRequest where there can be none. One that was not
+        kept is compiled here and now."""
+        self.require()
+        if grammar not in self._kept:
+            self.keep(self.compile(grammar))
+        self._kept.move_to_end(grammar)
+        compiled = self._kept[grammar]
+        if compiled.start is None:
+            assert compiled.error is not None
+            raise compiled.error
+        matcher = compiled.start.deep_copy()
         if said and not matcher.consume_tokens(list(said)):
             raise InvalidRequest("resume holds tokens that the structured output cannot have; send those delivered")
         return matcher

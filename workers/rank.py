@@ -151,6 +151,7 @@ class Rank:
             max_model_len=min(model.spec.max_model_len, memory.tokens),
             copier=make_copier(memory.pool, memory.host, communicator) if memory.host is not None else None,
             grammars=grammars,
+            communicator=communicator,
             graph_sizes=graph_sizes(max_num_seqs) if device.type == "cuda" and model.capturable else (),
         )
 

@@ -17,9 +17,11 @@ from ..kernels.paged_prefill import chunk_lengths
 from ..kernels.token_mask import apply_token_mask
 from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
+from .communicator import Communicator
 from .copier import Copier
 from .copy_report import CopyReport
 from .decode_graphs import DecodeGraphs
+from .grammar_press import GrammarPress
 from .grammars import Grammars
 from .kv_pool import layer_caches
 from .model import Model
@@ -46,6 +48,7 @@ class DeviceStep:
     prompt_logprobs: dict[int, list[TokenLogprob]]
     copies: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    grammars: int | None = None
 
     def wait(self) -> StepResult:
         """The step's tokens, one per row, -1 where none was sampled."""
@@ -53,11 +56,12 @@ class DeviceStep:
         if self.token_ids is not None:
             for row, token in zip(self.sampled_rows, self.token_ids.wait(), strict=True):
                 token_ids[row] = token
-        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.copies, self.failed)
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.copies, self.failed, self.grammars)
 
 
 class ModelRunner:
-    """One rank's model, pool and mirror; `copier` where there is a host tier. `graph_sizes`: of decode_graphs.py, used
+    """One rank's model, pool and mirror; `copier` where there is a host tier, `communicator` where there are other
+    ranks, so that all know which grammars all have. `graph_sizes`: of decode_graphs.py, used
     once they are captured."""
 
     def __init__(
@@ -70,6 +74,7 @@ class ModelRunner:
         max_model_len: int,
         copier: Copier | None = None,
         grammars: Grammars | None = None,
+        communicator: Communicator | None = None,
         graph_sizes: Sequence[int] = (),
     ) -> None:
         self.model = model
@@ -88,17 +93,20 @@ class ModelRunner:
         )  # fmt: skip
         self._sampler = Sampler(max_num_seqs, self._device)
         grammars = grammars or Grammars(None, "this runner was given no grammars")
+        self._press = GrammarPress(grammars, communicator or Communicator())
         self._masks = TokenMasks(grammars, model.spec.vocab_size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Carries out a plan; on a GPU the kernels are queued when this returns."""
         self.steps += 1
-        if self._copier is None:
-            return self._compute(plan)
-        self._copier.start(plan)
+        self._press.start(plan)
+        if self._copier is not None:
+            self._copier.start(plan)
         step = self._compute(plan)
-        step.copies = self._copier.report()
+        if self._copier is not None:
+            step.copies = self._copier.report()
+        step.grammars = self._press.report()
         return step
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from typing import Self
 
 from .prefix_miss import PrefixMiss
 from .request import Request
-from .step_output import FinishReason
+from .step_output import FinishReason, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +84,14 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether its prompt must be computed whole, cache or no cache."""
         return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
+
+    def take_prompt_logprobs(self, start: int, reports: list[TokenLogprob]) -> list[TokenLogprob]:
+        """Those from `start` on that were not reported yet: a preempted prompt is computed, and scored, again, perhaps
+        in other chunks."""
+        known = self.num_prompt_logprobs - start
+        new = reports[known:] if known >= 0 else []
+        self.num_prompt_logprobs += len(new)
+        return new
 
     def end_after(self, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, its newest token, or None."""

@@ -14,7 +14,7 @@ from typing import Self
 from ..proto.grammar import KINDS, Grammar
 from ..proto.sampling import SamplingParams
 
-_HEADER = 8
+_HEADER = 9
 
 
 @dataclass(slots=True)
@@ -52,7 +52,8 @@ class TableWrite:
 @dataclass(slots=True)
 class StepPlan:
     """One step. Carried out in this order: demotes, restores, new rows, table writes, copies, then the rows in one
-    forward pass. Ranks report on demotes and restores, in that order, when each is done (see CopyReport).
+    forward pass. Ranks report on demotes and restores, in that order, when each is done (see CopyReport), and on
+    grammars, which are compiled beside the steps (see GrammarPress).
     """
 
     step: int = 0
@@ -62,6 +63,7 @@ class StepPlan:
     rows: list[Row] = field(default_factory=list)
     demotes: list[tuple[int, int]] = field(default_factory=list)  # (from device block, to host slot)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (from host slot, to device block)
+    grammars: list[Grammar] = field(default_factory=list)  # for sequences to come
     stop: bool = False  # the group ends after this plan
 
     @property
@@ -72,12 +74,12 @@ class StepPlan:
     @property
     def is_idle(self) -> bool:
         """Whether ranks would do nothing but remember block numbers."""
-        return not (self.rows or self.new_rows or self.demotes or self.restores)
+        return not (self.rows or self.new_rows or self.demotes or self.restores or self.grammars)
 
     def encode(self) -> "array[int]":
         """The plan as int32."""
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
-        out.extend((len(self.rows), len(self.demotes), len(self.restores)))
+        out.extend((len(self.rows), len(self.demotes), len(self.restores), len(self.grammars)))
         for new in self.new_rows:
             params, grammar = _encode_sampling(new.sampling), _encode_grammar(new.sampling.structured)
             out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
@@ -92,12 +94,16 @@ class StepPlan:
             out.extend(pair)
         for row in self.rows:
             out.extend((row.slot, row.start, row.num_tokens, int(row.sample), row.adapter))
+        for asked in self.grammars:
+            encoded = _encode_grammar(asked)
+            out.append(len(encoded))
+            out.extend(encoded)
         return out
 
     @classmethod
     def decode(cls, ints: "array[int]") -> Self:
         """The plan that `encode` made."""
-        step, stop, num_new, num_writes, num_copies, num_rows, num_demotes, num_restores = ints[:_HEADER]
+        step, stop, num_new, num_writes, num_copies, num_rows, num_demotes, num_restores, num_asked = ints[:_HEADER]
         at = _HEADER
         new_rows = []
         for _ in range(num_new):
@@ -119,7 +125,15 @@ class StepPlan:
             Row(ints[i], ints[i + 1], ints[i + 2], bool(ints[i + 3]), ints[i + 4])
             for i in range(at, at + 5 * num_rows, 5)
         ]
-        return cls(step, new_rows, writes, copies, rows, pairs[:num_demotes], pairs[num_demotes:], bool(stop))
+        at += 5 * num_rows
+        grammars = []
+        for _ in range(num_asked):
+            asked = _decode_grammar(ints[at + 1 : at + 1 + ints[at]])
+            assert asked is not None, "a grammar that is announced is one"
+            grammars.append(asked)
+            at += 1 + ints[at]
+        demotes, restores = pairs[:num_demotes], pairs[num_demotes:]
+        return cls(step, new_rows, writes, copies, rows, demotes, restores, grammars, bool(stop))
 
 
 def _bits(*values: float) -> "array[int]":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.errors import CoatcheckError, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
@@ -91,6 +91,15 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[int]]:
     return said
 
 
+def refusals(engine: Engine) -> list[tuple[str, CoatcheckError]]:
+    """All that it refuses until it has nothing to do."""
+    refused = []
+    while engine.has_work:
+        refused += engine.step().refused
+        engine.check()
+    return refused
+
+
 def text_of(token_ids: list[int]) -> str:
     """Without the end."""
     text: str = byte_level_tokenizer().decode(token_ids, skip_special_tokens=True)
@@ -152,7 +161,9 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
     grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
     pool = allocate_pool(layout, 60, torch.device("cpu"))
-    runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
+    runner = ModelRunner(
+        model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars, communicator=communicator
+    )
     if communicator.rank:
         follow(runner, communicator)
         return None
@@ -168,16 +179,41 @@ def test_every_rank_makes_the_same_masks(checkpoint: Path) -> None:
     assert run_ranks(2, answer, checkpoint)[0] == answer(Communicator(), checkpoint)
 
 
+def test_nobody_waits_for_another_s_grammar(make: Make) -> None:
+    """While a grammar is compiled others go on; who asks for the same waits with it, who leaves is forgotten."""
+    engine = make()
+    engine.submit(Request("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
+    engine.step()
+    large = Grammar("json_schema", json.dumps({"properties": {f"a{n}": {"type": "null"} for n in range(300)}}))
+    mine = [Request(name, PROMPT, params(large, max_tokens=2)) for name in ("one", "two", "gone")]
+    for request in mine:
+        engine.submit(request)
+    engine.abort("gone")
+    assert (engine.stats().running, engine.stats().waiting) == (1, 2)
+    steps = [engine.step()]
+    while not any(part.request_id == "one" for part in steps[-1].outputs):
+        engine.check()
+        steps.append(engine.step())
+    said = [[part.request_id for part in step.outputs] for step in steps]
+    assert len(steps) > 2 and all("free" in names for names in said[:199]) and "two" in said[-1]
+    engine.abort("free")
+    assert run(engine, mine[2])["gone.0"] == run(make(), mine[2])["gone.0"]
+
+
 def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: Path) -> None:
     """A grammar that does not compile, tokens that break it, and a model without a tokenizer: each says so."""
     engine = make()
     for sampling, resume, words in (
-        (params(Grammar("regex", "(")), {}, "cannot be compiled"),
+        (params(Grammar("regex", "("), n=2), {}, "cannot be compiled"),
         (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume holds tokens"),
     ):
-        with pytest.raises(InvalidRequest, match=words):
-            engine.submit(Request("r", PROMPT, sampling, resume))
-    assert not engine.has_work
+        request = Request("r", PROMPT, sampling, resume)
+        engine.submit(request)
+        ((name, refused),) = refusals(engine)  # when it has been compiled
+        assert name == "r" and isinstance(refused, InvalidRequest) and re.search(words, str(refused))
+        with pytest.raises(InvalidRequest, match=words):  # at once, when it is known
+            engine.submit(request)
+        assert not engine.has_work
     for grammars, words in (
         (Grammars.load(tmp_path, vocab_size=600, eos_token_ids=[EOS]), "tokenizer cannot be used"),
         (Grammars.load(model.directory, vocab_size=600, eos_token_ids=[]), "no end-of-sequence token"),
@@ -200,10 +236,6 @@ def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
     engine = Engine(model.spec, runner, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
     engine.submit(Request("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))
-    refused = []
-    while engine.has_work:
-        refused += engine.step().refused
-        engine.check()
-    ((name, error),) = refused
+    ((name, error),) = refusals(engine)
     assert name == "r" and "make its grammar simpler" in str(error)
     assert engine.stats().blocks_used == 0
