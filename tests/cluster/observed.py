@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from coatcheck.router.tokenizer import TokenizerJson
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.engine_loop import EngineLoop
 from coatcheck.workers.service import WorkerService
-from tests.workers.fake_runner import SPEC, FakeRunner
+from coatcheck.workers.step_plan import StepPlan
+from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
 
 BLOCK = 16
 
@@ -91,12 +93,29 @@ class Collector(TraceServiceServicer):
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.began)
 
 
+class MortalRunner(FakeRunner):
+    """Computes so many steps, and in the next one dies as soon as it `may`."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(64, BLOCK)
+        self.may = threading.Event()
+        self._left = steps
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """A step, or the end."""
+        self._left -= bool(plan.rows)
+        if self._left < 0:
+            assert self.may.wait(30)
+            raise RuntimeError("it was to die")
+        return super().launch(plan)
+
+
 class Group:
     """The real service and engine of a rank 0, over a fake runner."""
 
-    def __init__(self, name: str, tracing: Tracing | None) -> None:
+    def __init__(self, name: str, tracing: Tracing | None, runner: FakeRunner | None = None) -> None:
         spec = dataclasses.replace(SPEC, name="tiny")
-        engine = Engine(spec, FakeRunner(64, BLOCK), num_blocks=64, block_size=BLOCK)
+        engine = Engine(spec, runner or FakeRunner(64, BLOCK), num_blocks=64, block_size=BLOCK)
         model = public.GetModelResponse(
             name="tiny", max_model_len=1024, vocab_size=spec.vocab_size, block_size=BLOCK, fingerprint=spec.fingerprint
         )
@@ -105,21 +124,28 @@ class Group:
         self._tracing = tracing
         self.service = WorkerService(registration, ranks, tracing=tracing)
         self.deaths: list[BaseException] = []
-        self.loop = EngineLoop(engine, on_step=self.service.publish, on_death=self.deaths.append)
+        self.loop = EngineLoop(engine, on_step=self.service.publish, on_death=self._die)
         self.address = GroupAddress(name, self.service.start(self.loop, "127.0.0.1:0"))
         self.loop.start()
 
+    def _die(self, error: BaseException) -> None:
+        self.deaths.append(error)
+        self.service.stop()
+
     def stop(self) -> None:
         self.loop.stop()
-        self.service.stop()
+        if not self.deaths:
+            self.service.stop()
         if self._tracing is not None:
             self._tracing.close()
 
 
 @asynccontextmanager
-async def observed(tokenizer: TokenizerJson, endpoint: str | None) -> AsyncIterator[tuple[Router, str]]:
+async def observed(
+    tokenizer: TokenizerJson, endpoint: str | None, group: Group | None = None
+) -> AsyncIterator[tuple[Router, str]]:
     """(router, its gRPC address) in front of one group; all spans have been sent when it is left."""
-    group = Group("g0", Tracing.to(endpoint, "coatcheck-group", "g0"))
+    mortal, group = group is not None, group or Group("g0", Tracing.to(endpoint, "coatcheck-group", "g0"))
     router = Router(RouterConfig(model="tiny", http_port=0, otlp_endpoint=endpoint), tokenizer)
     address = await router.start()
     try:
@@ -130,4 +156,4 @@ async def observed(tokenizer: TokenizerJson, endpoint: str | None) -> AsyncItera
     finally:
         await router.stop()
         await asyncio.to_thread(group.stop)
-        assert group.deaths == []
+        assert mortal or group.deaths == []

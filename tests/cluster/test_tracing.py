@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.tracing import Tracing, check_endpoint
 from coatcheck.router.tokenizer import TokenizerJson
-from tests.cluster.observed import Collector, Seen, observed
+from tests.cluster.observed import Collector, Group, MortalRunner, Seen, observed
 from tests.router.tiny_tokenizer import write_model
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -93,6 +94,56 @@ async def test_from_an_http_client_to_the_engine(tokenizer: TokenizerJson, strea
                 if stream:
                     assert [chunk async for chunk in answer]
         check_tree(collector, TRACE, SPAN)
+
+
+async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream whose group dies goes on elsewhere below the client's same span, each group's spans below its own
+    submission; and one id is in the logs of the router and of both groups."""
+    caplog.set_level(logging.INFO)
+    async with Collector() as collector:
+        runner = MortalRunner(steps=3)
+        mortal = Group("mortal", Tracing.to(collector.endpoint, "coatcheck-group", "mortal"), runner)
+        async with (
+            observed(tokenizer, collector.endpoint, mortal) as (router, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            metadata = (("traceparent", PARENT),)
+            call = aiter(GenerationStub(channel).GenerateStream(question(request_id="mine"), metadata=metadata))
+            events = [await anext(call), await anext(call)]
+            assert events[0].started.group == "mortal" and events[1].delta.token_ids
+            other = Group("other", Tracing.to(collector.endpoint, "coatcheck-group", "other"))
+            await router.set_groups([mortal.address, other.address])
+            while len(router.groups.serving()) < 2:
+                await router.groups.next_change.wait()
+            runner.may.set()
+            events += [event async for event in call]
+            assert (events[-1].final.group, events[-1].final.moves) == ("other", 1)
+        await asyncio.to_thread(other.stop)
+        spans = collector.spans
+    assert {span.trace for span in spans} == {TRACE}
+    (whole,) = collector.named("router.request")
+    assert whole.parent == SPAN and whole.attributes["moves"] == 1 and not whole.failed
+    submits = {str(span.attributes["group"]): span for span in collector.named("group.submit")}
+    assert {(name, span.parent, span.failed) for name, span in submits.items()} == {
+        ("mortal", whole.id, True),
+        ("other", whole.id, False),
+    }
+    assert submits["mortal"].ended <= submits["other"].began
+    for group, submit in submits.items():
+        parts = [span for span in spans if span.service == "coatcheck-group" and span.attributes["group"] == group]
+        assert {span.parent for span in parts} == {submit.id} and {"engine.queue", "engine.prefill"} <= {
+            span.name for span in parts
+        }
+    (last,) = [span for span in collector.named("engine.decode") if span.attributes["group"] == "other"]
+    assert last.attributes["tokens"] == 3 and last.attributes["finish"] == "length"
+    lines = [vars(line) for line in caplog.records if "request_id" in vars(line)]
+    assert {line["request_id"] for line in lines} == {"mine"}
+    assert sorted((line["message"], line["group"]) for line in lines) == [
+        ("a request lost its group", "mortal"),
+        ("answer ended", "mortal"),
+        ("answer ended", "other"),
+        ("request ended", "other"),
+    ]
 
 
 async def test_a_request_without_context_begins_a_trace(tokenizer: TokenizerJson) -> None:
