@@ -84,6 +84,7 @@ class Router:
             guarded(api.app, self._gate, measures, local=config.answers_only_locally),
             self.certificate,
             config.slow_reader_seconds,
+            on_refused=measures.refused,
         )
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = HealthServicer()

@@ -42,6 +42,7 @@ class BodyLimit:
             await answer_unread(scope, receive, send, self._too_long())
             return
         if encoding.lower() != "identity":
+            self._measures.refused("compressed_body")
             message = f"content-encoding is {encoding[:40]!r}; send the body as it is"
             await answer_unread(scope, receive, send, JsonBody(refusal(415, message), 415))
             return

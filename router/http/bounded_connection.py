@@ -7,6 +7,7 @@ is asked, nor what a body may be (see body_limit).
 
 import asyncio
 import resource
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import httptools
@@ -25,9 +26,13 @@ _UPGRADE: Final = {b"upgrade", b"http2-settings"}
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Made by the server for each connection."""
+    """Made by the server for each connection; `on_refused` is told why one is ended."""
 
     head_seconds: ClassVar[float] = 10.0
+
+    def __init__(self, *, on_refused: Callable[[str], None] = lambda reason: None, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._on_refused = on_refused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """The first head is awaited from now on."""
@@ -37,7 +42,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         if len(self.connections) > most_connections():
-            self._refuse(503, "this server has as many connections as it may; close some, or try again")
+            self._refuse(503, "connections", "this server has as many connections as it may; close some, or try again")
         else:
             self._await_head()
 
@@ -61,7 +66,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._await_head()
         self._head_bytes += len(data) if self._in_head else 0
         if self._head_bytes > HEAD_BYTES:
-            self._refuse(431, f"the head of this request has more than {HEAD_BYTES} bytes; send less in it")
+            self._refuse(
+                431, "long_head", f"the head of this request has more than {HEAD_BYTES} bytes; send less in it"
+            )
 
     def on_message_begin(self) -> None:
         """The certificate that the client has shown goes with its requests."""
@@ -87,7 +94,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP."""
-        self._refuse(400, "this cannot be read as HTTP/1.1; check what is sent, and whether this port speaks TLS")
+        self._refuse(
+            400, "not_http", "this cannot be read as HTTP/1.1; check what is sent, and whether this port speaks TLS"
+        )
 
     def _stay(self, rest: bytes) -> None:
         """The parser takes a request for an upgrade to have no body. It is read anew as the request that it is without
@@ -123,13 +132,15 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_answering:
             self._await_head()  # it has begun with the next request before the answer to this one is whole
         elif self._in_head and self._head_bytes:
-            self._refuse(408, f"the head of this request did not come within {self.head_seconds:g} s; send it at once")
+            message = f"the head of this request did not come within {self.head_seconds:g} s; send it at once"
+            self._refuse(408, "slow_head", message)
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, reason: str, message: str) -> None:
         """Ends the connection; where an answer is under way, there is no place for another."""
         self._head_came()
+        self._on_refused(reason)
         if not self._is_answering:
             body = JsonBody(refusal(status, message), status).body
             head = (

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -39,7 +40,7 @@ class _Quiet(uvicorn.Server):
 
 
 class HttpServer:
-    """`start`, then `stop`."""
+    """`start`, then `stop`; `on_refused` is told why a connection is ended before its request was read."""
 
     def __init__(
         self,
@@ -47,10 +48,11 @@ class HttpServer:
         certificate: ServerCertificate | None = None,
         slow_reader_seconds: float = 30.0,
         connection: type[BoundedConnection] = BoundedConnection,
+        on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=connection,
+            http=partial(connection, on_refused=on_refused),  # type: ignore[arg-type]  # it is only called
             ws="none",
             lifespan="off",
             access_log=False,

@@ -13,7 +13,7 @@ from coatcheck.router.http.body_limit import BodyLimit
 from coatcheck.router.http.bounded_connection import HEAD_BYTES, BoundedConnection
 from coatcheck.router.http.host_check import is_ours
 from coatcheck.router.http.server import HttpServer
-from coatcheck.router.measures import Measures
+from coatcheck.router.measures import REASONS, Measures
 from tests.router.fake_group import FakeGroup
 
 from .conftest import OpenWeb
@@ -32,10 +32,16 @@ Speak = Callable[[bytes], Awaitable[bytes]]
 
 
 @pytest.fixture
-async def speak() -> AsyncIterator[Speak]:
+def counts() -> CollectorRegistry:
+    """What the server has counted."""
+    return CollectorRegistry()
+
+
+@pytest.fixture
+async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
     """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
-    measures = Measures(CollectorRegistry())
-    server = HttpServer(BodyLimit(_echo, measures, 1 << 20, 0.2), connection=_Hasty)
+    measures = Measures(counts)
+    server = HttpServer(BodyLimit(_echo, measures, 1 << 20, 0.2), connection=_Hasty, on_refused=measures.refused)
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
 
     async def spoken(data: bytes) -> bytes:
@@ -54,28 +60,37 @@ async def speak() -> AsyncIterator[Speak]:
 
 
 @pytest.mark.parametrize(
-    ("sent", "answered"),
+    ("sent", "answered", "counted"),
     [
-        (b"", b""),
-        (b"\r\n", b"HTTP/1.1 408 "),
-        (b"GET / HTTP/1.1\r\nhost: a\r\nx-slow: ", b"HTTP/1.1 408 "),
-        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc", b"HTTP/1.1 408 "),
-        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-encoding: gzip\r\n\r\nabc", b"HTTP/1.1 415 "),
-        (b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nx-slow: ", b"HTTP/1.1 200 "),
-        (b"\x16\x03\x01\x02\x00\x01", b"HTTP/1.1 400 "),
+        (b"", b"", None),
+        (b"\r\n", b"HTTP/1.1 408 ", "slow_head"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx-slow: ", b"HTTP/1.1 408 ", "slow_head"),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\nabc", b"HTTP/1.1 408 ", "slow_body"),
+        (
+            b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-encoding: gzip\r\n\r\nabc",
+            b"HTTP/1.1 415 ",
+            "compressed_body",
+        ),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HTTP/1.1\r\nx-slow: ", b"HTTP/1.1 200 ", "slow_head"),
+        (b"\x16\x03\x01\x02\x00\x01", b"HTTP/1.1 400 ", "not_http"),
     ],
     ids=["nothing", "an empty line", "half a head", "half a body", "gzip", "half a second head", "TLS"],
 )
-async def test_nobody_is_waited_for_without_end(speak: Speak, sent: bytes, answered: bytes) -> None:
-    """What does not come in its time is answered or not, but the server hangs up by itself."""
+async def test_nobody_is_waited_for_without_end(
+    speak: Speak, counts: CollectorRegistry, sent: bytes, answered: bytes, counted: str | None
+) -> None:
+    """What does not come in its time is answered or not, but the server hangs up by itself, and counts why."""
     said = await speak(sent)
     assert said.startswith(answered) and bool(said) == bool(answered)
+    refused = {reason: counts.get_sample_value("coatcheck_refusals_total", {"reason": reason}) for reason in REASONS}
+    assert [reason for reason, count in refused.items() if count] == ([counted] if counted else [])
 
 
-async def test_a_head_has_a_length(speak: Speak) -> None:
+async def test_a_head_has_a_length(speak: Speak, counts: CollectorRegistry) -> None:
     """One that never ends is refused, and what came of it is not kept."""
     said = await speak(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x-a: " + b"a" * (2 * HEAD_BYTES))
     assert said.startswith(b"HTTP/1.1 431 ") or not said
+    assert counts.get_sample_value("coatcheck_refusals_total", {"reason": "long_head"}) == 1
 
 
 @pytest.mark.parametrize("more", [b"", b"keep-alive, "])
