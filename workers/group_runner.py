@@ -8,7 +8,8 @@ plan is for.
 import torch
 
 from .communicator import Communicator
-from .runner import DeviceStep, ModelRunner
+from .device_step import DeviceStep
+from .runner import ModelRunner
 from .step_plan import StepPlan
 
 

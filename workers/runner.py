@@ -6,7 +6,6 @@ where the next plan finds them. It does not know requests, nor why a row is in a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -19,44 +18,21 @@ from .attention_metadata import AttentionMetadata
 from .block_layout import BlockLayout
 from .communicator import Communicator
 from .copier import Copier
-from .copy_report import CopyReport
 from .decode_graphs import DecodeGraphs
+from .device_step import DeviceStep
 from .grammar_press import GrammarPress
 from .grammars import Grammars
 from .kv_pool import layer_caches
+from .logprob_report import LogprobReport
 from .model import Model
-from .sampler import Sampler, report_logprobs
-from .step_output import TokenLogprob
+from .sampler import Sampler
 from .step_plan import Row, StepPlan
-from .step_runner import StepResult
 from .token_masks import TokenMasks
 from .transfer import Download, upload
 from .wanted import Wanted
 from .warm_up import kernel_plans
 
 _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """A step whose kernels are queued; `wait` brings its tokens to the host."""
-
-    num_rows: int
-    sampled_rows: list[int]
-    token_ids: Download | None  # int64 [sampled rows]
-    logprobs: dict[int, TokenLogprob]
-    prompt_logprobs: dict[int, list[TokenLogprob]]
-    copies: CopyReport | None = None
-    failed: dict[int, str] = field(default_factory=dict)
-    grammars: int | None = None
-
-    def wait(self) -> StepResult:
-        """The step's tokens, one per row, -1 where none was sampled."""
-        token_ids = [-1] * self.num_rows
-        if self.token_ids is not None:
-            for row, token in zip(self.sampled_rows, self.token_ids.wait(), strict=True):
-                token_ids[row] = token
-        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.copies, self.failed, self.grammars)
 
 
 class ModelRunner:
@@ -134,21 +110,21 @@ class ModelRunner:
         self._update_mirror(plan)
         self._copy_blocks(plan.copies)
         if not plan.rows:
-            return DeviceStep(0, [], None, {}, {})
+            return DeviceStep(0, [], None)
         scores_prompt = any(self._sampler.scores_prompt(row.slot, row.start) for row in plan.rows)
         if not scores_prompt and (size := self.graphs.pick(plan.rows)) is not None:
             return self._sample(plan.rows, self.graphs.logits(plan.rows, size), {})
         wanted = None if scores_prompt else self._wanted(plan.rows)
         hidden = self._forward(plan.rows, wanted)
         if not any(row.sample for row in plan.rows) and not scores_prompt:
-            return DeviceStep(len(plan.rows), [], None, {}, {})
+            return DeviceStep(len(plan.rows), [], None)
         if not scores_prompt:
             return self._sample(plan.rows, self.model.logits(hidden), {})
         ends = list(accumulate(row.num_tokens for row in plan.rows))
         reports = self._prompt_logprobs(plan.rows, ends, hidden)
         last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.sample]
         if not last:
-            return DeviceStep(len(plan.rows), [], None, {}, reports)
+            return DeviceStep(len(plan.rows), [], None, prompt_logprobs=reports)
         return self._sample(plan.rows, self.model.logits(hidden[self._int64(last)]), reports)
 
     def _update_mirror(self, plan: StepPlan) -> None:
@@ -211,7 +187,7 @@ class ModelRunner:
         ids = self._tokens[token_slots, positions].long()
         return self.model.forward(ids, positions, metadata, self._kv, wanted)
 
-    def _sample(self, rows: list[Row], logits: Tensor, prompt_logprobs: dict[int, list[TokenLogprob]]) -> DeviceStep:
+    def _sample(self, rows: list[Row], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]) -> DeviceStep:
         """Draws after each row that samples; `logits` [R, vocab], which it changes, are those of their last tokens."""
         sampled = [index for index, row in enumerate(rows) if row.sample]
         slots = [rows[index].slot for index in sampled]
@@ -224,10 +200,10 @@ class ModelRunner:
         self._tokens[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
         arriving = Download.start(token_ids)
         self._masks.drew(slots, arriving)
-        logprobs: dict[int, TokenLogprob] = {}
+        logprobs = None
         if counts:
-            reports = report_logprobs(raw, token_ids[reported], list(counts.values()))
-            logprobs = {sampled[r]: report for r, report in zip(counts, reports, strict=True)}
+            report = LogprobReport.start(raw, token_ids[reported], list(counts.values()))
+            logprobs = [sampled[r] for r in counts], report
         said = {sampled[r]: reason for r, reason in failed.items()}
         return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs, failed=said)
 
@@ -240,8 +216,8 @@ class ModelRunner:
         apply_token_mask(logits, self._int64(rows), bits)
         return failed
 
-    def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[TokenLogprob]]:
-        reports: dict[int, list[TokenLogprob]] = {}
+    def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[LogprobReport]]:
+        reports: dict[int, list[LogprobReport]] = {}
         for index, row in enumerate(rows):
             count = self._sampler.wants_prompt_logprobs(row.slot)
             # The hidden state at position p speaks of token p + 1, which must be the prompt's.
@@ -254,7 +230,7 @@ class ModelRunner:
                 n = min(_LOGITS_ROWS, known - at)
                 logits = self.model.logits(hidden[first + at : first + at + n])
                 said = self._tokens[row.slot, row.start + at + 1 : row.start + at + 1 + n].long()
-                reports[index] += report_logprobs(logits, said, [count] * n)
+                reports[index].append(LogprobReport.start(logits, said, [count] * n))
         return reports
 
     def _int32(self, values: object) -> Tensor:

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.logit_bias import add_logit_bias
-from ..kernels.logprobs import logprobs
 from ..kernels.penalties import apply_penalties
 from ..kernels.sample import sample
-from .step_output import TokenLogprob
 from .step_plan import NewRow
 from .transfer import upload
 
@@ -100,18 +98,6 @@ class Sampler:
         prompt_lens = upload([new.prompt_len for new in news], torch.int32, self._device)
         history = tokens[rows]
         apply_penalties(logits, history, prompt_lens, where.to(torch.int32), floats[3], floats[4], floats[5])
-
-
-def report_logprobs(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """The log-probability of one token per row, with the counts[r] most likely ones beside it.
-
-    logits: float32 [R, V], as the model gave them: before bias, penalties and temperature.
-    """
-    chosen, rank, top_ids, top = (part.tolist() for part in logprobs(logits, token_ids, max(counts)))
-    return [
-        TokenLogprob(token, chosen[r], rank[r], tuple(zip(top_ids[r][:count], top[r][:count], strict=True)))
-        for r, (token, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
-    ]
 
 
 def _penalised(new: NewRow) -> bool:

@@ -5,6 +5,7 @@ launched from waiting for the one before. It does not know what the values mean.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,9 @@ class Download:
         arrived.record()
         return cls(host, arrived)
 
-    def wait(self) -> list[int]:
-        """The values, once they are there."""
+    def wait(self) -> list[Any]:
+        """The values, nested as the tensor's dimensions are, once they are there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values: list[int] = self._host.tolist()
+        values: list[Any] = self._host.tolist()
         return values

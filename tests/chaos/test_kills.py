@@ -11,6 +11,8 @@ from coatcheck.bench.chaos_strike import Striker
 from coatcheck.proto import coatcheck_pb2 as pb
 from tests.cluster.serving import coatcheck, kill, until
 
+pytestmark = pytest.mark.ray
+
 # Every kind of process; half of them amid a prefill, a restore or another failover, which is a kill of its own.
 _STRIKES = [
     ("router", "prefill"),

@@ -9,6 +9,8 @@ import pytest
 from tests.cluster.ray_head import ENVIRONMENT, ray_head
 from tests.cluster.serving import Serving, coatcheck, kill
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture
 def ray_address() -> Iterator[str]:

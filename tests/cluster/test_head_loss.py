@@ -9,6 +9,8 @@ from coatcheck.bench.ray_nodes import RayNodes
 from coatcheck.bench.redis_server import redis_server
 from tests.cluster.serving import Serving, kill, until
 
+pytestmark = pytest.mark.ray
+
 
 class Asking:
     """Short requests one after another, in a thread, from entering to leaving."""

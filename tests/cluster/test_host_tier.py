@@ -16,6 +16,8 @@ from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.serving import Serving, kill
 
+pytestmark = pytest.mark.ray
+
 PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
 
 

@@ -12,6 +12,8 @@ from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, Re
 from tests.cluster.serving import Serving, until
 from tests.router.http.mutations import mutated
 
+pytestmark = pytest.mark.ray
+
 GOOD = [
     GenerateRequest(
         text="a fox", cache_salt="s", priority=3,

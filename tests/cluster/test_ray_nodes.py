@@ -9,6 +9,8 @@ import pytest
 from coatcheck.bench.ray_nodes import RayNode, RayNodes
 from tests.cluster.serving import Serving, coatcheck, kill, until
 
+pytestmark = pytest.mark.ray
+
 _FLAGS = ["--groups", "2", "--tp", "2", "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
 
 

@@ -14,6 +14,8 @@ from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
 from tests.cluster.serving import Serving, coatcheck, kill, until
 
+pytestmark = pytest.mark.ray
+
 _STREAMS = 2
 
 

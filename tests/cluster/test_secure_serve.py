@@ -19,6 +19,8 @@ from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from tests.cluster.serving import Serving, coatcheck
 from tests.router.certificates import TestAuthority
 
+pytestmark = pytest.mark.ray
+
 
 @dataclass
 class Secure:

@@ -20,6 +20,8 @@ from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.serving import COMMAND, Serving, coatcheck, kill, lives, until
 
+pytestmark = pytest.mark.ray
+
 PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jumps over the lazy dog"
 
 
@@ -148,7 +150,7 @@ def test_openai_clients_get_the_same_answer(serving: Serving) -> None:
 
 def test_status_shows_every_rank(serving: Serving) -> None:
     """Status names groups and ranks with their processes, for people and for scripts."""
-    status = serving.status()
+    status = json.loads(coatcheck("status", "--address", serving.address, "--json").stdout)
     assert status["state"] == "serving" and status["hit_ratio"] > 0
     assert [len(group["ranks"]) for group in status["groups"]] == [2, 2]
     for group in status["groups"]:

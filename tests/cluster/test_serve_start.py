@@ -13,6 +13,8 @@ import pytest
 
 from tests.cluster.serving import Serving, coatcheck, lives, until
 
+pytestmark = pytest.mark.ray
+
 
 def test_a_cluster_that_has_ended_is_no_cluster(tmp_path: Path) -> None:
     """`auto` that names a cluster of yesterday is refused within seconds, with where the address comes from."""

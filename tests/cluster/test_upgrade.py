@@ -10,6 +10,8 @@ from coatcheck import __version__
 from coatcheck.bench.ray_nodes import RayNodes
 from tests.cluster.serving import Serving, coatcheck, until
 
+pytestmark = pytest.mark.ray
+
 ROOT = Path(__file__).parents[2]
 _ROOMS = ("proto", "kernels", "workers", "router", "cluster")
 

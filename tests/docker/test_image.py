@@ -85,6 +85,7 @@ def test_the_tree_is_whole(tree: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ray
 @pytest.mark.timeout(400)
 def test_a_server_runs_from_it(tree: Path) -> None:
     """For somebody who may write nothing of the tree it serves the demo's model and answers."""
