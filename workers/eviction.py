@@ -4,7 +4,7 @@ Each tier owns one: it inserts a block's record when nobody holds the block any 
 again, and pops the next to go when it needs room. A block goes only after all that hang on it here (a suffix is worth
 nothing without its prefix), so only *leaves* stand in line. There are four lines, emptied in this order:
 
-    unwanted    leaves that a request will not need again (priority 0), oldest first
+    unwanted    leaves that will not be needed again, as a request has said (priority 0), oldest first
     ordinary    in the order of an `Order`: what is worth least, or was used longest ago, goes first
     sheltered   leaves of tenants that hold less than their fair share, set aside as their turn came
     retained    leaves that a request asked to keep, lowest priority first; at most a share of the tier
@@ -65,7 +65,7 @@ class Eviction:
         self._inserted += 1
         self._stamps[block_hash] = self._inserted
         self._tenants[prefix.tenant] += 1
-        if prefix.priority and prefix.retained_until > self.book.now:
+        if prefix.claims.in_force(self.book.now)[0]:
             self._retained.add(block_hash)
             self._schedule_expiry(prefix)
         if prefix.parent_hash:
@@ -122,10 +122,10 @@ class Eviction:
         if prefix.block_hash in self._children:
             return
         leaf = self._leaves[prefix.block_hash] = Leaf(prefix, self._stamps[prefix.block_hash])
-        if prefix.priority == 0 and prefix.retained_until > self.book.now:
+        if prefix.block_hash in self._retained:
+            self._kept.push(prefix.claims.in_force(self.book.now), leaf)
+        elif prefix.claims.is_unwanted(self.book.now):
             self._unwanted.push(leaf)
-        elif prefix.block_hash in self._retained:
-            self._kept.push((prefix.priority, prefix.retained_until), leaf)
         else:
             self._order.push(leaf)
         line = self._sheltered.get(prefix.tenant)
@@ -133,8 +133,10 @@ class Eviction:
             self._put_back(line, 1)
 
     def _next(self) -> tuple[Leaf, EvictionReason]:
-        if (leaf := self._unwanted.pop()) is not None:
-            return leaf, EvictionReason.UNWANTED
+        while (leaf := self._unwanted.pop()) is not None:
+            if leaf.prefix.claims.is_unwanted(self.book.now):
+                return leaf, EvictionReason.UNWANTED
+            self._line_up(leaf.prefix)  # asked for after all, though not from here; or that was long ago
         reason = EvictionReason.WORTH_LEAST
         while (next_leaf := self._order.pop()) is not None or self._expose():
             if next_leaf is None:
@@ -181,26 +183,33 @@ class Eviction:
         return count
 
     def _schedule_expiry(self, prefix: Prefix) -> None:
-        heapq.heappush(self._expiries, (prefix.retained_until, prefix.block_hash))
+        heapq.heappush(self._expiries, (self._retained_until(prefix), prefix.block_hash))
         if len(self._expiries) > 2 * len(self._retained) + 64:  # most are of earlier uses, or of blocks that are gone
-            self._expiries = [(self._cold[block_hash].retained_until, block_hash) for block_hash in self._retained]
+            self._expiries = [(self._retained_until(self._cold[name]), name) for name in self._retained]
             heapq.heapify(self._expiries)
+
+    def _retained_until(self, prefix: Prefix) -> float:
+        """Until when the claim is that is in force now; 0 where none is any more."""
+        return prefix.claims.in_force(self.book.now)[1]
 
     def _expire(self) -> None:
         while self._expiries and self._expiries[0][0] <= self.book.now:
             block_hash = heapq.heappop(self._expiries)[1]
             if block_hash not in self._retained:
                 continue
-            if (prefix := self._cold[block_hash]).retained_until > self.book.now:  # asked for anew meanwhile
+            prefix = self._cold[block_hash]
+            if self._retained_until(prefix):  # asked for anew meanwhile, or a lower claim lasts longer
                 self._schedule_expiry(prefix)
             else:
-                self._release(prefix)
+                self._retained.discard(block_hash)
+            self._line_up_anew(prefix)
 
     def _cap_retained(self) -> None:
         while len(self._retained) > self._retainable and (leaf := self._kept.pop()) is not None:
             prefix: Prefix | None = leaf.prefix
+            priority = leaf.prefix.claims.in_force(self.book.now)[0]
             # With a leaf goes what it hangs on, before a leaf of higher priority does.
-            while prefix is not None and prefix.priority <= leaf.prefix.priority:
+            while prefix is not None and prefix.claims.in_force(self.book.now)[0] <= priority:
                 self._release(prefix)
                 if len(self._retained) <= self._retainable:
                     break
@@ -211,6 +220,9 @@ class Eviction:
         if prefix.block_hash not in self._retained:
             return
         self._retained.discard(prefix.block_hash)
+        self._line_up_anew(prefix)
+
+    def _line_up_anew(self, prefix: Prefix) -> None:
         if (leaf := self._leaves.pop(prefix.block_hash, None)) is not None:
             leaf.void = True
             self._line_up(prefix)

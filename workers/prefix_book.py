@@ -14,6 +14,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from ..proto.retention import Retention
+from .claims import UNCLAIMED, Claims
 from .life_table import Cohort, LifeTable
 from .prefix_miss import EvictionMark, MissReason, PrefixMiss
 
@@ -27,9 +28,9 @@ _MOST_TENANTS: Final = 4096
 class Prefix:
     """One block and all before it; `depth` is how many those are, `tenant` whose share they count towards.
 
-    `wants` counts requests for it; `cohort` is the company in which it awaits the next. It is retained with `priority`
-    until `retained_until`. `evicted` says how it left the last tier that held it. The rest explains misses: `content`
-    numbers its tokens whatever the salt, `elsewhere` says that they had been asked for under another one before.
+    `wants` counts requests for it; `cohort` is the company in which it awaits the next. `claims` says how dearly it is
+    to be kept, `evicted` how it left the last tier that held it. The rest explains misses: `content` numbers its tokens
+    whatever the salt, `elsewhere` says that they had been asked for under another one before.
     """
 
     block_hash: bytes
@@ -38,8 +39,7 @@ class Prefix:
     tenant: str = ""
     wants: int = 0
     cohort: Cohort | None = None
-    priority: int = 0
-    retained_until: float = 0.0
+    claims: Claims = UNCLAIMED
     evicted: EvictionMark | None = None
     broken: bool = False
     content: int = 0
@@ -90,9 +90,8 @@ class PrefixBook:
                 cohort = cohorts[kind] = self.table.begin(kind)
             self.table.join(cohort)
             record.cohort = cohort
-            if retention is not None:
-                record.priority = retention.priority
-                record.retained_until = self.now + retention.ttl_seconds
+            if retention is not None or record.claims is not UNCLAIMED:
+                record.claims = record.claims.asked(retention, self.now)
             if depth < len(contents) and not record.content:
                 self._note_content(record, contents[depth])
             parent = block_hash
@@ -105,7 +104,7 @@ class PrefixBook:
             record.wants = 1
             parent = self._records.get(parent_hash)
             if parent is not None:  # retained as the prompt before it is
-                record.priority, record.retained_until = parent.priority, parent.retained_until
+                record.claims = parent.claims
             record.cohort = self.table.begin(_GENERATED)
             self.table.join(record.cohort)
         return record

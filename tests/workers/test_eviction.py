@@ -1,6 +1,7 @@
 """Which cold block goes next: by worth, by use, by tenant and by what requests asked for."""
 
 import tracemalloc
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import settings
@@ -45,22 +46,27 @@ def serve(pool: BlockPool, chain: list[bytes], tenant: str = "", retention: Rete
 class EvictionMachine(RuleBasedStateMachine):
     """Chains that fork, by three tenants, come and go and are retained while time passes."""
 
-    order = "cost"
+    order, capacity = "cost", 12
+    takes_what_it_finds = False  # else a request only asks for what is cold, as one that waits does
 
     def __init__(self) -> None:
         super().__init__()
-        self.eviction = make_eviction(self.order, 12, ghosts=20)
+        self.eviction = make_eviction(self.order, self.capacity, ghosts=20)
         self.cold: dict[bytes, Prefix] = {}
+        self.asked: WeakKeyDictionary[Prefix, list[tuple[float, Retention | None]]] = WeakKeyDictionary()
 
     @rule(tenant=st.sampled_from("abc"), branch=st.integers(0, 2), length=st.integers(1, 6), data=st.data())
     def insert(self, tenant: str, branch: int, length: int, data: st.DataObject) -> None:
         chain = [f"{tenant}{depth if depth < 2 else (branch, depth)}".encode() for depth in range(length)]
-        retention = data.draw(st.none() | st.builds(Retention, st.integers(0, 3), st.sampled_from([1.0, 50.0])))
+        retention = data.draw(st.none() | st.builds(Retention, st.integers(0, 3), st.sampled_from([1.0, 50.0, 2000.0])))
         book = self.eviction.book
         book.want(chain, tenant, retention)
         for depth in reversed(range(length)):
+            record = book.name(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
+            self.asked.setdefault(record, []).append((book.now, retention))
+            if chain[depth] in self.cold and self.takes_what_it_finds:
+                self.eviction.remove(self.cold.pop(chain[depth]))
             if chain[depth] not in self.cold:
-                record = book.name(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
                 self.cold[chain[depth]] = record
                 self.eviction.insert(record)
 
@@ -74,9 +80,14 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule()
     def pop(self) -> None:
         parents = {prefix.parent_hash for prefix in self.cold.values()}
+        leaves = [prefix for prefix in self.cold.values() if prefix.block_hash not in parents]
         gone = self.eviction.pop()
         assert self.cold.pop(gone.block_hash) is gone
-        assert gone.block_hash not in parents
+        assert gone in leaves
+        self.pop_checked(gone, leaves)
+
+    def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
+        """One of the leaves that there were is gone."""
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 700.0]))
     def wait(self, seconds: float) -> None:
@@ -86,6 +97,21 @@ class EvictionMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         self.eviction.check(self.cold.values())
         self.eviction.book.check()
+        now = self.eviction.book.now
+        for prefix in self.cold.values():
+            assert prefix.claims.in_force(now) == self.claim(prefix)
+            assert prefix.claims.is_unwanted(now) == self.is_unwanted(prefix)
+
+    def claim(self, prefix: Prefix) -> tuple[int, float]:
+        """The highest that anybody has asked for and whose time is not over, of all asked so far."""
+        claims = [(asked.priority, at + asked.ttl_seconds) for at, asked in self.asked[prefix] if asked is not None]
+        return max((claim for claim in claims if claim[0] and claim[1] > self.eviction.book.now), default=(0, 0.0))
+
+    def is_unwanted(self, prefix: Prefix) -> bool:
+        """Whether the last to ask for it had no need of it any more, and nobody claims it."""
+        at, asked = self.asked[prefix][-1]
+        is_last = asked is not None and asked.priority == 0 and at + asked.ttl_seconds > self.eviction.book.now
+        return is_last and not self.claim(prefix)[0]
 
 
 class LruMachine(EvictionMachine):
@@ -94,9 +120,24 @@ class LruMachine(EvictionMachine):
     order = "lru"
 
 
+class ClaimMachine(EvictionMachine):
+    """The same far below the cap: whatever has been asked for by whom, the lines are emptied in their order."""
+
+    order, capacity = "lru", 1000
+    takes_what_it_finds = True
+
+    def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
+        unwanted = [leaf for leaf in leaves if self.is_unwanted(leaf)]
+        claims = [self.claim(leaf) for leaf in leaves]
+        assert not unwanted or gone in unwanted
+        assert self.claim(gone) == min(claims)  # where nobody claims one, that is the least
+
+
 TestEvictionByWorth = EvictionMachine.TestCase
 TestEvictionByWorth.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestEvictionByUse = LruMachine.TestCase
+TestEvictionByClaim = ClaimMachine.TestCase
+TestEvictionByClaim.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestEvictionByUse.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
@@ -165,6 +206,37 @@ def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
     for number in range(100):
         serve(pool, chain_of(f"late {number} ", 4))
     assert pool.lookup(kept[0]) is None
+
+
+def test_nobody_undoes_what_another_has_asked_for() -> None:
+    """A prompt that one request retains outlasts another's word that it is unwanted, and a lower claim that lasts
+    longer takes over when the higher one is over."""
+    pool = BlockPool(40, make_eviction("lru", 40))
+    shared = chain_of("shared", 5)
+    for retention in (Retention(80, 100.0), Retention(40, 1000.0), Retention(0, 500.0), None):
+        serve(pool, shared, retention=retention)
+    rival = chain_of("rival", 10)
+    for now, priority in ((50.0, 60), (150.0, 60)):
+        pool.book.advance(now)
+        serve(pool, rival, retention=Retention(priority, 20.0))
+        for number in range(30):
+            serve(pool, chain_of(f"flood {now} {number} ", 5))
+        # Together more than the cap: which of them gives way says whose claim is the higher.
+        kept = [sum(pool.lookup(block_hash) is not None for block_hash in chain) for chain in (shared, rival)]
+        assert kept == ([5, 5] if now < 100 else [0, 10])
+
+
+@pytest.mark.parametrize("later", [None, Retention(10, 1.0)])
+def test_what_is_asked_for_after_all_is_not_unwanted(later: Retention | None) -> None:
+    """A prompt said to be unwanted is an ordinary one again once another request has asked for it."""
+    pool = BlockPool(12, make_eviction("lru", 12))
+    shared, other = chain_of("shared", 5), chain_of("other", 5)
+    serve(pool, other)
+    serve(pool, shared, retention=Retention(0))
+    serve(pool, shared, retention=later)
+    pool.book.advance(2.0)
+    serve(pool, chain_of("new", 5))
+    assert pool.lookup(shared[4]) is not None and pool.lookup(other[4]) is None
 
 
 @pytest.mark.parametrize("priority", [None, 0, 50])
