@@ -69,6 +69,9 @@ class ChatRequest(SamplingFields):
         "echo": (False,),
         "include_reasoning": (True,),
         "functions": ([],),
+        "function_call": ("none", "auto"),
+        "verbosity": ("medium",),
+        "return_prompt_text": (False,),
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]

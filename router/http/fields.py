@@ -16,8 +16,9 @@ from .structured import ResponseFormat, StructuredOutputs, grammar_of
 
 # They name, bill, store or speed up; the answer is the same without them.
 HARMLESS: Final = frozenset({
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "guided_decoding_backend", "request_id",
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "session_id",
+    "custom_labels", "stream_interval",
 })  # fmt: skip
 # Not implemented, and accepted where they say what happens anyway.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -29,7 +30,12 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "detokenize": (True,),
     "logits_processors": ([],),
     "bad_words": ([],),
-    "stop_reason": (),
+    "watermarking": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_prompt_start": (0,),
 }
 
 _MOST_FIELDS: Final = 16_384
@@ -95,6 +101,7 @@ class SamplingFields(Body):
     min_tokens: Count = 0
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: Count | None = None
     cache_salt: str = ""
@@ -105,6 +112,9 @@ class SamplingFields(Body):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -121,7 +131,8 @@ class SamplingFields(Body):
         older = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
-        return grammar_of(self.response_format, self.structured_outputs, older)
+        others = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
+        return grammar_of(self.response_format, self.structured_outputs, older, others)
 
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
@@ -151,7 +162,7 @@ class SamplingFields(Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
-            include_stop=self.include_stop_str_in_output,
+            include_stop=self.include_stop_str_in_output or self.no_stop_trim,
             structured=grammar,
         ).to_message()
 

@@ -74,7 +74,7 @@ function showTile(name, value, unit, number) {
     return make("div", { class: "tile" }, said, chart());
   });
   setText(tile.querySelector("span"), value);
-  setText(tile.querySelector("small"), unit ? ` ${unit}` : "");
+  setText(tile.querySelector("small"), unit);
   const points = remember(name, number);
   draw(tile.querySelector("svg"), points, `${name}: now ${value} ${unit}, at most ${whole.format(Math.round(100 * Math.max(...points)) / 100)} since the page was opened`);
 }

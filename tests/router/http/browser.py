@@ -38,7 +38,8 @@ class Browser:
     """One page in one browser; an async context manager that owns the process. `requests` are the URLs it asked for,
     `complaints` what its console said at warning or above, refusals of the page's policy among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: str) -> None:
+        self._more = arguments
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self._ids = itertools.count(1)
@@ -50,11 +51,11 @@ class Browser:
         self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         arguments += ["--disable-background-networking", "--disable-component-update", "--mute-audio"]
-        arguments += ["--remote-debugging-port=0", f"--user-data-dir={self._home.name}", "about:blank"]
+        arguments += ["--remote-debugging-port=0", f"--user-data-dir={self._home.name}", *self._more]
         environment = {**os.environ, "HOME": self._home.name}
         quiet = asyncio.subprocess.DEVNULL
         self._process = await asyncio.create_subprocess_exec(
-            find_chromium(), *arguments, stdout=quiet, stderr=quiet, env=environment
+            find_chromium(), *arguments, "about:blank", stdout=quiet, stderr=quiet, env=environment
         )
         try:
             # It writes the port and the path when it listens.

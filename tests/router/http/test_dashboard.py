@@ -129,6 +129,54 @@ async def test_what_assistive_technology_finds(open_web: OpenWeb) -> None:
         ]
 
 
+# The least contrast of any text with what lies behind it, as the guidelines for accessible pages compute it.
+CONTRAST = """(() => {
+  const light = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+    const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    const colour = getComputedStyle(node).backgroundColor;
+    return colour !== "rgba(0, 0, 0, 0)" ? colour : behind(node.parentElement);
+  };
+  const own = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+  const ratios = [...document.body.querySelectorAll("*")].filter(own).map((node) => {
+    const [dim, bright] = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => a - b);
+    return (bright + 0.05) / (dim + 0.05);
+  });
+  return [ratios.length > 30, Math.min(...ratios)];
+})()"""
+
+
+async def test_everybody_can_read_it(open_web: OpenWeb) -> None:
+    """In both themes each text stands out from what is behind it, and on a telephone nothing is out of sight; the
+    keyboard reaches every control, and shows which."""
+    group = FakeGroup()
+    group.load = Load(status=STATUS)
+    web = await open_web(group)
+    async with Browser() as browser:
+        metrics = {"deviceScaleFactor": 1, "mobile": True}
+        await browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, **metrics)
+        await browser.open(f"http://{web.address}/")
+        await browser.see(f"{CARD}.querySelectorAll('.ranks li').length", 2)
+        for theme in ("light", "dark"):
+            await browser.run("document.querySelector('#theme').click()")
+            enough, least = await browser.run(CONTRAST)
+            assert enough and least >= 4.5, (theme, least)
+        for narrow in ("document.documentElement", "document.querySelector('.scroll')"):
+            assert await browser.run(f"{narrow}.scrollWidth - {narrow}.clientWidth") == 0, narrow
+        reached = []
+        for _ in range(4):
+            for kind in ("keyDown", "keyUp"):
+                await browser.call("Input.dispatchKeyEvent", type=kind, key="Tab", windowsVirtualKeyCode=9)
+            style = "getComputedStyle(document.activeElement).outlineStyle"
+            reached.append(
+                await browser.run(f"[document.activeElement.className || document.activeElement.id, {style}]")
+            )
+        assert reached == [["skip", "solid"], ["theme", "solid"], ["scroll", "solid"], ["", "solid"]]
+
+
 async def test_a_group_that_is_lost_is_said(open_web: OpenWeb) -> None:
     """The card of a group that has gone turns to its new state, and the server's own state follows."""
     group = FakeGroup()
