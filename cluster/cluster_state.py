@@ -9,7 +9,8 @@ from ..workers.rank_progress import Phase, RankProgress
 @by_name
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """`state` is "starting", "serving", "lost" (and soon started again) or "failed" (it never served; see `reason`)."""
+    """`state` is "starting", "serving", "lost" (and soon started again) or "failed" (it never served; see `reason`).
+    `predecessor`: see GroupAddress."""
 
     name: str
     state: str = "starting"
@@ -17,6 +18,7 @@ class GroupState:
     reason: str = ""
     restarts: int = 0
     ranks: tuple[RankProgress, ...] = ()
+    predecessor: str | None = None
 
 
 @by_name

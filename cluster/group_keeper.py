@@ -122,13 +122,13 @@ class GroupKeeper:
                 _log.info("%s is started again", self._config.name)
                 self._change(state="lost", address="", reason=_RENEWED)
                 await self._end()
-                self._change(state="starting", restarts=self.state.restarts + 1)
+                self._change(state="starting", restarts=self.state.restarts + 1, predecessor=None)
                 continue
             self._kill()
             if not self._has_served:
                 return
             await asyncio.sleep(backoff_seconds(failures))
-            self._change(state="starting", restarts=self.state.restarts + 1)
+            self._change(state="starting", restarts=self.state.restarts + 1, predecessor=None)
 
     def drain(self) -> None:
         """Lets no new work in; what runs goes on. A start ends it."""
@@ -199,6 +199,7 @@ class GroupKeeper:
         except ValueError as error:  # Ray has not freed the name of a former rank yet
             raise RankEnded(f"rank {len(self._actors)} could not start: {brief(error)}") from None
         await self._read_logs(_WAITS_WHILE_STARTING)
+        await self._read_predecessor()
         (rendezvous,) = await self._ask(self._actors[:1], "rendezvous", _WAITS_WHILE_STARTING)
         self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
         while not self._all_serve():
@@ -252,6 +253,16 @@ class GroupKeeper:
 
     async def _read_logs(self, waits: int) -> None:
         self._logs = await self._ask(self._actors, "log_file", waits)
+
+    async def _read_predecessor(self) -> None:
+        """How the ranks before these have ended, which routers want to know of what ran there."""
+        if not self.state.restarts:
+            return
+        told: list[str | None] = await self._ask(self._actors, "predecessor_crash", _WAITS_WHILE_STARTING)
+        crash = next((words for words in told if words), None if None in told else "")
+        if crash:
+            _log.error("%s had ended by itself: %s", self._config.name, crash)
+        self._change(predecessor=crash)
 
     async def _ask(self, actors: list[launch.Actor], method: str, waits: int) -> list[Any]:
         """Every answer, in order; raises RankEnded for a rank that has ended, or has not answered after `waits`."""

@@ -178,7 +178,7 @@ def start_rank(
         max_concurrency=CONCURRENCY,
         scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=rank),
     )
-    return options.remote(config, rank, ranks_on_host=ranks_on_host, loopback=loopback)
+    return options.remote(config, rank, incarnation, ranks_on_host=ranks_on_host, loopback=loopback)
 
 
 def start_router(config: RouterConfig, resource: str | None = None, node: str | None = None) -> Actor:

@@ -78,6 +78,7 @@ class RouterKeeper:
                 state="lost" if state.state == "failed" else state.state,
                 reason=state.reason,
                 restarts=state.restarts,
+                predecessor=state.predecessor,
             )
             for state in states
         ]

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from coatcheck.proto import coatcheck_pb2 as coatcheck_dot_proto_dot_coatcheck__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x63oatcheck/proto/worker.proto\x12\x13\x63oatcheck.worker.v1\x1a\x1f\x63oatcheck/proto/coatcheck.proto\"\x0e\n\x0cProbeRequest\"s\n\rProbeResponse\x12\x37\n\x0cregistration\x18\x01 \x01(\x0b\x32!.coatcheck.worker.v1.Registration\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.coatcheck.v1.GroupStatus\"\xd7\x01\n\x07ToGroup\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.coatcheck.worker.v1.HelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.coatcheck.worker.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1a.coatcheck.worker.v1.AbortH\x00\x12\x38\n\x08snapshot\x18\x04 \x01(\x0b\x32$.coatcheck.worker.v1.SnapshotRequestH\x00\x42\t\n\x07message\":\n\x05Hello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x10\n\x08\x63ontract\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\"\xa6\x03\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.coatcheck.v1.SamplingParams\x12%\n\x06resume\x18\x06 \x03(\x0b\x32\x15.coatcheck.v1.Resumed\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1c\n\x0funcached_tokens\x18\x14 \x01(\rH\x00\x88\x01\x01\x12/\n\tretention\x18\t \x01(\x0b\x32\x17.coatcheck.v1.RetentionH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x12\n\ntracestate\x18\x16 \x01(\t\x12\x0e\n\x06tenant\x18\x17 \x01(\t\x12\x19\n\x0cseconds_left\x18\x18 \x01(\x01H\x02\x88\x01\x01\x42\x12\n\x10_uncached_tokensB\x0c\n\n_retentionB\x0f\n\r_seconds_left\"3\n\x05\x41\x62ort\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x11\n\x0fSnapshotRequest\"\xc7\x02\n\tFromGroup\x12\x39\n\x0cregistration\x18\x01 \x01(\x0b\x32!.coatcheck.worker.v1.RegistrationH\x00\x12/\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1e.coatcheck.worker.v1.StepBatchH\x00\x12/\n\x06\x65vents\x18\x03 \x01(\x0b\x32\x1d.coatcheck.worker.v1.KvEventsH\x00\x12\x36\n\x08snapshot\x18\x04 \x01(\x0b\x32\".coatcheck.worker.v1.SnapshotChunkH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.coatcheck.worker.v1.RefusedH\x00\x12)\n\x04load\x18\x06 \x01(\x0b\x32\x19.coatcheck.worker.v1.LoadH\x00\x42\t\n\x07message\"\xe3\x01\n\x0cRegistration\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12-\n\x05model\x18\x03 \x01(\x0b\x32\x1e.coatcheck.v1.GetModelResponse\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\n\n\x02tp\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x07 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x08 \x01(\r\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x0f\n\x07version\x18\n \x01(\t\"O\n\tStepBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x34\n\x07outputs\x18\x02 \x03(\x0b\x32#.coatcheck.worker.v1.SequenceOutput\"\xd1\x02\n\x0eSequenceOutput\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.coatcheck.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x30\n\x06\x63\x61\x63hed\x18\x08 \x01(\x0b\x32\x1b.coatcheck.worker.v1.CachedH\x01\x88\x01\x01\x12\x33\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprobB\x10\n\x0e_stop_token_idB\t\n\x07_cached\"e\n\x06\x43\x61\x63hed\x12\x15\n\rdevice_tokens\x18\x01 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x02 \x01(\r\x12\x16\n\x0equeued_seconds\x18\x03 \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x02\"k\n\x07KvEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x12\n\nblock_hash\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\'\n\x04tier\x18\x04 \x01(\x0e\x32\x19.coatcheck.worker.v1.Tier\"Y\n\x08KvEvents\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\"{\n\rSnapshotChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\x12\r\n\x05\x66irst\x18\x04 \x01(\x08\x12\x0c\n\x04last\x18\x05 \x01(\x08\"E\n\x07Refused\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x0f\n\x07message\x18\x04 \x01(\t\"i\n\x04Load\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.coatcheck.v1.GroupStatus\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x04\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x32\xa4\x01\n\x06Worker\x12J\n\x06\x41ttach\x12\x1c.coatcheck.worker.v1.ToGroup\x1a\x1e.coatcheck.worker.v1.FromGroup(\x01\x30\x01\x12N\n\x05Probe\x12!.coatcheck.worker.v1.ProbeRequest\x1a\".coatcheck.worker.v1.ProbeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x63oatcheck/proto/worker.proto\x12\x13\x63oatcheck.worker.v1\x1a\x1f\x63oatcheck/proto/coatcheck.proto\"\x0e\n\x0cProbeRequest\"s\n\rProbeResponse\x12\x37\n\x0cregistration\x18\x01 \x01(\x0b\x32!.coatcheck.worker.v1.Registration\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.coatcheck.v1.GroupStatus\"\xd7\x01\n\x07ToGroup\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.coatcheck.worker.v1.HelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.coatcheck.worker.v1.SubmitH\x00\x12+\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x1a.coatcheck.worker.v1.AbortH\x00\x12\x38\n\x08snapshot\x18\x04 \x01(\x0b\x32$.coatcheck.worker.v1.SnapshotRequestH\x00\x42\t\n\x07message\":\n\x05Hello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x10\n\x08\x63ontract\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\"\xa6\x03\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.coatcheck.v1.SamplingParams\x12%\n\x06resume\x18\x06 \x03(\x0b\x32\x15.coatcheck.v1.Resumed\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1c\n\x0funcached_tokens\x18\x14 \x01(\rH\x00\x88\x01\x01\x12/\n\tretention\x18\t \x01(\x0b\x32\x17.coatcheck.v1.RetentionH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x12\n\ntracestate\x18\x16 \x01(\t\x12\x0e\n\x06tenant\x18\x17 \x01(\t\x12\x19\n\x0cseconds_left\x18\x18 \x01(\x01H\x02\x88\x01\x01\x42\x12\n\x10_uncached_tokensB\x0c\n\n_retentionB\x0f\n\r_seconds_left\"3\n\x05\x41\x62ort\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x11\n\x0fSnapshotRequest\"\xfb\x02\n\tFromGroup\x12\x39\n\x0cregistration\x18\x01 \x01(\x0b\x32!.coatcheck.worker.v1.RegistrationH\x00\x12/\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1e.coatcheck.worker.v1.StepBatchH\x00\x12/\n\x06\x65vents\x18\x03 \x01(\x0b\x32\x1d.coatcheck.worker.v1.KvEventsH\x00\x12\x36\n\x08snapshot\x18\x04 \x01(\x0b\x32\".coatcheck.worker.v1.SnapshotChunkH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.coatcheck.worker.v1.RefusedH\x00\x12)\n\x04load\x18\x06 \x01(\x0b\x32\x19.coatcheck.worker.v1.LoadH\x00\x12\x32\n\tlast_word\x18\x07 \x01(\x0b\x32\x1d.coatcheck.worker.v1.LastWordH\x00\x42\t\n\x07message\"\xe3\x01\n\x0cRegistration\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12-\n\x05model\x18\x03 \x01(\x0b\x32\x1e.coatcheck.v1.GetModelResponse\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\n\n\x02tp\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x07 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x08 \x01(\r\x12\x10\n\x08\x63ontract\x18\t \x01(\r\x12\x0f\n\x07version\x18\n \x01(\t\"O\n\tStepBatch\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x34\n\x07outputs\x18\x02 \x03(\x0b\x32#.coatcheck.worker.v1.SequenceOutput\"\xd1\x02\n\x0eSequenceOutput\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.coatcheck.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x30\n\x06\x63\x61\x63hed\x18\x08 \x01(\x0b\x32\x1b.coatcheck.worker.v1.CachedH\x01\x88\x01\x01\x12\x33\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1a.coatcheck.v1.TokenLogprobB\x10\n\x0e_stop_token_idB\t\n\x07_cached\"e\n\x06\x43\x61\x63hed\x12\x15\n\rdevice_tokens\x18\x01 \x01(\r\x12\x13\n\x0bhost_tokens\x18\x02 \x01(\r\x12\x16\n\x0equeued_seconds\x18\x03 \x01(\x02\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x02\"k\n\x07KvEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x12\n\nblock_hash\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\'\n\x04tier\x18\x04 \x01(\x0e\x32\x19.coatcheck.worker.v1.Tier\"Y\n\x08KvEvents\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\"{\n\rSnapshotChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12,\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1c.coatcheck.worker.v1.KvEvent\x12\r\n\x05\x66irst\x18\x04 \x01(\x08\x12\x0c\n\x04last\x18\x05 \x01(\x08\"E\n\x07Refused\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\x05\x12\x0f\n\x07message\x18\x04 \x01(\t\"i\n\x04Load\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.coatcheck.v1.GroupStatus\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x04\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\"+\n\x08LastWord\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x03(\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x32\xa4\x01\n\x06Worker\x12J\n\x06\x41ttach\x12\x1c.coatcheck.worker.v1.ToGroup\x1a\x1e.coatcheck.worker.v1.FromGroup(\x01\x30\x01\x12N\n\x05Probe\x12!.coatcheck.worker.v1.ProbeRequest\x1a\".coatcheck.worker.v1.ProbeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'coatcheck.proto.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=2581
-  _globals['_TIER']._serialized_end=2641
+  _globals['_TIER']._serialized_start=2678
+  _globals['_TIER']._serialized_end=2738
   _globals['_PROBEREQUEST']._serialized_start=86
   _globals['_PROBEREQUEST']._serialized_end=100
   _globals['_PROBERESPONSE']._serialized_start=102
@@ -49,25 +49,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTREQUEST']._serialized_start=975
   _globals['_SNAPSHOTREQUEST']._serialized_end=992
   _globals['_FROMGROUP']._serialized_start=995
-  _globals['_FROMGROUP']._serialized_end=1322
-  _globals['_REGISTRATION']._serialized_start=1325
-  _globals['_REGISTRATION']._serialized_end=1552
-  _globals['_STEPBATCH']._serialized_start=1554
-  _globals['_STEPBATCH']._serialized_end=1633
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1636
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1973
-  _globals['_CACHED']._serialized_start=1975
-  _globals['_CACHED']._serialized_end=2076
-  _globals['_KVEVENT']._serialized_start=2078
-  _globals['_KVEVENT']._serialized_end=2185
-  _globals['_KVEVENTS']._serialized_start=2187
-  _globals['_KVEVENTS']._serialized_end=2276
-  _globals['_SNAPSHOTCHUNK']._serialized_start=2278
-  _globals['_SNAPSHOTCHUNK']._serialized_end=2401
-  _globals['_REFUSED']._serialized_start=2403
-  _globals['_REFUSED']._serialized_end=2472
-  _globals['_LOAD']._serialized_start=2474
-  _globals['_LOAD']._serialized_end=2579
-  _globals['_WORKER']._serialized_start=2644
-  _globals['_WORKER']._serialized_end=2808
+  _globals['_FROMGROUP']._serialized_end=1374
+  _globals['_REGISTRATION']._serialized_start=1377
+  _globals['_REGISTRATION']._serialized_end=1604
+  _globals['_STEPBATCH']._serialized_start=1606
+  _globals['_STEPBATCH']._serialized_end=1685
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1688
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2025
+  _globals['_CACHED']._serialized_start=2027
+  _globals['_CACHED']._serialized_end=2128
+  _globals['_KVEVENT']._serialized_start=2130
+  _globals['_KVEVENT']._serialized_end=2237
+  _globals['_KVEVENTS']._serialized_start=2239
+  _globals['_KVEVENTS']._serialized_end=2328
+  _globals['_SNAPSHOTCHUNK']._serialized_start=2330
+  _globals['_SNAPSHOTCHUNK']._serialized_end=2453
+  _globals['_REFUSED']._serialized_start=2455
+  _globals['_REFUSED']._serialized_end=2524
+  _globals['_LOAD']._serialized_start=2526
+  _globals['_LOAD']._serialized_end=2631
+  _globals['_LASTWORD']._serialized_start=2633
+  _globals['_LASTWORD']._serialized_end=2676
+  _globals['_WORKER']._serialized_start=2741
+  _globals['_WORKER']._serialized_end=2905
 # @@protoc_insertion_point(module_scope)

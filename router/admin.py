@@ -136,7 +136,8 @@ def _link_status(link: GroupLink, draining: bool) -> GroupStatus:
         state = "draining" if len(link.tickets) else "drained"
     # One that is back stays known for what it did, since it may do so again and again.
     ejected = f"serves again; ejections: {link.ejections}, the last for: {link.ejected}" if link.ejections else ""
-    status = _address_status(address, state, address.reason or ejected)
+    crashed = f"serves again; it had ended by itself: {address.predecessor}" if address.predecessor else ""
+    status = _address_status(address, state, address.reason or ejected or crashed)
     if status.state == "starting":
         status.state = "serving"  # it has registered, so every rank has run a step
     reported = GroupStatus()

@@ -36,6 +36,9 @@ class RouterConfig:
     # The latter is no less than a start may take (GroupConfig.meeting_seconds), since all may be lost together.
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 600.0
+    # How long one that has lost two groups in a row waits to learn whether they ended by themselves: what the next
+    # incarnation says of the last, once its processes are up.
+    cause_wait_seconds: float = 3.0
     # Requests that wait here while no group has room; more are refused.
     max_queued: int = 1024
     # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
@@ -61,7 +64,7 @@ class RouterConfig:
         _require(bool(self.name), "name", self.name, "a name")
         _require(0 <= self.port < 65536, "port", self.port, "from 0 (any) to 65535")
         _require(0 <= (self.http_port or 0) < 65536, "http_port", self.http_port, "from 0 (any) to 65535, or None")
-        for name in ("admission_wait_seconds", "move_wait_seconds"):
+        for name in ("admission_wait_seconds", "move_wait_seconds", "cause_wait_seconds"):
             seconds = getattr(self, name)
             _require(math.isfinite(seconds) and seconds >= 0, name, seconds, "at least 0")
         _require(1.0 <= self.silence_seconds < math.inf, "silence_seconds", self.silence_seconds, "at least 1")

@@ -7,11 +7,11 @@ that is for the number of streams or because others need the processor. It does 
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
-from ..proto.errors import CoatcheckError
 from ..proto.worker_pb2 import SequenceOutput
+from .losses import Cause, Loss
 from .ticket import Ejected, GroupLost, Ticket
 
 _LONGEST_WAIT_SECONDS: Final = 0.025
@@ -63,12 +63,15 @@ class Delivery:
         """Waits until no ticket is open."""
         await self._idle.wait()
 
-    def fail_all(self, error: GroupLost | CoatcheckError) -> None:
-        """Nothing more comes for anyone."""
+    def fail_all(self, loss: Loss, unbegun: Collection[int] = ()) -> None:
+        """Nothing more comes for anyone. The tickets in `unbegun` have no part in that."""
         tickets, self._tickets = self._tickets, {}
         self._idle.set()
-        for ticket in tickets.values():
-            ticket.fail(error)
+        suspects = sum(ticket.suspicion > 0 for ticket in tickets.values())
+        innocent = Loss(loss.group, loss.reason, Cause.WANTED)
+        for id, ticket in tickets.items():
+            apart = suspects == (ticket.suspicion > 0)
+            ticket.fail(GroupLost(innocent if id in unbegun else loss, apart=apart))
 
     def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
         """Hands out a step; outputs that nobody awaits, and those of an attempt that was given up, are dropped.

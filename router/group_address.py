@@ -13,13 +13,18 @@ STATES = ("starting", "serving", "draining", "lost")
 @by_name
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it."""
+    """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it.
+
+    `predecessor`: how the incarnation before this one has ended: in words where it did so by itself, "" where it was
+    ended from outside, None where that is not known.
+    """
 
     name: str
     address: str
     state: str = "serving"
     reason: str = ""
     restarts: int = 0
+    predecessor: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a state that does not exist."""

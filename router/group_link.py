@@ -22,6 +22,7 @@ from ..proto.worker_pb2 import (
     Abort,
     FromGroup,
     Hello,
+    LastWord,
     Refused,
     Registration,
     SnapshotRequest,
@@ -32,9 +33,10 @@ from .config import GROUP_MESSAGE_BYTES, RouterConfig
 from .delivery import Delivery
 from .group_address import GroupAddress
 from .group_load import GroupLoad
+from .losses import Cause, Losses
 from .prefix_index import Outcome, PrefixIndex
 from .request import Request
-from .ticket import Ejected, GroupLost, Ticket
+from .ticket import Ejected, Ticket
 
 _log = logging.getLogger(__name__)
 _CHANNEL_OPTIONS = [
@@ -59,6 +61,7 @@ class GroupLink:
         changed: Callable[[], None],
         eased: Callable[[], None] = lambda: None,
         judge: Callable[["GroupLink"], Ejected | None] = lambda link: None,
+        losses: Losses | None = None,
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
@@ -73,6 +76,8 @@ class GroupLink:
         self._changed = changed
         self._eased = eased
         self._judge = judge
+        self._losses = losses or Losses()
+        self._last_word: LastWord | None = None
         self._paused = False  # since it is slow
         self._recalled = asyncio.Event()
         self._silence = config.silence_seconds
@@ -90,10 +95,9 @@ class GroupLink:
     def submit(
         self, request: Request, attempt: int, delivered: Mapping[int, Sequence[int]], uncached_tokens: int
     ) -> Ticket:
-        """Sends a request, of whose prompt so much is to be computed; the ticket gets its outputs. Raises GroupLost
-        while the group is not attached."""
-        if self.registration is None:
-            raise GroupLost(f"group {self.name} is not attached")
+        """Sends a request, of whose prompt so much is to be computed; the ticket gets its outputs. Only while the group
+        is attached."""
+        assert self.registration is not None, f"group {self.name} is not attached"
         self._last_id += 1
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
@@ -106,7 +110,7 @@ class GroupLink:
         """Nobody takes from it any more; unless the group has finished it, the group is told."""
         ticket.close(finished)
         self.tickets.forget(ticket.id)
-        self.clear(ticket)
+        self.suspect(ticket, 0)
         if ticket.sent is not None:
             ticket.sent.end()
         self._eased()
@@ -117,10 +121,10 @@ class GroupLink:
             ticket.sent.begin()
         self._eased()
 
-    def clear(self, ticket: Ticket) -> None:
-        """It is not what ends groups; whoever may not run beside a suspect may come."""
-        if ticket.suspicion:
-            ticket.suspicion = 0
+    def suspect(self, ticket: Ticket, level: int) -> None:
+        """How suspect its request is from now on; whoever may not run beside it may come when it is so no more."""
+        if ticket.suspicion != level:
+            ticket.suspicion = level
             self._changed()
 
     async def close(self, reason: str) -> None:
@@ -156,11 +160,13 @@ class GroupLink:
     async def _attach(self) -> bool:
         """One stream from its beginning to its end; returns whether the group had registered. Raises Ejected."""
         self._outbox = asyncio.Queue()
+        self._last_word = None
         try:
             async with plane_channel(self.address.address, self._plane, _CHANNEL_OPTIONS) as channel:
                 stream: Stream = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
                 await self._converse(stream)
-                self.reason = "the group ended the stream"
+                word = self._last_word
+                self.reason = f"it ended by itself: {word.reason}" if word else "the group ended the stream"
         except grpc.aio.AioRpcError as error:
             self.reason = f"{error.code().name}: {error.details()}"
         except _Silent:
@@ -229,6 +235,8 @@ class GroupLink:
                 self._apply(self._index.apply_snapshot(self.name, message.snapshot))
             case "refused":
                 self._refuse(message.refused)
+            case "last_word":
+                self._last_word = message.last_word
             case "registration":
                 self._register(message.registration)
 
@@ -285,11 +293,19 @@ class GroupLink:
         self.registration = None
         self.load = GroupLoad(Registration())
         self._index.remove_group(self.name)
-        blameless = self._paused or self.address.state == "draining"  # whoever drains a group is about to end it
-        self.tickets.fail_all(GroupLost(f"group {self.name} is lost: {self.reason}", blameless=blameless))
         if attached:
+            reason = f"group {self.name} is lost: {self.reason}"
+            loss = self._losses.lost(self.name, self.address.restarts, reason, self._cause())
+            self.tickets.fail_all(loss, self._last_word.waiting if self._last_word else ())
             self._changed()
         return attached
+
+    def _cause(self) -> Cause:
+        if self._last_word is not None:
+            return Cause.CRASH
+        if self._paused or self.address.state == "draining":  # whoever drains a group is about to end it
+            return Cause.WANTED
+        return Cause.UNKNOWN
 
 
 class _Silent(Exception):

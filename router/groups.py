@@ -19,16 +19,17 @@ from .group_address import GroupAddress
 from .group_link import GroupLink
 from .laggards import Laggards
 from .line import Line
+from .losses import Losses
 from .placement import Placement
 from .policy import Candidate, Decision, choose
 from .prefix_index import NOTHING, Match, PrefixIndex
+from .quarantine import Quarantine
 from .request import Request
+from .retry_budget import RetryBudget
 from .ticket import Ejected
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
-# Two requests that were each on one lost group may share the next; one that was on two shares it with no suspect.
-_SUSPICION_TOGETHER = 2
 
 
 class Groups:
@@ -38,6 +39,8 @@ class Groups:
         self.index = PrefixIndex()
         self.audit = Audit()
         self.line = Line(config.max_queued)
+        self.losses = Losses()
+        self.retries = RetryBudget()
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
         # By name, so that a group that is lost and started again stays drained.
         self.draining: set[str] = set()
@@ -48,6 +51,7 @@ class Groups:
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
         self._laggards = Laggards()
+        self._quarantine = Quarantine()
 
     @property
     def links(self) -> Iterable[GroupLink]:
@@ -84,9 +88,12 @@ class Groups:
                 self._links[name].address = address
             else:
                 self._links[name] = GroupLink(
-                    address, self._config, self.index, self.notify, self.line.move, self._judge
+                    address, self._config, self.index, self.notify, self.line.move, self._judge, self.losses
                 )
         await asyncio.gather(*closing)
+        for address in addresses:
+            if address.predecessor is not None:
+                self.losses.learn(address.name, address.restarts - 1, address.predecessor)
         self.notify()
 
     async def close(self) -> None:
@@ -153,28 +160,30 @@ class Groups:
         With `like` the request has begun: only a group that is equal to it and large enough counts as serving, since
         one that held the request may come back.
 
-        `suspicion`: how many groups in a row were lost before they answered any of it. Once two were, it runs where no
-        other suspect does, so that a third loss tells which of them it was.
+        `suspicion`: its level, which says where it may run; see Quarantine.
         """
         delivered = delivered or {}
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_seconds
-        while True:
-            change = self.next_change
-            serving = self._serving_like(request, like)
-            if suspicion:
-                serving = [
-                    (link, reg) for link, reg in serving if suspicion + link.tickets.suspicion <= _SUSPICION_TOGETHER
-                ]
-            if serving:
-                placement = self._place(request, attempt, delivered, serving, avoid)
-                placement.ticket.suspicion = suspicion
-                return placement
-            try:
-                async with asyncio.timeout_at(until):
-                    await change.wait()
-            except TimeoutError:
-                raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
+        with self._quarantine.turn(suspicion, sum(map(len, delivered.values()))) as turn:
+            while True:
+                change = self.next_change
+                serving = self._serving_like(request, like)
+                if suspicion:
+                    levels = [((link, reg), link.tickets.suspicion) for link, reg in serving]
+                    serving = self._quarantine.places(suspicion, turn, levels)
+                if serving:
+                    placement = self._place(request, attempt, delivered, serving, avoid)
+                    placement.ticket.suspicion = suspicion
+                    break
+                try:
+                    async with asyncio.timeout_at(until):
+                        await change.wait()
+                except TimeoutError:
+                    raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
+        if self._quarantine.waiting:  # there may be a place for the next one, too
+            self.notify()
+        return placement
 
     def _serving_like(self, request: Request, like: GetModelResponse | None) -> list[tuple[GroupLink, Registration]]:
         """Those that serve; for one that has begun on `like`, only those that can go on with it."""

@@ -51,9 +51,9 @@ class Placement:
         self._settle()
         self._link.close_ticket(self.ticket, finished)
 
-    def clear(self) -> None:
-        """The group has answered: the request is no suspect."""
-        self._link.clear(self.ticket)
+    def suspect(self, level: int) -> None:
+        """The group has answered: the request is less of a suspect."""
+        self._link.suspect(self.ticket, level)
 
     def _settle(self) -> None:
         if self._expectation is not None:

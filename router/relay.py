@@ -6,6 +6,7 @@ what has been delivered, so that the client sees one stream. It does not know ho
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 
 from ..proto.coatcheck_pb2 import ChoiceEnd, Delta, Final, GenerateEvent, PromptLogprobs, Started, TokenLogprob, Usage
 from ..proto.errors import Overloaded, Poisoned
@@ -15,13 +16,12 @@ from .config import RouterConfig
 from .detokenizer import Detokenizer
 from .fair_queue import Served
 from .groups import Groups
+from .losses import Loss
 from .placement import Placement
 from .policy import Decision
 from .request import Request
+from .suspicion import Suspicion
 from .ticket import GroupLost
-
-# The first is shared with all that ran there, the second with those that moved along; before the third it runs apart.
-_MOST_DEATHS_IN_A_ROW = 3
 
 
 class Relay:
@@ -44,7 +44,8 @@ class Relay:
         self._served: Served | None = None
         self._moves = 0
         self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
-        self._deaths = 0  # groups lost in a row, none of which delivered anything since the one before
+        self._suspicion = Suspicion()
+        groups.retries.opened()
 
     @property
     def decision(self) -> Decision | None:
@@ -87,9 +88,9 @@ class Relay:
                 placement = await self._return(placement)
                 continue
             events = self._advance(outputs, placement)
-            if events and self._deaths:
-                self._deaths = 0
-                placement.clear()
+            if events and self._suspicion.is_any:
+                self._suspicion.answered(sum(len(output.token_ids) for output in outputs))
+                placement.suspect(self._suspicion.level)
             for event in events:
                 yield event
         yield GenerateEvent(final=self._final(placement))
@@ -104,6 +105,7 @@ class Relay:
         if self._placement is not None:
             self._placement.close(finished=self._finished)
             self._placement = None
+        self._groups.retries.closed()
 
     @property
     def _finished(self) -> bool:
@@ -140,7 +142,7 @@ class Relay:
             wait_seconds=wait_seconds,
             like=lost.model if lost else None,
             avoid=self._left,
-            suspicion=self._deaths,
+            suspicion=self._suspicion.level,
         )
         return self._placed(self._placement)
 
@@ -169,27 +171,29 @@ class Relay:
         return ended
 
     async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
-        """To another group, unless the last three were lost before they delivered any of it.
-
-        A stream that comes further in between may move as often as it must. After one or two losses in a row it may
-        have ended them, or another request that ran there, or none: nothing that a group says before it ends tells
-        which. So it goes on, the third time with no other suspect beside it (see Groups.place), and only that loss is
-        held against it. Groups that were taken away, or were slow, do not count.
-        """
+        """To another group, unless those before speak against it (see Suspicion)."""
         placement.close(finished=True)
         self._placement = None
         self._left.add(placement.ticket.group)
         if self.request.passage is not None:
             self.request.passage.lost(placement.ticket.group, str(lost))
         self._scored = 0
-        self._deaths += not lost.blameless
-        if self._deaths >= _MOST_DEATHS_IN_A_ROW:
-            raise Poisoned(
-                f"{self._deaths} groups in a row were lost while they ran this request, {placement.ticket.group} the "
-                "last; it is not sent to another"
-            ) from lost
+        self._suspicion.lost(lost.loss, apart=lost.apart)
+        if len(losses := self._suspicion.losses) > 1:
+            await self._learn(losses)
+        if refusal := self._suspicion.refusal:
+            raise Poisoned(f"{refusal}; it is not sent to another") from lost
+        if delay := self._groups.retries.take():
+            await asyncio.sleep(delay)
         self._moves += 1
         return await self._place(self._config.move_wait_seconds, placement)
+
+    async def _learn(self, losses: Sequence[Loss]) -> None:
+        """Waits a moment for what is not known yet of how they came about."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.cause_wait_seconds):
+                for loss in losses:
+                    await loss.known()
 
     def _advance(self, outputs: Sequence[SequenceOutput], placement: Placement) -> list[GenerateEvent]:
         """All that came at once, as one delta per choice."""

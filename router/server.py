@@ -35,6 +35,7 @@ from .http.api import Api
 from .http.guards import guarded
 from .http.server import HttpServer
 from .index_metrics import IndexMetrics
+from .loss_metrics import LossMetrics
 from .measures import Measures
 from .metrics import Metrics
 from .server_certificate import ServerCertificate
@@ -70,6 +71,7 @@ class Router:
         self.groups = Groups(config)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
+        registry.register(LossMetrics(self.groups))
         measures = Measures(registry)
         self._gate = Gate(config.keys_file, on_refused=measures.refused)
         self.traffic = Traffic(measures)

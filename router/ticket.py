@@ -12,18 +12,19 @@ from typing import Final
 from ..proto.errors import CoatcheckError, SlowReader
 from ..proto.worker_pb2 import SequenceOutput
 from .group_load import Sent
+from .losses import Loss
 
 # Steps that may wait for a reader: some ten seconds of a fast stream, and a few megabytes where log-probabilities come.
 MOST_WAITING: Final = 8192
 
 
 class GroupLost(Exception):
-    """The stream to the group has ended; the request can go on elsewhere. `blameless`: it was wanted so, and is no sign
-    that a request which ran there has ended it."""
+    """The stream to the group has ended; the request can go on elsewhere. `apart`: no other suspect ran there."""
 
-    def __init__(self, message: str, *, blameless: bool = False) -> None:
-        super().__init__(message)
-        self.blameless = blameless
+    def __init__(self, loss: Loss, *, apart: bool) -> None:
+        super().__init__(loss.reason)
+        self.loss = loss
+        self.apart = apart
 
 
 class Ejected(Exception):
@@ -37,7 +38,7 @@ class Ejected(Exception):
 
 class Ticket:
     """Made by a link's `submit`; the relay that holds it closes it. `round` is when its reader was last woken, 0 once
-    it is back; `on_return` is told. `suspicion`: groups lost in a row before they answered its request."""
+    it is back; `on_return` is told. `suspicion`: see Suspicion.level."""
 
     __slots__ = (
         "_abort",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import ray.util
 
 from ..proto.log_lines import configure_logging
+from .crash_record import crash_of
 from .group_config import GroupConfig
 from .rank_process import divide_cores, settle_environment
 from .rank_progress import RankProgress
@@ -25,11 +26,13 @@ CONCURRENCY = 8
 
 
 class RankActor:
-    """`loopback`: all ranks are on this host and need no other network."""
+    """`loopback`: all ranks are on this host and need no other network. `incarnation`: how many of this group there
+    were before."""
 
-    def __init__(self, config: GroupConfig, rank: int, *, ranks_on_host: int, loopback: bool) -> None:
+    def __init__(self, config: GroupConfig, rank: int, incarnation: int, *, ranks_on_host: int, loopback: bool) -> None:
         self._config = config
         self._number = rank
+        self._incarnation = incarnation
         self._ranks_on_host = ranks_on_host
         self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._listener: socket.socket | None = None
@@ -56,6 +59,7 @@ class RankActor:
                 ranks_on_host=self._ranks_on_host,
                 host=self._host,
                 listener=self._listener,
+                record_base=self._record_base(self._incarnation),
             )
             self._rank.run(rendezvous)
         except Exception as error:
@@ -78,6 +82,14 @@ class RankActor:
     def log_file(self) -> str:
         """Where this process's log lies on its host."""
         return os.path.realpath("/proc/self/fd/2")
+
+    def predecessor_crash(self) -> str | None:
+        """How this rank of the incarnation before has ended, if that was on this host; see crash_of."""
+        return crash_of(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
+
+    def _record_base(self, incarnation: int) -> str:
+        """Beside the logs, which Ray keeps for each of its sessions."""
+        return f"{os.path.dirname(self.log_file())}/{self._config.name}.{incarnation}"
 
     def stop(self) -> None:
         """On rank 0: ends the group after the step under way."""

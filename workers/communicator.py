@@ -9,6 +9,8 @@ from __future__ import annotations  # array[int] is a type only for checkers bef
 
 import socket
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .peer_lost import PeerLost
 from .shared_memory import SharedMemory
 
 # What ranks tell each other as they look for shared memory.
@@ -118,10 +121,12 @@ class Communicator:
             self._shared.all_reduce(x)
         elif self._in_order:
             parts = [torch.empty_like(x) for _ in range(self.size)]
-            dist.all_gather(parts, x)
+            with _speaking():
+                dist.all_gather(parts, x)
             x.copy_(sum((part.float() for part in parts[1:]), parts[0].float()))
         elif self.size > 1:
-            dist.all_reduce(x)
+            with _speaking():
+                dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -134,7 +139,8 @@ class Communicator:
         if self._shared is not None and x.device.type == "cpu":
             return torch.cat(self._shared.all_gather(x).unbind(0), dim=dim)
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x)
+        with _speaking():
+            dist.all_gather(parts, x)
         return torch.cat(parts, dim=dim)
 
     def broadcast_ints(self, values: array[int] | None) -> array[int]:
@@ -168,7 +174,8 @@ class Communicator:
         if self._shared is not None:
             tensor = self._shared.all_gather(tensor).amin(0)
         else:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._ints)
+            with _speaking():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._ints)
         least: list[int] = tensor.tolist()
         return least
 
@@ -176,7 +183,8 @@ class Communicator:
         if self._shared is not None:
             self._shared.broadcast(x)
         else:
-            dist.broadcast(x, src=0, group=self._ints)
+            with _speaking():
+                dist.broadcast(x, src=0, group=self._ints)
 
     def _exchange(self, words: bytes) -> list[bytes]:
         assert len(words) <= _WORDS_BYTES, "words are few"
@@ -191,3 +199,15 @@ class Communicator:
         if self._ints is not None:
             self._ints = None
             dist.destroy_process_group()
+
+
+@contextmanager
+def _speaking() -> Iterator[None]:
+    """What torch.distributed raises for a lost peer becomes PeerLost. An error of the device that only comes to light
+    here has a class of its own, and stays what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            raise PeerLost(str(error)) from error
+        raise

@@ -162,6 +162,11 @@ class Engine:
             **self.scheduler.tiers.counts(),
         )
 
+    def not_begun(self) -> set[str]:
+        """Requests of which no choice was ever part of a step."""
+        waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
+        return waiting - {s.request.request_id for s in self.scheduler.running}
+
     def price(self, copies: CopyReport | None) -> None:
         """Takes how fast ranks copy (None: as before) and compute into what copies are weighed by."""
         tiers, rate = self.scheduler.tiers, self.throughput.prefill_tokens_per_second

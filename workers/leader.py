@@ -6,6 +6,7 @@ It is given a rank that is warm. It does not know how ranks meet, nor where thei
 import logging
 import uuid
 from collections.abc import Callable
+from typing import NoReturn
 
 from ..kernels.native import native_status
 from ..proto import coatcheck_pb2 as public
@@ -14,6 +15,7 @@ from ..proto.contract import CONTRACT, VERSION
 from ..proto.tracing import Tracing
 from .communicator import Communicator
 from .copy_report import CopyReport
+from .crash_record import CrashRecord
 from .engine import Engine
 from .engine_loop import EngineLoop
 from .grammars import Grammars
@@ -46,6 +48,7 @@ class Leader:
         *,
         name: str,
         host: str,
+        record: CrashRecord,
         grammars: Grammars,
         copies: CopyReport | None,
         compiled: Callable[[], int],
@@ -77,7 +80,9 @@ class Leader:
             compiled=compiled,
             max_open=config.max_num_seqs + config.max_waiting,
         )
-        self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=lambda error: die(name, error))
+        self._name = name
+        self._record = record
+        self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=self._die)
         address = self._service.start(self._loop, f"{host}:0")
         self.address = f"{host}:{address.rpartition(':')[2]}"
         _log.info(
@@ -104,6 +109,13 @@ class Leader:
         self._service.stop()
         if self._tracing is not None:
             self._tracing.close()
+
+    def _die(self, error: BaseException) -> NoReturn:
+        """The engine has failed, and with it the group; routers are to know whether what ran may have done it."""
+        self._record.note(error)
+        if cause := self._record.cause(error):
+            self._service.say_last(cause, self.engine.not_begun())
+        die(self._name, error)
 
 
 def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: Reservation) -> wire.Registration:

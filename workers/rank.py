@@ -20,6 +20,7 @@ from ..proto.errors import InvalidConfig
 from .block_layout import BlockLayout
 from .communicator import Communicator
 from .copy_report import CopyReport
+from .crash_record import CrashRecord
 from .decode_graphs import graph_sizes
 from .free_memory import peak_bytes
 from .grammars import Grammars
@@ -46,7 +47,7 @@ class Rank:
     """`run` is called once and blocks; `stop` (on rank 0) and `progress` may be used from other threads.
 
     `ranks_on_host`: of all groups, who share its cores and memory. `host`: where it listens, and others reach it.
-    `listener`: rank 0's bound socket, whose address is the rendezvous.
+    `listener`: rank 0's bound socket, whose address is the rendezvous. `record_base`: see CrashRecord.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Rank:
         ranks_on_host: int | None = None,
         host: str = "127.0.0.1",
         listener: socket.socket | None = None,
+        record_base: str = "",
     ) -> None:
         self.config = config
         self.rank = rank
@@ -68,10 +70,12 @@ class Rank:
         self._stopping = False
         self._leader: Leader | None = None
         self.compile_watch = CompileWatch()
+        self._record = CrashRecord(record_base, rank, config.tp)
 
     def run(self, rendezvous: str) -> None:
         """The rank's life. Raises CoatcheckError for what cannot be served; returns when the group was stopped."""
         config = self.config
+        self._record.keep()
         torch.set_num_threads(divide_cores(config.threads, self._ranks_on_host))
         device = choose_device(config.device)
         communicator = Communicator.join(
@@ -119,6 +123,7 @@ class Rank:
                     ranks,
                     name=self.name,
                     host=self._host,
+                    record=self._record,
                     grammars=grammars,
                     copies=copies,
                     compiled=self.compile_watch.late,
@@ -128,6 +133,7 @@ class Rank:
                 self._note(phase=Phase.SERVING)
                 follow(runner, communicator)
         except BaseException as error:
+            self._record.note(error)
             die(self.name, error)
         communicator.close()
         self._note(phase=Phase.ENDED)

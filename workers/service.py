@@ -10,7 +10,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import suppress
 from functools import partial
 
 import grpc.aio
@@ -34,6 +35,7 @@ from .wire import event_messages, request_of, snapshot_messages, status_message,
 
 BUFFER_BYTES = 16 << 20
 _LAST_WRITE_SECONDS = 1.0
+_LAST_WORD_SECONDS = 0.25
 
 _log = logging.getLogger(__name__)
 _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
@@ -118,6 +120,13 @@ class WorkerService(WorkerServicer):
         if mail:
             self._loop.call_soon_threadsafe(self._deliver, mail)
 
+    def say_last(self, reason: str, waiting: Collection[str]) -> None:
+        """The group ends by itself, for that reason, and these requests have no part in it: every router is told, and
+        every stream ends. In the engine's thread; returns once that is done, or has taken too long."""
+        said = asyncio.run_coroutine_threadsafe(self._say_last(reason, waiting), self._loop)
+        with suppress(TimeoutError):
+            said.result(_LAST_WORD_SECONDS)
+
     async def Attach(self, requests: AsyncIterator[wire.ToGroup], stream: _Stream) -> None:
         """One router, until either side ends; then its requests are aborted."""
         first = await anext(requests, None)
@@ -177,6 +186,13 @@ class WorkerService(WorkerServicer):
     async def _stop(self) -> None:
         self._load_task.cancel()
         await self._server.stop(grace=0.2)
+
+    async def _say_last(self, reason: str, waiting: Collection[str]) -> None:
+        for subscriber in self._subscribers.values():
+            keys = [key for key in self._tickets.of(subscriber) if key in waiting]
+            ids = [ticket.submit_id for key in keys if (ticket := self._tickets.get(key)) is not None]
+            subscriber.end(wire.FromGroup(last_word=wire.LastWord(reason=reason, waiting=ids)))
+        await self._server.stop(grace=_LAST_WORD_SECONDS)
 
     async def _read(self, subscriber: Subscriber, requests: AsyncIterator[wire.ToGroup]) -> None:
         await self._send_snapshot(subscriber, registration=wire.FromGroup(registration=self._registration))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import native
+from .peer_lost import PeerLost
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -46,7 +47,7 @@ class _Shared(ctypes.Structure):
 class SharedMemory:
     """One rank's end. Every rank makes the same calls in the same order, with the same shapes and dtypes.
 
-    Any of them raises RuntimeError when a rank has died or does not come within the timeout.
+    Any of them raises PeerLost when a rank has died or does not come within the timeout.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: list[int], timeout_seconds: float) -> None:
@@ -110,9 +111,9 @@ class SharedMemory:
 
     def _done(self, result: int) -> None:
         if result >= _GONE:
-            raise RuntimeError(f"rank {result - _GONE} has died")
+            raise PeerLost(f"rank {result - _GONE} has died")
         if result >= _LATE:
-            raise RuntimeError(f"rank {result - _LATE} did not come to a collective within {self._timeout_seconds} s")
+            raise PeerLost(f"rank {result - _LATE} did not come to a collective within {self._timeout_seconds} s")
 
 
 def _create(size: int) -> str:

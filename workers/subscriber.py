@@ -26,6 +26,7 @@ class Subscriber:
         self._chunks: Iterator[FromGroup] | None = None
         self._changed = asyncio.Event()
         self._closed = False
+        self._ending = False
 
     @property
     def takes_snapshot(self) -> bool:
@@ -58,8 +59,8 @@ class Subscriber:
         self._changed.set()
 
     async def write_to(self, write: Callable[[FromGroup], Awaitable[None]]) -> None:
-        """Writes what is queued, until `close`."""
-        while not self._closed:
+        """Writes what is queued, until `close`, or until all of it is written after `end`."""
+        while not self._closed and not self._ending:
             await self._changed.wait()
             self._changed.clear()
             while not self._closed and (self._messages or self._chunks is not None):
@@ -71,6 +72,13 @@ class Subscriber:
                     await write(chunk)
                 else:
                     self._messages, self._held, self._chunks = self._held or deque(), None, None
+
+    def end(self, last: FromGroup) -> None:
+        """A last message; `write_to` returns behind it, whatever a snapshot has held back."""
+        self._chunks = None
+        self._messages.append(last)
+        self._ending = True
+        self._changed.set()
 
     def close(self) -> None:
         """`write_to` returns once the write under way is done."""

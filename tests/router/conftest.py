@@ -57,7 +57,7 @@ async def open_door(tokenizer: TokenizerJson) -> AsyncIterator[OpenDoor]:
         *groups: FakeGroup, attached: bool = True, speaking: TokenizerJson = tokenizer, **settings: object
     ) -> Door:
         # Unlike real groups, fake ones say nothing unasked: on a busy machine they would seem to hang.
-        settings = {"silence_seconds": 60.0, **settings}
+        settings = {"silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
         router = Router(RouterConfig(model="tiny", **settings), speaking)  # type: ignore[arg-type]  # by name
         address = await router.start()
         door = Door(router, address, list(groups))

@@ -7,7 +7,7 @@ compared with one that did not.
 import asyncio
 import hashlib
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
@@ -25,6 +25,7 @@ from coatcheck.proto.worker_pb2 import (
     FromGroup,
     KvEvent,
     KvEvents,
+    LastWord,
     Load,
     Refused,
     Registration,
@@ -49,7 +50,8 @@ def scripted_token(submit: Submit, choice: int, position: int) -> int:
 
 class FakeGroup(WorkerServicer):
     """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called. With `chunk` a
-    prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those."""
+    prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those.
+    `last_word` is said ahead of an end by `die_on_submit` or `poison`."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class FakeGroup(WorkerServicer):
         refuse: tuple[int, str] | None = None,
         die_on_submit: bool = False,
         poison: int | None = None,
+        last_word: str = "",
         chunk: int = 0,
         score_at_most: int | None = None,
     ) -> None:
@@ -79,6 +82,7 @@ class FakeGroup(WorkerServicer):
         self.refuse = refuse
         self.die_on_submit = die_on_submit
         self.poison = poison
+        self.last_word = last_word
         self.chunk = chunk
         self.score_at_most = score_at_most
         self.contract, self.version = CONTRACT, VERSION
@@ -119,6 +123,11 @@ class FakeGroup(WorkerServicer):
         """Every stream ends, behind what was sent."""
         for stream in self._streams:
             stream.put_nowait(None)
+
+    def crash(self, reason: str, unbegun: Iterable[int] = ()) -> None:
+        """Every stream ends behind a last word, and those submissions have no part in that."""
+        self.send(FromGroup(last_word=LastWord(reason=reason, waiting=unbegun)))
+        self.hang_up()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something that was received makes it so."""
@@ -173,6 +182,9 @@ class FakeGroup(WorkerServicer):
                 case "submit":
                     self.submits.append(message.submit)
                     if self.die_on_submit or list(message.submit.prompt_token_ids) == [self.poison]:
+                        if self.last_word:
+                            word = LastWord(reason=self.last_word)
+                            outbox.put_nowait(FromGroup(last_word=word))
                         outbox.put_nowait(None)
                     elif self.refuse:
                         code, text = self.refuse

@@ -4,6 +4,7 @@ import asyncio
 
 from coatcheck.proto.worker_pb2 import SequenceOutput
 from coatcheck.router.delivery import Delivery
+from coatcheck.router.losses import Cause, Loss
 from coatcheck.router.ticket import GroupLost, Ticket
 
 
@@ -82,7 +83,7 @@ async def test_a_loss_comes_after_what_was_delivered() -> None:
     delivery = Delivery()
     (ticket,) = opened(delivery, 1)
     delivery.deliver(step(5, 1))
-    delivery.fail_all(GroupLost("gone"))
+    delivery.fail_all(Loss("a", "gone", Cause.UNKNOWN))
     assert len(await ticket.take()) == 1
     try:
         await ticket.take()

@@ -7,10 +7,8 @@ import grpc
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import (
-    GenerateRequest,
     GetModelResponse,
     StatusRequest,
-    TokenIds,
 )
 from coatcheck.proto.worker_pb2 import FromGroup
 from coatcheck.router.tokenizer import TokenizerJson
@@ -113,44 +111,6 @@ async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.finish()
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_poisonous_request_is_not_sent_to_a_fourth(open_door: OpenDoor) -> None:
-    """A request that ends three groups in a row, the last one by itself, is refused with its own status."""
-    groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c", "d")]
-    door = await open_door(*groups)
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(ask())
-    assert refused.value.code() is grpc.StatusCode.ABORTED
-    assert "3 groups in a row were lost" in (refused.value.details() or "")
-    assert sum(len(group.submits) for group in groups) == 3
-
-
-async def test_who_was_beside_a_poisonous_request_is_answered(open_door: OpenDoor) -> None:
-    """Of the requests that were on both lost groups only the one that ends a third alone is refused."""
-    poison = 7
-    groups = [FakeGroup(name, hold_after=0, poison=poison) for name in ("a", "b")]
-    door = await open_door(*groups)
-    _, ids = await undisturbed(open_door, ask())
-    innocent = [Stream(door, ask()) for _ in range(12)]  # some on either
-    for stream in innocent:
-        await stream.read()
-    poisonous = GenerateRequest(token_ids=TokenIds(ids=[poison]), sampling=ask().sampling)
-    asking = asyncio.ensure_future(door.generation.Generate(poisonous))
-    for group in groups:
-        await _receives(group, poison)
-    for group in groups:
-        group.go()
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await asking
-    assert refused.value.code() is grpc.StatusCode.ABORTED
-    for stream in innocent:
-        await stream.finish()
-        assert stream.ids == ids
-
-
-async def _receives(group: FakeGroup, token: int) -> None:
-    await group.until(lambda: any(list(submit.prompt_token_ids) == [token] for submit in group.submits))
 
 
 async def test_two_groups_killed_at_once_cost_no_request(open_door: OpenDoor) -> None:

@@ -1,14 +1,9 @@
 """A group's ranks as real processes over gloo, on a tiny checkpoint: they serve, they end, they die together."""
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import grpc
@@ -19,96 +14,19 @@ from coatcheck.proto.coatcheck_pb2 import SamplingParams
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.group_config import GroupConfig
-from coatcheck.workers.rank import Rank
-from coatcheck.workers.rank_progress import Phase, RankProgress
 from tests.workers.checkpoints import tiny_checkpoint
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["coatcheck.workers.rank"])
-
-
-class Group:
-    """The processes of one group."""
-
-    def __init__(self, config: GroupConfig) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.close()
-        self.pipes: list[Connection] = []
-        self.processes: list[BaseProcess] = []
-        for rank in range(config.tp):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_live, args=(config, rank, rendezvous, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def wait_ready(self) -> str:
-        """The address, once every rank serves."""
-        addresses = []
-        for pipe in self.pipes:
-            while True:
-                assert pipe.poll(60), "a rank says nothing"
-                said = pipe.recv()
-                assert isinstance(said, RankProgress), said
-                if said.phase is Phase.SERVING:
-                    addresses.append(said.address)
-                    break
-        return addresses[0]
-
-    def failures(self) -> list[str]:
-        """What each rank says when it cannot start."""
-        found = []
-        for pipe in self.pipes:
-            while isinstance(said := pipe.recv(), RankProgress):
-                pass
-            found.append(said)
-        return found
-
-    def exit_codes(self, seconds: float) -> list[int | None]:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return [process.exitcode for process in self.processes]
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def _live(config: GroupConfig, number: int, rendezvous: str, pipe: Connection) -> None:
-    """A process: the rank's phases go into the pipe; a word from it stops the group."""
-    rank = Rank(config, number)
-
-    def report() -> None:
-        said = None
-        while True:
-            if rank.progress.phase is not said:
-                said = rank.progress.phase
-                pipe.send(rank.progress)
-            if pipe.poll(0.01):
-                rank.stop()
-                return
-
-    threading.Thread(target=report, daemon=True).start()
-    try:
-        rank.run(rendezvous)
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-        os._exit(3)
+from tests.workers.rank_group import RankGroup
 
 
 @pytest.fixture
-def start(checkpoint_directory: Path) -> Iterator[Callable[..., Group]]:
+def start(checkpoint_directory: Path) -> Iterator[Callable[..., RankGroup]]:
     """Starts groups, and leaves none behind."""
-    groups: list[Group] = []
+    groups: list[RankGroup] = []
     path = str(tiny_checkpoint("llama", checkpoint_directory))
 
-    def start(**settings: object) -> Group:
+    def start(**settings: object) -> RankGroup:
         settings = {"kv_memory": 1 << 20, "dtype": "float32", "device": "cpu", "threads": 1, **settings}
-        groups.append(Group(GroupConfig("g", path, "tiny", **settings)))  # type: ignore[arg-type]
+        groups.append(RankGroup(GroupConfig("g", path, "tiny", **settings)))  # type: ignore[arg-type]
         return groups[-1]
 
     yield start
@@ -139,7 +57,7 @@ def _then_wait(messages: list[wire.ToGroup], answered: threading.Event) -> Itera
     answered.wait(60)
 
 
-def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., Group]) -> None:
+def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., RankGroup]) -> None:
     """A group of two gives the tokens that a group of one gives; told to stop, every rank exits 0."""
     one, two = start(), start(tp=2)
     prompt = list(range(3, 43))
@@ -150,7 +68,7 @@ def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., Group]) 
         assert set(group.exit_codes(10)) == {0}
 
 
-def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., Group]) -> None:
+def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., RankGroup]) -> None:
     """Once it serves, a group can say each rank's process, its memory, and that all have run a step."""
     group = start(tp=2)
     with grpc.insecure_channel(group.wait_ready()) as channel:
@@ -163,7 +81,7 @@ def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., 
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_its_group(start: Callable[..., Group], victim: int) -> None:
+def test_a_killed_rank_ends_its_group(start: Callable[..., RankGroup], victim: int) -> None:
     """When one rank is killed while the group idles, the other exits non-zero within seconds: nothing hangs."""
     group = start(tp=2)
     group.wait_ready()
@@ -174,7 +92,7 @@ def test_a_killed_rank_ends_its_group(start: Callable[..., Group], victim: int) 
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
-def test_a_quantised_pool_serves_and_says_so(start: Callable[..., Group], kv_dtype: str) -> None:
+def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], kv_dtype: str) -> None:
     """From the same memory come more blocks; the registration names the dtype, so that no other kind takes over."""
     plain, quantised = start(), start(kv_dtype=kv_dtype, tp=2)
     registrations = []
@@ -193,20 +111,20 @@ def test_a_kv_dtype_that_cannot_be_is_refused_at_start(checkpoint_directory: Pat
         GroupConfig("g", "m", "m", kv_dtype="int3")
 
 
-def test_a_setting_that_cannot_be_is_said_by_every_rank(start: Callable[..., Group]) -> None:
+def test_a_setting_that_cannot_be_is_said_by_every_rank(start: Callable[..., RankGroup]) -> None:
     """A pool too small for a block is an InvalidConfig with what to change, not a crash."""
     for failure in start(tp=2, kv_memory=100).failures():
         assert failure.startswith("InvalidConfig: kv-memory gives 100 bytes a rank")
 
 
-def test_host_memory_that_cannot_be_is_refused(start: Callable[..., Group]) -> None:
+def test_host_memory_that_cannot_be_is_refused(start: Callable[..., RankGroup]) -> None:
     """More host memory than the machine has is an InvalidConfig with what to change, before anything is allocated."""
     (failure,) = start(host_kv_memory=float(1 << 50)).failures()
     assert failure.startswith("InvalidConfig: host-kv-memory asks for 1,125,899,906,842,624 bytes")
     assert failure.endswith("lower host-kv-memory, or set it to 0")
 
 
-def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[..., Group]) -> None:
+def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[..., RankGroup]) -> None:
     """A rank's memory is larger than that of one without pools by just their bytes, within 1%, and stays so under
     load that evicts, demotes and restores."""
     small, large = start(kv_memory=1 << 20), start(kv_memory=4 << 20, host_kv_memory=1 << 30)
@@ -226,7 +144,7 @@ def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[...,
     assert resident(large) - before[1] < 0.01 * reserved
 
 
-def resident(group: Group) -> int:
+def resident(group: RankGroup) -> int:
     """Bytes of memory of its own that the group's one process holds."""
     status = Path(f"/proc/{group.processes[0].pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))

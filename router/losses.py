@@ -1,0 +1,71 @@
+"""Losses: groups that were lost, and why, as far as it is known: at once, a moment later, or never.
+
+A group that ends by itself mostly says so with its last breath; where it cannot, its supervisor learns it when the next
+incarnation starts where the former has left its record. It does not know requests, nor what is concluded of them.
+"""
+
+import asyncio
+from collections import Counter
+from enum import Enum
+from weakref import WeakValueDictionary
+
+
+class Cause(Enum):
+    """What ended a group, as it is counted."""
+
+    WANTED = "wanted"  # it was drained, or is slow: no sign against anything that ran there
+    CRASH = "crash"  # it ended by itself: an error in a step, or a fault in one of its processes
+    KILLED = "killed"  # from outside, by whomever: the kernel too may do so, for memory that a request has taken
+    UNKNOWN = "unknown"  # its node is gone, it hangs, or nothing has been learned yet
+
+
+class Loss:
+    """One incarnation of a group is lost."""
+
+    def __init__(self, group: str, reason: str, cause: Cause) -> None:
+        self.group = group
+        self.reason = reason
+        self.cause = cause
+        self._learned = asyncio.Event()
+        if cause is not Cause.UNKNOWN:
+            self._learned.set()
+
+    def learn(self, cause: Cause, reason: str) -> None:
+        """The cause has become known."""
+        self.cause = cause
+        self.reason = reason
+        self._learned.set()
+
+    async def known(self) -> None:
+        """Waits until it is."""
+        await self._learned.wait()
+
+
+class Losses:
+    """Of one router. A loss is kept for as long as a request remembers it. `counts` has each once, by what was known
+    when it was noticed; `learned` those that were unknown then, by what became known."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Cause] = Counter()
+        self.learned: Counter[Cause] = Counter()
+        self._unknown: set[tuple[str, int]] = set()  # of each group the last
+        self._open: WeakValueDictionary[tuple[str, int], Loss] = WeakValueDictionary()
+
+    def lost(self, group: str, incarnation: int, reason: str, cause: Cause) -> Loss:
+        """That incarnation of a group is lost."""
+        self.counts[cause] += 1
+        loss = Loss(group, reason, cause)
+        if cause is Cause.UNKNOWN:
+            self._open[group, incarnation] = loss
+            self._unknown = {key for key in self._unknown if key[0] != group} | {(group, incarnation)}
+        return loss
+
+    def learn(self, group: str, incarnation: int, crash: str) -> None:
+        """How it has ended: by itself, in words, or "", since it was ended from outside."""
+        if (group, incarnation) not in self._unknown:
+            return
+        self._unknown.remove((group, incarnation))
+        cause = Cause.CRASH if crash else Cause.KILLED
+        self.learned[cause] += 1
+        if (loss := self._open.pop((group, incarnation), None)) is not None:
+            loss.learn(cause, crash or loss.reason)

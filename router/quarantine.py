@@ -1,0 +1,53 @@
+"""Quarantine: where requests that may end groups may run, and which of them is next.
+
+How suspect each is says Suspicion. Those that are a little suspect may share a group; one that is more so has no other
+suspect beside it, so that what becomes of the group is evidence. Of those that wait, the one of whose answer most is
+delivered goes first: an innocent stream stands still for less long, and one that fails in its prompt comes last. It
+does not know what a request asks for, nor who else runs.
+"""
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Final, TypeVar
+
+_TOGETHER: Final = 2  # each two of level 1, or one of level 2
+
+Turn = tuple[int, int]
+_T = TypeVar("_T")
+
+
+class Quarantine:
+    """`waiting` while some could run now or later, but for other suspects."""
+
+    def __init__(self) -> None:
+        self._turns: list[Turn] = []
+        self._numbers = count()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._turns)
+
+    @contextmanager
+    def turn(self, level: int, tokens: int) -> Iterator[Turn | None]:
+        """A place among those that wait, for a request of which so many tokens are delivered."""
+        if level < _TOGETHER:
+            yield None
+            return
+        turn = (-tokens, next(self._numbers))
+        insort(self._turns, turn)
+        try:
+            yield turn
+        finally:
+            self._turns.remove(turn)
+
+    def places(self, level: int, turn: Turn | None, groups: Sequence[tuple[_T, int]]) -> list[_T]:
+        """Of groups, each with the level of its most suspicious request, those where this one may run now."""
+        if turn is not None and turn != self._turns[0]:
+            return []
+        free = [group for group, other in groups if not other]
+        if level < _TOGETHER and not free:  # rather alone as well, so that few are on two lost groups together
+            return [group for group, other in groups if level + other <= _TOGETHER]
+        return free

@@ -1,0 +1,87 @@
+"""A request that really crashes the ranks it runs on: two groups are lost, no third, and nobody else is harmed."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coatcheck.bench.chaos_load import difference
+from coatcheck.cluster.answer import Answer
+from coatcheck.cluster.client import Client
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import Poisoned
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.server import Router
+from coatcheck.workers.group_config import GroupConfig
+from tests.router.tiny_tokenizer import write_model
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.crashing_rank import RAISES, CrashingRank
+from tests.workers.rank_group import RankGroup
+
+_STREAMS = 6
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint with a tokenizer."""
+    return write_model(tiny_checkpoint("llama", tmp_path, vocab_size=600, max_position_embeddings=2048))
+
+
+@pytest.fixture
+def groups(model: Path) -> Iterator[dict[str, RankGroup]]:
+    """Three, of one rank each."""
+    started = {}
+    for name in ("a", "b", "c"):
+        config = GroupConfig(
+            name, str(model), "tiny", kv_memory=8 << 20, dtype="float32", device="cpu", threads=1, max_batch_tokens=64
+        )
+        started[name] = RankGroup(config, CrashingRank)
+    yield started
+    for group in started.values():
+        group.kill()
+
+
+def innocent(number: int) -> pb.GenerateRequest:
+    """Long enough to be in its middle when the others come."""
+    sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.9, seed=number, logprobs=1)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[20 + number, 30, 40]), sampling=sampling)
+
+
+@pytest.mark.timeout(120)
+async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, RankGroup]) -> None:
+    """The request that raises in a step is refused when the second group has ended by it. The third runs on, and every
+    other stream ends as it would have, whether it lost one group, two or none."""
+    router = Router(RouterConfig(str(model), "tiny"))
+    address = await router.start()
+    client = Client([address])
+    try:
+        found = {name: await asyncio.to_thread(group.wait_ready) for name, group in groups.items()}
+        await router.set_groups([GroupAddress(name, where) for name, where in found.items()])
+        while len(router.groups.serving()) < len(groups):
+            await router.groups.next_change.wait()
+        expected = await asyncio.gather(*(_answer(client, innocent(number)) for number in range(_STREAMS)))
+        begun = [asyncio.Event() for _ in range(_STREAMS)]
+        running = [asyncio.create_task(_answer(client, innocent(number), begun[number])) for number in range(_STREAMS)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        poisonous = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[RAISES, 5]))
+        with pytest.raises(Poisoned, match="2 groups in a row ended by themselves .*ValueError: a defect"):
+            await _answer(client, poisonous)
+        for answer, before in zip(await asyncio.gather(*running), expected, strict=True):
+            assert difference(before, answer) == ""
+        lives = [name for name, group in groups.items() if group.processes[0].is_alive()]
+        assert len(lives) == 1
+        assert [link.name for link, _ in router.groups.serving()] == lives
+    finally:
+        await client.close()
+        await router.stop()
+
+
+async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> Answer:
+    answer = Answer(0.0)
+    async for event in client.generate_stream(request):
+        answer.add(event, 0.0)
+        if begun is not None and event.HasField("delta"):
+            begun.set()
+    return answer

@@ -1,0 +1,124 @@
+"""A request that ends groups: two that end by themselves are enough, and who was beside it is answered all the same."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, TokenIds
+
+from .conftest import OpenDoor
+from .fake_group import FakeGroup
+from .stream import Stream, ask, undisturbed
+
+POISON = 7
+CRASH = "rank 0: RuntimeError: an illegal memory access"
+
+
+def poisonous() -> GenerateRequest:
+    return GenerateRequest(token_ids=TokenIds(ids=[POISON]), sampling=ask().sampling)
+
+
+async def refusal(asking: "asyncio.Future[GenerateResponse]") -> str:
+    """Why it is refused as poison."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asking
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    return refused.value.details() or ""
+
+
+async def test_two_groups_that_end_by_themselves_are_enough(open_door: OpenDoor) -> None:
+    """A request that ends two groups in a row, as their last words say, is refused; no third one sees it."""
+    groups = [FakeGroup(name, poison=POISON, last_word=CRASH) for name in ("a", "b", "c")]
+    door = await open_door(*groups)
+    said = await refusal(asyncio.ensure_future(door.generation.Generate(poisonous())))
+    assert "2 groups in a row ended by themselves" in said and CRASH in said
+    assert sorted(len(group.submits) for group in groups) == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("crash", "sent"), [("rank 0: Segmentation fault", 2), ("", 3)], ids=["crash", "killed"])
+async def test_what_the_supervisor_learns_a_moment_later_counts(open_door: OpenDoor, crash: str, sent: int) -> None:
+    """Groups that end without a word, as in a segmentation fault: the request waits for what the next incarnations
+    find, and is refused then; where those were ended from outside it takes a third."""
+    groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
+    door = await open_door(*groups, cause_wait_seconds=60.0)
+    addresses = {link.name: link.address for link in door.router.groups.links}
+    asking = asyncio.ensure_future(door.generation.Generate(ask()))
+    lost: list[FakeGroup] = []
+    while len(lost) < sent:
+        lost.append(await next_to_receive([group for group in groups if group not in lost]))
+        if len(lost) > 1:
+            assert not asking.done(), "it waits to learn how they ended"
+            for group in lost:
+                ended = replace(addresses[group.name], state="lost", restarts=1, predecessor=crash)
+                addresses[group.name] = ended
+            await door.router.set_groups(list(addresses.values()))
+    said = await refusal(asking)
+    assert ("by themselves" in said) == bool(crash) and f"{sent} groups in a row" in said
+    assert sum(len(group.submits) for group in groups) == sent
+
+
+async def next_to_receive(groups: list[FakeGroup]) -> FakeGroup:
+    """Of groups that have received nothing, the first that does."""
+    waits = [asyncio.ensure_future(group.until(lambda group=group: bool(group.submits))) for group in groups]
+    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in pending:
+        wait.cancel()
+    return groups[waits.index(done.pop())]
+
+
+@pytest.mark.parametrize("last_word", [CRASH, ""], ids=["known", "unknown"])
+async def test_who_was_beside_a_poisonous_request_is_answered(open_door: OpenDoor, last_word: str) -> None:
+    """Of the requests on the lost groups only the one that ended them is refused: the second group is enough where
+    each says that it ends by itself, else it takes a third, on which it runs apart."""
+    groups = [FakeGroup(name, hold_after=0, poison=POISON, last_word=last_word) for name in ("a", "b")]
+    door = await open_door(*groups)
+    _, ids = await undisturbed(open_door, ask())
+    innocent = [Stream(door, ask()) for _ in range(12)]  # some on either
+    for stream in innocent:
+        await stream.read()
+    asking = asyncio.ensure_future(door.generation.Generate(poisonous()))
+    for group in groups:
+        group.go()
+    assert ("by themselves" in await refusal(asking)) == bool(last_word)
+    for stream in innocent:
+        await stream.finish()
+        assert stream.ids == ids
+    tries = sum(list(submit.prompt_token_ids) == [POISON] for group in groups for submit in group.submits)
+    assert tries == (2 if last_word else 3)
+
+
+async def test_streams_that_had_come_far_go_first(open_door: OpenDoor) -> None:
+    """After a crash its suspects run one after the other: those that had been answered before the one that had not, so
+    that they are answered again before it ends the next group."""
+    group = FakeGroup(hold_after=3, last_word=CRASH, poison=POISON)
+    _, ids = await undisturbed(open_door, ask())
+    door = await open_door(group)
+    streams = [Stream(door, ask()) for _ in range(5)]
+    for stream in streams:
+        while len(stream.ids[0]) < 3:
+            await stream.read()
+    asking = asyncio.ensure_future(door.generation.Generate(poisonous()))
+    await group.until(lambda: len(group.submits) == 7)  # of those that were six one is back, and stands still
+    group.go()
+    assert "2 groups in a row" in await refusal(asking)
+    again = [list(submit.prompt_token_ids) == [POISON] for submit in group.submits[6:12]]
+    assert again == [False] * 5 + [True]
+    for stream in streams:
+        await stream.finish()
+        assert stream.ids == ids
+
+
+async def test_who_had_not_begun_has_no_part_in_it(open_door: OpenDoor) -> None:
+    """A group that ends names the requests that only waited there: those are no suspects, and run together at once."""
+    group = FakeGroup(hold_after=0)
+    door = await open_door(group)
+    streams = [Stream(door, ask()) for _ in range(6)]
+    for stream in streams:
+        await stream.read()
+    group.crash(CRASH, unbegun=range(2, 7))
+    await group.until(lambda: len(group.submits) == 12)
+    group.go()
+    for stream in streams:
+        await stream.finish()

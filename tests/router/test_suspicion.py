@@ -1,0 +1,110 @@
+"""What lost groups say of a request, as pure decisions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.router.losses import Cause, Loss, Losses
+from coatcheck.router.quarantine import Quarantine
+from coatcheck.router.suspicion import Suspicion
+
+
+def loss(cause: Cause) -> Loss:
+    return Loss("a", f"group a is lost: {cause.value}", cause)
+
+
+def suspected(*causes: Cause, apart: bool = True) -> Suspicion:
+    """After such losses in a row."""
+    made = Suspicion()
+    for cause in causes:
+        made.lost(loss(cause), apart=apart)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("causes", "level", "refused"),
+    [
+        ((), 0, False),
+        ((Cause.WANTED,) * 5, 0, False),
+        ((Cause.UNKNOWN,), 1, False),
+        ((Cause.CRASH,), 2, False),
+        ((Cause.CRASH, Cause.CRASH), 2, True),
+        ((Cause.UNKNOWN, Cause.CRASH), 2, False),
+        ((Cause.CRASH, Cause.KILLED), 2, False),
+        ((Cause.KILLED, Cause.UNKNOWN), 2, False),
+        ((Cause.CRASH, Cause.KILLED, Cause.CRASH), 2, True),
+        ((Cause.KILLED, Cause.KILLED, Cause.UNKNOWN), 2, True),
+        ((Cause.CRASH, Cause.WANTED, Cause.CRASH), 2, True),
+    ],
+    ids=str,
+)
+def test_two_crashes_are_evidence_and_three_losses_are(causes: tuple[Cause, ...], level: int, refused: bool) -> None:
+    """Two groups that end by themselves, or three lost in any way, refuse a request; what was wanted is no sign."""
+    suspicion = suspected(*causes)
+    assert (suspicion.level, bool(suspicion.refusal)) == (level, refused)
+
+
+def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
+    """What was twice beside another suspect goes on, by itself; the next loss, alone, is held against it."""
+    suspicion = suspected(Cause.CRASH, Cause.CRASH, Cause.CRASH, apart=False)
+    assert not suspicion.refusal and suspicion.level == 2
+    suspicion.lost(loss(Cause.CRASH), apart=True)
+    assert suspicion.refusal.startswith("4 groups in a row ended by themselves")
+
+
+def test_a_cause_that_becomes_known_later_counts() -> None:
+    """Two losses of unknown cause are none too many until it is known that both groups ended by themselves."""
+    losses = Losses()
+    suspicion = Suspicion()
+    for name in ("a", "b"):
+        suspicion.lost(losses.lost(name, 3, f"group {name} is lost", Cause.UNKNOWN), apart=True)
+    losses.learn("a", 2, "of another incarnation")
+    losses.learn("a", 3, "rank 0: Segmentation fault")
+    assert not suspicion.refusal and losses.learned == {Cause.CRASH: 1}
+    losses.learn("b", 3, "rank 0: Segmentation fault")
+    assert suspicion.refusal == (
+        "2 groups in a row ended by themselves while they ran this request (rank 0: Segmentation fault)"
+    )
+    losses.learn("b", 3, "")  # said again, or by a supervisor that knows less
+    assert losses.counts == {Cause.UNKNOWN: 2} and losses.learned == {Cause.CRASH: 2}
+
+
+def test_progress_clears_a_request() -> None:
+    """After a word of an answer two crashes are not in a row; after many none is remembered. A request that gets a
+    little further on each group it ends is refused at the third."""
+    suspicion = suspected(Cause.CRASH)
+    suspicion.answered(1)
+    assert suspicion.level == 0 and suspicion.is_any
+    suspicion.lost(loss(Cause.CRASH), apart=True)
+    assert not suspicion.refusal
+    suspicion.answered(1)
+    assert suspicion.level == 2, "it runs apart until it has come far"
+    suspicion.lost(loss(Cause.CRASH), apart=True)
+    assert suspicion.refusal
+    suspicion.answered(100)
+    assert suspicion.level == 0 and not suspicion.is_any and not suspicion.refusal
+
+
+@given(st.lists(st.tuples(st.integers(1, 2), st.sampled_from("ab"), st.booleans()), max_size=30))
+def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) -> None:
+    """Whoever comes and goes: beside a request that is very suspect there is no other suspect."""
+    quarantine = Quarantine()
+    groups: dict[str, list[int]] = {"a": [], "b": []}
+    for level, preferred, leaves in requests:
+        with quarantine.turn(level, 0) as turn:
+            places = quarantine.places(level, turn, [(name, max(there, default=0)) for name, there in groups.items()])
+        if places:
+            groups[preferred if preferred in places else places[0]].append(level)
+        assert all(2 not in there or len(there) == 1 for there in groups.values())
+        if leaves:
+            groups[preferred].clear()
+    assert not quarantine.waiting
+
+
+def test_who_was_answered_most_goes_first() -> None:
+    """Of very suspect requests that wait for one place, that one is next of whose answer most is delivered."""
+    quarantine = Quarantine()
+    with quarantine.turn(2, 0) as new, quarantine.turn(2, 30) as far, quarantine.turn(1, 0) as little:
+        assert little is None and quarantine.places(1, little, [("a", 0)]) == ["a"]
+        assert quarantine.places(2, new, [("a", 0)]) == []
+        assert quarantine.places(2, far, [("a", 0), ("b", 1)]) == ["a"]

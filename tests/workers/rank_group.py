@@ -1,0 +1,93 @@
+"""RankGroup: the ranks of one group as real processes over gloo, without Ray."""
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from coatcheck.workers.group_config import GroupConfig
+from coatcheck.workers.rank import Rank
+from coatcheck.workers.rank_progress import Phase, RankProgress
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["coatcheck.workers.rank"])
+
+
+class RankGroup:
+    """The processes of one group; `kind` of rank."""
+
+    def __init__(self, config: GroupConfig, kind: type[Rank] = Rank, record_base: str = "") -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.close()
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for rank in range(config.tp):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_live, args=(config, rank, rendezvous, theirs, kind, record_base), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def wait_ready(self) -> str:
+        """The address, once every rank serves."""
+        addresses = []
+        for pipe in self.pipes:
+            while True:
+                assert pipe.poll(60), "a rank says nothing"
+                said = pipe.recv()
+                assert isinstance(said, RankProgress), said
+                if said.phase is Phase.SERVING:
+                    addresses.append(said.address)
+                    break
+        return addresses[0]
+
+    def failures(self) -> list[str]:
+        """What each rank says when it cannot start."""
+        found = []
+        for pipe in self.pipes:
+            while isinstance(said := pipe.recv(), RankProgress):
+                pass
+            found.append(said)
+        return found
+
+    def exit_codes(self, seconds: float) -> list[int | None]:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _live(
+    config: GroupConfig, number: int, rendezvous: str, pipe: Connection, kind: type[Rank], record_base: str
+) -> None:
+    """A process: the rank's phases go into the pipe; a word from it stops the group."""
+    rank = kind(config, number, record_base=record_base)
+
+    def report() -> None:
+        said = None
+        while True:
+            if rank.progress.phase is not said:
+                said = rank.progress.phase
+                pipe.send(rank.progress)
+            if pipe.poll(0.01):
+                rank.stop()
+                return
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        rank.run(rendezvous)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        os._exit(3)

@@ -1,0 +1,103 @@
+"""How a group that ends by itself says so, and what it leaves behind: real processes that really crash."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.coatcheck_pb2 import SamplingParams
+from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.workers.crash_record import crash_of
+from coatcheck.workers.group_config import GroupConfig
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.crashing_rank import FAULTS, LAST_FAULTS, LAST_IS_KILLED, LAST_RAISES, RAISES, CrashingRank
+from tests.workers.rank_group import RankGroup
+
+Start = Callable[..., tuple[RankGroup, str]]
+
+
+@pytest.fixture
+def start(checkpoint_directory: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a group that certain prompts end, and returns where its records begin."""
+    groups: list[RankGroup] = []
+    path = str(tiny_checkpoint("llama", checkpoint_directory))
+
+    def start(tp: int, **settings: object) -> tuple[RankGroup, str]:
+        config = GroupConfig(
+            "g", path, "tiny", tp=tp, kv_memory=1 << 20, dtype="float32", device="cpu", threads=1, **settings
+        )  # type: ignore[arg-type]
+        base = f"{tmp_path}/g.{len(groups)}"
+        groups.append(RankGroup(config, CrashingRank, base))
+        return groups[-1], base
+
+    yield start
+    for group in groups:
+        group.kill()
+
+
+def last_word(address: str, *prompts: int) -> wire.LastWord | None:
+    """What a router hears of a group that these submissions end; None where the stream just breaks."""
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    submits = [
+        wire.Submit(id=number, prompt_token_ids=[token, 5, 6], sampling=sampling)
+        for number, token in enumerate(prompts, 1)
+    ]
+    sent = [wire.ToGroup(hello=wire.Hello(router="test")), *(wire.ToGroup(submit=submit) for submit in submits)]
+    said, ended = None, threading.Event()
+    with grpc.insecure_channel(address) as channel:
+        try:
+            for message in WorkerStub(channel).Attach(_then_wait(sent, ended)):
+                if message.HasField("last_word"):
+                    said = message.last_word
+        except grpc.RpcError:
+            return said
+        finally:
+            ended.set()
+    return said
+
+
+def _then_wait(messages: list[wire.ToGroup], ended: threading.Event) -> Iterator[wire.ToGroup]:
+    yield from messages
+    ended.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("tp", "token", "word", "record"),
+    [
+        pytest.param(1, RAISES, *["rank 0: ValueError: a defect"] * 2, marks=pytest.mark.full),
+        (1, FAULTS, None, "rank 0: Segmentation fault"),
+        (2, LAST_RAISES, *["rank 1: ValueError: a defect"] * 2),
+        pytest.param(
+            2, LAST_FAULTS, "rank 1: Segmentation fault", "rank 1: Segmentation fault", marks=pytest.mark.full
+        ),
+        (2, LAST_IS_KILLED, None, ""),
+    ],
+)
+def test_who_ends_by_itself_says_so(start: Start, tp: int, token: int, word: str | None, record: str) -> None:
+    """A router hears why a group ends by itself, whichever rank it was; of a rank 0 that faults the record tells; and a
+    rank that was killed is held against nobody."""
+    group, base = start(tp)
+    said = last_word(group.wait_ready(), token)
+    assert (said.reason if said else None) == word
+    assert None not in group.exit_codes(10)
+    assert crash_of(base, list(range(tp)), tp) == record
+    assert crash_of(f"{base}9", list(range(tp)), tp) is None, "on another host nothing is known"
+
+
+def test_what_only_waited_is_named(start: Start) -> None:
+    """With room for one sequence at a time, the submission behind the one that ends the group has no part in it."""
+    group, _ = start(1, max_num_seqs=1)
+    said = last_word(group.wait_ready(), 5, RAISES, 5)  # both are there before the first has ended
+    assert said is not None and list(said.waiting) == [3]
+
+
+def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
+    """torch aborts a rank whose NCCL peer is gone: only alone is it a sign of what ran."""
+    base = f"{tmp_path}/g.0"
+    for rank in (0, 1):
+        Path(f"{base}.rank-{rank}.crash").write_text("Fatal Python error: Aborted\n\nThread 0x1:\n" if rank else "")
+    assert crash_of(base, [0, 1], 2) is None
+    assert crash_of(base, [1], 1) == "rank 1: Aborted"
