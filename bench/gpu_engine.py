@@ -158,6 +158,7 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
                 yield Row("engine", f"kernels compiled while serving, {what}", error=watch.late(), target="0",
                           met=watch.late() == 0, note="; ".join(watch.kernels[-watch.late() :])[:500]
                           if watch.late() else "")  # fmt: skip
+                watch.stop()
                 del group
             yield _graphs_change_nothing(model, device, shape.name, quick)
             del model

@@ -3,9 +3,11 @@
 import argparse
 import gc
 import platform
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import transformers
 import triton  # type: ignore[import-untyped]
 
 from coatcheck.bench import gpu_attention, gpu_engine, gpu_ranks, gpu_rows, gpu_tune
+from coatcheck.bench.gpu_children import DEVICE_LOST, run_in_children
 from coatcheck.bench.gpu_clock import Roofs, measure_roofs
 from coatcheck.bench.gpu_table import Row, Table
 
@@ -45,6 +48,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="small shapes, whose times mean nothing")
     parser.add_argument("--minutes", type=float, default=7.5, help="no part begins later than this")
     parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.as_rank:
         gpu_ranks.as_rank(options.as_rank)
@@ -54,15 +59,30 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "this host has no usable GPU; --device cpu --quick tries the script itself\n")
+    if options.device == "cuda" and not options.child:
+        command = [sys.executable, str(Path(__file__).with_name("gpu.py")), *arguments, "--child"]
+        return run_in_children(command, wanted, options.out)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     torch.manual_seed(0)
     roofs = measure_roofs(device, quick=options.quick)
-    table = Table(options.out, facts(device, roofs, options.quick))
+    table = Table.resumed(options.out) if options.resume else Table(options.out, facts(device, roofs, options.quick))
+    table.print_head()
     for name in wanted:
         run_part(name, table, device, roofs, quick=options.quick, minutes=options.minutes)
+        if device.type == "cuda" and not _answers(device):
+            return DEVICE_LOST
     table.facts["seconds"] = round(table.seconds)
     table.save()
     return int(table.failed)
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether calls on the device still succeed: after a kernel's fault none does."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def run_part(
@@ -73,6 +93,7 @@ def run_part(
     if began > 60 * minutes:
         table.add(Row(name, "not begun", note=f"{minutes} minutes were over"))
         return
+    table.begin(name)
     try:
         with torch.no_grad():  # not inference mode: the copier's thread writes to tensors that are made here
             for row in PARTS[name](device, roofs, quick=quick):
@@ -82,10 +103,11 @@ def run_part(
                     break
     except Exception:  # whatever it is must not keep the others from running
         table.add(Row(name, "the rest of it", failure=traceback.format_exc()))
+    table.end(name, table.seconds - began)
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-    table.facts[f"seconds of {name}"] = round(table.seconds - began, 1)
+        with suppress(RuntimeError):  # a device that is lost is told of by whoever asks next
+            torch.cuda.empty_cache()
 
 
 def facts(device: torch.device, roofs: Roofs, quick: bool) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _HEAD = "| part | what | ms | share of roof | error | beside | times as fast | target | state |"
 
@@ -55,7 +55,31 @@ class Table:
         self.facts = facts
         self._directory = directory
         self._started = time.monotonic()
-        print(json.dumps(facts), _HEAD, _HEAD.translate({ord(c): "-" for c in _HEAD if c != "|"}), sep="\n", flush=True)
+
+    @classmethod
+    def resumed(cls, directory: Path) -> Self:
+        """The one that another process has saved there."""
+        saved = json.loads((directory / "gpu.json").read_text())
+        self = cls(directory, saved["facts"])
+        names = {field.name for field in fields(Row)}
+        self.rows = [Row(**{name: value for name, value in row.items() if name in names}) for row in saved["rows"]]
+        self._started -= saved["seconds"]
+        return self
+
+    def print_head(self) -> None:
+        """What stands above the rows."""
+        head = _HEAD.translate({ord(c): "-" for c in _HEAD if c != "|"})
+        print(json.dumps(self.facts), _HEAD, head, sep="\n", flush=True)
+
+    def begin(self, part: str) -> None:
+        """Kept, so that a process which dies in it is known to have begun it."""
+        self.facts.setdefault("parts", {})[part] = "begun"
+        self.save()
+
+    def end(self, part: str, seconds: float) -> None:
+        """It needs no other process, whatever became of it."""
+        self.facts["parts"][part] = f"{seconds:.1f} s"
+        self.save()
 
     def add(self, row: Row) -> None:
         """Prints and saves it."""
@@ -79,7 +103,9 @@ class Table:
         """All of it, as it is now."""
         rows = [asdict(row) | {"ratio": row.ratio, "state": row.state} for row in self.rows]
         content = {"facts": self.facts, "seconds": self.seconds, "rows": rows}
-        (self._directory / "gpu.json").write_text(json.dumps(content, indent=1) + "\n")
+        written = self._directory / "gpu.json.new"
+        written.write_text(json.dumps(content, indent=1) + "\n")
+        written.replace(self._directory / "gpu.json")
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
         lines = [_HEAD, "|" + "---|" * len(self.rows[0].cells()) if self.rows else ""]
         lines += ["| " + " | ".join(row.cells()) + " |" for row in self.rows]

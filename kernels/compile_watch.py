@@ -27,6 +27,10 @@ class CompileWatch:
         self._next = triton.knobs.runtime.jit_post_compile_hook
         triton.knobs.runtime.jit_post_compile_hook = self._compiled
 
+    def stop(self) -> None:
+        """Asks no more; whoever asked later must have stopped before."""
+        triton.knobs.runtime.jit_post_compile_hook = self._next
+
     def ready(self) -> None:
         """Everything should be there."""
         self._early = len(self.kernels)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coatcheck.bench.gpu_children import run_in_children
 from coatcheck.bench.gpu_parts import main
 from coatcheck.bench.gpu_table import Row, Table
 
@@ -75,6 +76,40 @@ def test_a_part_that_breaks_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> Non
     saved = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["state"] for row in saved] == ["met", "FAILED", "NOT MET"] and saved[0]["ratio"] == 1.5
     assert "Traceback: it broke" in (tmp_path / "gpu.md").read_text()
+
+
+_CHILD = """
+import os, signal, sys
+from pathlib import Path
+from coatcheck.bench.gpu_table import Row, Table
+directory, (only, *more) = Path(sys.argv[1]), sys.argv[3:]
+table = Table.resumed(directory) if more == ["--resume"] else Table(directory, {"device": "none"})
+for part in only.split(","):
+    table.begin(part)
+    table.add(Row(part, "before", ms=1.0))
+    if part == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if part == "fails":
+        table.add(Row(part, "the rest of it", failure="a kernel's fault"))
+    table.end(part, 1.0)
+    if part == "fails":
+        sys.exit(3)
+sys.exit(int(table.failed))
+"""
+
+
+def test_a_part_whose_process_dies_costs_no_other(tmp_path: Path) -> None:
+    """Where one dies of a signal and one leaves the device of no use, each is a row FAILED, the others are there."""
+    (tmp_path / "gpu.json").write_text("another run's")
+    command = [sys.executable, "-c", _CHILD, str(tmp_path)]
+    assert run_in_children(command, ["one", "dies", "two", "fails", "three"], tmp_path) == 1
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [row["part"] for row in rows if row["what"] == "before"] == ["one", "dies", "two", "fails", "three"]
+    failures = {row["part"]: row["failure"] for row in rows if row["state"] == "FAILED"}
+    assert failures == {"dies": "its process ended with exit code -11", "fails": "a kernel's fault"}
+    assert run_in_children(command, ["one", "two"], tmp_path) == 0
+    assert run_in_children(command, ["one", "dies"], tmp_path) == 1
+    assert run_in_children([sys.executable, "-c", "import sys; sys.exit(7)"], ["one"], tmp_path) == 7
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,21 @@ class Serving:
             return {}
         return next((group for group in groups if group["name"] == name), {})
 
+    def wait_idle(self) -> None:
+        """Until no group reports a running request: what they last said may be of the one before."""
+        until(lambda: not any(group["running"] for group in self.status()["groups"]), "nothing runs")
+
+    def wait_running(self) -> dict[str, Any]:
+        """The one group that reports running requests, once it does."""
+        found: list[dict[str, Any]] = []
+
+        def runs() -> bool:
+            found[:] = [group for group in self.status()["groups"] if group["running"]]
+            return len(found) == 1
+
+        until(runs, "the stream runs")
+        return found[0]
+
     def actor(self, title: str) -> int:
         """The process of an actor of this cluster, by its class; 0 when there is none."""
         mine = self.descendants()

@@ -168,8 +168,9 @@ def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
     group = serving.group(undisturbed["group"])
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(serving.generate(PROMPT, *sampling)))
+    serving.wait_idle()
     thread.start()
-    until(lambda: serving.group(group["name"])["running"] == 1, "the stream runs")
+    assert serving.wait_running()["name"] == group["name"]
     kill(group["ranks"][rank]["pid"])
     thread.join(30)
     assert answers and answers[0]["token_ids"] == undisturbed["token_ids"]
@@ -188,10 +189,11 @@ def test_structured_output_outlives_a_killed_rank(serving: Serving) -> None:
         )  # fmt: skip
         undisturbed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked))
         texts = []
+        serving.wait_idle()
         for chunk in client.completions.create(**asked):
             texts.append(chunk.choices[0].text)
             if len(texts) == 3:
-                group = next(group for group in serving.status()["groups"] if group["running"] == 1)
+                group = serving.wait_running()
                 kill(group["ranks"][1]["pid"])
     assert "".join(texts) == undisturbed
     assert re.match(r"([a-z]{3}[0-9]{3}-)+", undisturbed)
@@ -277,8 +279,9 @@ def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: 
         "16",
         "--json",
     ]
+    serving.wait_idle()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        until(lambda: serving.group("group-1")["running"] >= 1, "the stream runs")
+        serving.wait_running()
         processes = serving.descendants()
         serving.process.send_signal(signal.SIGTERM)
         until(lambda: serving.status()["state"] == "draining", "it drains")
