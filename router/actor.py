@@ -14,6 +14,7 @@ from ..proto.coatcheck_pb2 import StatusResponse
 from ..proto.log_lines import configure_logging
 from .config import RouterConfig
 from .group_address import GroupAddress
+from .open_files import raise_limit
 from .server import Router
 
 
@@ -25,6 +26,7 @@ class RouterActor:
         self._config = config
         # Ray sends this process's stderr to a file in its session directory.
         configure_logging(config.log_format, router=config.name)
+        raise_limit()
         self._router: Router | None = None
         self._address = ""
         self._starting = asyncio.Lock()

@@ -38,6 +38,7 @@ from .index_metrics import IndexMetrics
 from .loss_metrics import LossMetrics
 from .measures import Measures
 from .metrics import Metrics
+from .open_files import GRPC_SHARE, most_connections
 from .server_certificate import ServerCertificate
 from .tokenizer import TokenizerJson
 from .traffic import Traffic
@@ -88,7 +89,8 @@ class Router:
             config.slow_reader_seconds,
             on_refused=measures.refused,
         )
-        self._server = grpc.aio.server(options=_OPTIONS)
+        most = most_connections(GRPC_SHARE)
+        self._server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
         self._health = HealthServicer()
         self._health_watch: asyncio.Task[None] | None = None
 

@@ -6,19 +6,17 @@ is asked, nor what a body may be (see body_limit).
 """
 
 import asyncio
-import resource
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ..open_files import HTTP_SHARE, most_connections
 from .error_body import refusal
 from .json_body import JsonBody
 
 HEAD_BYTES: Final = 64 << 10  # and what one read brings beyond it
-# Of the file descriptors that the process may have, those that clients' connections may take.
-_SHARE: Final = 0.5
 _REASONS: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
                    503: b"Service Unavailable"}  # fmt: skip
 # What a client says of HTTP/2 in the hope of changing to it. We stay, as we may.
@@ -41,7 +39,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._staying = False
         self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        if len(self.connections) > most_connections():
+        if len(self.connections) > most_connections(HTTP_SHARE):
             self._refuse(503, "connections", "this server has as many connections as it may; close some, or try again")
         else:
             self._await_head()
@@ -148,8 +146,3 @@ class BoundedConnection(HttpToolsProtocol):
             )
             self.transport.write(head % (status, _REASONS[status], len(body)) + bytes(body))
         self.transport.close()
-
-
-def most_connections() -> int:
-    """Beyond them there would be no file for a log, or a group."""
-    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * _SHARE)

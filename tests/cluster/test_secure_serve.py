@@ -18,6 +18,7 @@ from coatcheck.proto.worker_pb2 import ProbeRequest
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from tests.cluster.serving import Serving, coatcheck
 from tests.router.certificates import TestAuthority
+from tests.router.http.browser import Browser
 
 pytestmark = pytest.mark.ray
 
@@ -95,6 +96,18 @@ def test_http_speaks_tls(secure: Secure) -> None:
         connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})
         assert connection.getresponse().status == status
         connection.close()
+
+
+async def test_an_operator_watches(secure: Secure) -> None:
+    """The page in a browser and `top` in a terminal show the cluster to who has a key, through TLS."""
+    done = secure.run("top", "--once", "--json", key=secure.admin)
+    assert done.returncode == 0 and json.loads(done.stdout)["groups"][0]["state"] == "serving"
+    denied = secure.run("top", "--once", key=secure.key)
+    assert denied.returncode == 1 and "takes one with the role monitor or admin" in denied.stderr
+    async with Browser("--ignore-certificate-errors") as browser:  # whose authority is this test's own
+        await browser.open(secure.serving.url.replace("https://", f"https://me:{secure.admin}@"))
+        await browser.see("document.querySelector('#state').textContent", "serving")
+        await browser.see("document.querySelector('#cards .badge').textContent", "serving")
 
 
 def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:

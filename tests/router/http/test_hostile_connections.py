@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import resource
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -9,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coatcheck.proto.coatcheck_pb2 import GetModelRequest
 from coatcheck.router.http.body_limit import BodyLimit
 from coatcheck.router.http.bounded_connection import HEAD_BYTES, BoundedConnection
 from coatcheck.router.http.host_check import is_ours
@@ -140,3 +143,47 @@ async def test_every_answer_has_its_request_s_id(open_web: OpenWeb) -> None:
     ):
         _, answered, _ = await web.ask(method, path, None, {"x-request-id": "mine", **headers})
         assert answered["x-request-id"] == "mine", path
+
+
+CROWD = """
+import socket, sys, time
+greeting = b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(9) if sys.argv[2] == "grpc" else b"GET / HTTP/1.1\\r\\n"
+greeting = greeting.replace(bytes(9), bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+crowd = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(220)]
+for one in crowd:
+    try: one.sendall(greeting)
+    except OSError: pass
+turned_away = 0
+for one in crowd[::-1]:
+    one.settimeout(1 if turned_away == 0 else 0.005)
+    try: said = one.recv(100)
+    except TimeoutError: continue
+    except OSError: said = b""
+    turned_away += said == b"" or b" 503 " in said
+print(turned_away, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("kind", "most"), [("http", 200), ("grpc", 100)])
+async def test_a_crowd_takes_a_share_of_the_files(open_web: OpenWeb, kind: str, most: int) -> None:
+    """Connections beyond it are ended, and those that were there before go on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    try:
+        web = await open_web(FakeGroup())
+        await web.door.generation.GetModel(GetModelRequest())
+        port = web.address.rpartition(":")[2] if kind == "http" else str(web.door.port)
+        pipe = asyncio.subprocess.PIPE
+        crowd = await asyncio.create_subprocess_exec(sys.executable, "-c", CROWD, port, kind, stdin=pipe, stdout=pipe)
+        assert crowd.stdout is not None
+        try:
+            async with asyncio.timeout(30):
+                turned_away = int(await crowd.stdout.readline())
+            await web.door.generation.GetModel(GetModelRequest())  # on a connection that was there before
+        finally:
+            crowd.kill()
+            await crowd.communicate()
+        assert 220 - most <= turned_away <= 222 - most  # the router's own clients are there too
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

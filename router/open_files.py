@@ -1,0 +1,22 @@
+"""What clients' connections may take of the files that this process may have open: beyond that there would be none for
+a log, or a group. It does not know protocols.
+"""
+
+import contextlib
+import resource
+from typing import Final
+
+HTTP_SHARE: Final = 0.5
+GRPC_SHARE: Final = 0.25
+
+
+def most_connections(share: float) -> int:
+    """As of now."""
+    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * share)
+
+
+def raise_limit() -> None:
+    """To all that this process may ask for: what it begins with is often 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
