@@ -16,9 +16,11 @@ from itertools import takewhile
 from .block_pool import BlockPool
 from .copy_report import CopyReport
 from .host_tier import HostTier
+from .prefix_search import PrefixSearch
+from .row_planner import RowPlanner
 from .sequence import Sequence
 from .step_budget import StepBudget
-from .step_plan import NewRow, Row, StepPlan, TableWrite
+from .step_plan import StepPlan, TableWrite
 from .tiers import Tiers
 
 
@@ -39,11 +41,13 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.tiers = Tiers(pool, host, config.block_size)
+        self._rows = RowPlanner(pool, self.tiers, config.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._promised: dict[bytes, Sequence] = {}  # prefix blocks that a running prefill is about to compute
+        self._prefixes = PrefixSearch(self.tiers, config.block_size)
+        self._promises = self._prefixes.promises
         self._merged: list[TableWrite] = []
         self._steps = 0
 
@@ -94,8 +98,7 @@ class Scheduler:
                 self.pool.release([block])
                 sequence.block_table[index] = known
                 self._merged.append(TableWrite(sequence.slot, index, known))
-            if self._promised.get(block_hash) is sequence:
-                del self._promised[block_hash]
+            self._promises.end(sequence, [block_hash])
             sequence.num_registered = index + 1
 
     def settle(self, report: CopyReport) -> None:
@@ -135,13 +138,15 @@ class Scheduler:
             if sequence.num_restoring:
                 continue
             if self._make_room(sequence, plan):
-                self._plan_row(plan, scheduled, sequence, 1)
+                self._rows.plan(plan, sequence, 1)
+                scheduled.append(sequence)
 
     def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and not sequence.num_restoring and not budget.is_spent:
                 count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
-                self._plan_row(plan, scheduled, sequence, count)
+                self._rows.plan(plan, sequence, count)
+                scheduled.append(sequence)
 
     def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
         passed_over: list[Sequence] = []
@@ -153,7 +158,8 @@ class Scheduler:
                 if sequence.num_restoring:
                     continue
                 count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
-                self._plan_row(plan, scheduled, sequence, count)
+                self._rows.plan(plan, sequence, count)
+                scheduled.append(sequence)
             else:  # in order of arrival: nobody overtakes one that needs more room
                 self.waiting.appendleft(sequence)
                 break
@@ -161,7 +167,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether the sequence's next token has, or can get, a block that it may write."""
-        while self._blocks_wanted(sequence) > self.pool.num_available:
+        while self._rows.blocks_wanted(sequence) > self.pool.num_available:
             victim = self._cheapest_victim(sequence)
             self._preempt(victim, plan)
             if victim is sequence:
@@ -192,9 +198,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._merged = [write for write in self._merged if write.slot != sequence.slot]
-        for block_hash in sequence.block_hashes[sequence.num_registered :]:
-            if self._promised.get(block_hash) is sequence:
-                del self._promised[block_hash]
+        self._promises.end(sequence, sequence.block_hashes[sequence.num_registered :])
         self.tiers.forget(sequence)
         self.pool.release(sequence.block_table)
         sequence.block_table = []
@@ -210,27 +214,7 @@ class Scheduler:
             # Before the leader runs, and while its prompt is computed, waiting is cheaper than computing it twice.
             # A leader that still prefills (it was resumed) must not find its last block shared under its hands.
             return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1 or leader.num_restoring > 0
-        if sequence.wants_prompt_logprobs:
-            return False
-        if sequence.awaited_hash in self._promised:
-            return True
-        found = self._find(sequence, beside_decodes=beside_decodes)
-        # Another may be computing what comes next, or restoring the first of what the host has.
-        wanted = {len(found), found.index(None) if None in found else len(found)}
-        for index in wanted - {self._cacheable(sequence)}:
-            if sequence.block_hashes[index] in self._promised:
-                sequence.awaited_hash = sequence.block_hashes[index]
-                return True
-        return False
-
-    def _cacheable(self, sequence: Sequence) -> int:
-        # At least one token must be computed, for its logits.
-        return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self.config.block_size)
-
-    def _find(self, sequence: Sequence, *, beside_decodes: bool) -> list[int | None]:
-        if sequence.wants_prompt_logprobs:
-            return []
-        return self.tiers.find(sequence.block_hashes[: self._cacheable(sequence)], beside_decodes=beside_decodes)
+        return self._prefixes.is_promised(sequence, beside_decodes=beside_decodes)
 
     def _admit(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
         """Gives the sequence a slot and blocks for all its tokens, if there are so many beside what runs."""
@@ -242,7 +226,7 @@ class Scheduler:
             found += sequence.leader.block_table[: -(-sequence.prompt_len // size)]
             computed = sequence.prompt_len - 1
         else:
-            found = self._find(sequence, beside_decodes=beside_decodes)
+            found = self._prefixes.find(sequence, beside_decodes=beside_decodes)
             computed = len(found) * size
         shared = [block for block in found if block is not None]
         fresh = -(-len(sequence.token_ids) // size) - len(shared)
@@ -263,65 +247,19 @@ class Scheduler:
         for index, block in enumerate(found):
             if block is None:
                 self.tiers.restore(sequence, index)
-        self._count_cached(sequence, computed, None if forked else len(found))
-        for block_hash in sequence.block_hashes[sequence.num_registered : self._cacheable(sequence)]:
-            self._promised.setdefault(block_hash, sequence)
+        self._prefixes.count_cached(sequence, computed, None if forked else len(found))
+        self._promises.make(
+            sequence, sequence.block_hashes[sequence.num_registered : self._prefixes.cacheable(sequence)]
+        )
         self._insert_running(sequence)
-        self._announce(sequence, plan)
+        self._rows.announce(sequence, plan)
         return True
-
-    def _count_cached(self, sequence: Sequence, computed: int, missing: int | None) -> None:
-        """Of the prompt, at the first admission; at a second one too, if the first found blocks that were broken."""
-        if sequence.cached_device_tokens >= 0:
-            return
-        full = min(sequence.prompt_len // self.config.block_size, self._cacheable(sequence))
-        if missing is not None and missing < full and not sequence.wants_prompt_logprobs:
-            sequence.miss = self.tiers.explain(sequence.block_hashes[missing], missing)
-        cached = min(computed, sequence.prompt_len)
-        sequence.cached_host_tokens += sequence.num_restoring * self.config.block_size
-        sequence.cached_host_tokens = min(sequence.cached_host_tokens, cached)
-        sequence.cached_device_tokens = cached - sequence.cached_host_tokens
 
     def _insert_running(self, sequence: Sequence) -> None:
         at = len(self.running)
         while at and self.running[at - 1].arrival > sequence.arrival:
             at -= 1
         self.running.insert(at, sequence)
-
-    def _announce(self, sequence: Sequence, plan: StepPlan) -> None:
-        sampling = sequence.request.sampling
-        stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
-        ids = list(sequence.token_ids)
-        plan.new_rows.append(NewRow(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops))
-        plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
-
-    def _blocks_wanted(self, sequence: Sequence) -> int:
-        """Blocks to allocate before its next token is written: 1 if it starts a block or shares its last, else 0."""
-        index = sequence.num_scheduled // self.config.block_size
-        table = sequence.block_table
-        return int(index == len(table) or not self.pool.is_writable(table[index]))
-
-    def _plan_row(self, plan: StepPlan, scheduled: list[Sequence], sequence: Sequence, count: int) -> None:
-        size = self.config.block_size
-        start = sequence.num_scheduled
-        for index in range(start // size, (start + count - 1) // size + 1):
-            known = index < len(sequence.block_table)
-            if not known:
-                sequence.block_table += self.pool.allocate(1)
-            elif not self.pool.is_writable(shared := sequence.block_table[index]):
-                (sequence.block_table[index],) = self.pool.allocate(1)
-                plan.copies.append((shared, sequence.block_table[index]))
-                self.pool.release([shared])
-                known = False
-            self.tiers.before_write(sequence.block_table[index], plan)
-            if known:
-                continue
-            plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
-        sequence.num_scheduled += count
-        sample = sequence.num_scheduled == sequence.num_tokens
-        sequence.num_pending += int(sample)
-        plan.rows.append(Row(sequence.slot, start, count, sample))
-        scheduled.append(sequence)
 
 
 def _backwards(arrival: tuple[int, int]) -> tuple[int, int]:
