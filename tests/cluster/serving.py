@@ -95,10 +95,18 @@ class Serving:
         return answer
 
     def status(self) -> dict[str, Any]:
-        """As `status --json` prints it, without the seconds of a core that a new process takes to ask."""
+        """As `status --json` prints it, without the half second of a core that a new process takes to ask; once every
+        group that serves has said who its ranks are."""
+        answer: dict[str, Any] = {}
+
+        def is_whole() -> bool:
+            answer.update(as_json_object(stub.Status(pb.StatusRequest(), timeout=10.0)))
+            return all(group["ranks"] for group in answer["groups"] if group["state"] == "serving")
+
         with grpc.insecure_channel(self.address) as channel:
             stub: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-            return as_json_object(stub.Status(pb.StatusRequest(), timeout=10.0))
+            until(is_whole, "groups say who their ranks are", 10.0)
+        return answer
 
     def group(self, name: str) -> dict[str, Any]:
         """One group's status; empty while the router does not answer."""
