@@ -20,6 +20,7 @@ from .engine import Engine
 from .engine_loop import EngineLoop
 from .grammars import Grammars
 from .group_config import GroupConfig
+from .group_report import GroupReport
 from .group_runner import GroupRunner
 from .kv_dtype import choose_kv_dtype
 from .model_spec import ModelSpec
@@ -70,14 +71,17 @@ class Leader:
         )
         self.engine.price(copies)
         self._tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
-        self._service = WorkerService(
+        report = GroupReport(
             _registration(config, spec, self.engine, memory),
             ranks,
             kernels="triton" if on_gpu else native_status(),
             bytes_per_block=memory.layout.bytes_per_block,
+            compiled=compiled,
+        )
+        self._service = WorkerService(
+            report,
             plane=config.plane,
             tracing=self._tracing,
-            compiled=compiled,
             max_open=config.max_num_seqs + config.max_waiting,
         )
         self._name = name

@@ -10,13 +10,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from functools import partial
 
 import grpc.aio
 
-from ..proto import coatcheck_pb2 as public
 from ..proto import plane_certificate
 from ..proto import worker_pb2 as wire
 from ..proto.contract import disagreement
@@ -27,11 +26,13 @@ from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from .answer_log import AnswerLog
 from .engine import Engine
 from .engine_loop import EngineLoop
+from .group_report import GroupReport
 from .load_pace import LOAD_SECONDS, LoadPace
+from .step_mail import Mail, StepMail
 from .step_output import EngineStats, KvEvent, StepOutput
 from .subscriber import Subscriber
 from .tickets import Tickets
-from .wire import event_messages, request_of, snapshot_messages, status_message, write_output
+from .wire import request_of, snapshot_messages
 
 BUFFER_BYTES = 16 << 20
 _LAST_WRITE_SECONDS = 1.0
@@ -47,30 +48,23 @@ class WorkerService(WorkerServicer):
 
     def __init__(
         self,
-        registration: wire.Registration,
-        ranks: list[public.RankStatus],
+        report: GroupReport,
         *,
-        kernels: str = "",
-        bytes_per_block: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
         plane: PlaneCertificate | None = None,
         tracing: Tracing | None = None,
-        compiled: Callable[[], int] = int,
         max_open: int = 1 << 16,
     ) -> None:
         self.address = ""
         self._plane = plane
-        self._registration = registration
-        self._ranks = ranks
-        self._kernels = kernels
-        self._bytes_per_block = bytes_per_block
+        self._report = report
+        self._registration = report.registration
         self._buffer_bytes = buffer_bytes
-        self._compiled = compiled  # how many kernels since readiness
         self._max_open = max_open
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
-        self._tickets = Tickets(AnswerLog(registration.group, tracing))
+        self._tickets = Tickets(AnswerLog(self._registration.group, tracing))
         self._attached = 0
-        self._sequence = 0  # of the next KV event; the engine's thread owns it
+        self._mail = StepMail(self._registration.epoch, self._tickets)  # the engine's thread owns it
         self._stats: EngineStats | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
@@ -95,23 +89,7 @@ class WorkerService(WorkerServicer):
     def publish(self, output: StepOutput, stats: EngineStats) -> None:
         """Sends a step's tokens and events to whom they belong. In the engine's thread."""
         self._stats = stats
-        mail: list[tuple[Subscriber, wire.FromGroup]] = []
-        if output.events:
-            if self._subscribers:
-                for message in event_messages(self._registration.epoch, self._sequence, output.events):
-                    mail.extend((subscriber, message) for subscriber in self._subscribers.values())
-            self._sequence += len(output.events)
-        batches: dict[int, wire.FromGroup] = {}
-        for sequence in output.outputs:
-            ticket = self._tickets.get(sequence.request_id)
-            if ticket is None:
-                continue  # its router has gone or has given it up; the abort is on its way to the engine
-            batch = batches.get(ticket.subscriber.number)
-            if batch is None:
-                batch = batches[ticket.subscriber.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
-                mail.append((ticket.subscriber, batch))
-            write_output(batch.batch.outputs.add(), sequence, ticket.submit_id, ticket.attempt)
-            self._tickets.wrote(sequence.request_id, ticket, sequence)
+        mail = self._mail.of(output, self._subscribers.values())
         for request_id, error in output.refused:
             if ticket := self._tickets.end(request_id, f"refused: {error}"):
                 self._loop.call_soon_threadsafe(
@@ -164,7 +142,7 @@ class WorkerService(WorkerServicer):
     async def Probe(self, request: wire.ProbeRequest, stream: object) -> wire.ProbeResponse:
         """Answers between two steps, so only while the engine lives; the ranks' first step came before it."""
         stats = await asyncio.wrap_future(self._engine.call(Engine.stats))
-        return wire.ProbeResponse(registration=self._registration, status=self._status(stats))
+        return wire.ProbeResponse(registration=self._registration, status=self._report.status(stats, self.address))
 
     async def _start(self, listen: str) -> None:
         # A router that vanished without a word is noticed by keepalive within 15 s.
@@ -218,7 +196,7 @@ class WorkerService(WorkerServicer):
                 self._loop.call_soon_threadsafe(self._deliver, [(subscriber, registration)])
                 _log.info("router %r attached", subscriber.router)
             self._subscribers[subscriber.number] = subscriber
-            return self._sequence, engine.snapshot()
+            return self._mail.sequence, engine.snapshot()
 
         sequence, held = await asyncio.wrap_future(self._engine.call(join))
         subscriber.put_snapshot(sequence, snapshot_messages(self._registration.epoch, sequence, held))
@@ -260,7 +238,7 @@ class WorkerService(WorkerServicer):
         refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
         subscriber.put(wire.FromGroup(refused=refused))
 
-    def _deliver(self, mail: list[tuple[Subscriber, wire.FromGroup]]) -> None:
+    def _deliver(self, mail: Mail) -> None:
         for subscriber, message in mail:
             subscriber.put(message)
 
@@ -270,18 +248,6 @@ class WorkerService(WorkerServicer):
         for key in self._tickets.of(subscriber):
             self._abort(key, None)
 
-    def _status(self, stats: EngineStats) -> public.GroupStatus:
-        return status_message(
-            stats,
-            self._registration.group,
-            self.address,
-            self._kernels,
-            self._ranks,
-            block_size=self._registration.model.block_size,
-            bytes_per_block=self._bytes_per_block,
-            late_compiles=self._compiled(),
-        )
-
     async def _publish_load(self) -> None:
         """For ever: what the pace says is due."""
         pace = LoadPace(self._registration.max_batch_tokens)
@@ -290,12 +256,7 @@ class WorkerService(WorkerServicer):
             stats, now = self._stats, time.monotonic()
             if stats is None or not self._subscribers or not pace.is_due(stats, now, now - self._engine.last_step_at):
                 continue
-            load = wire.Load(
-                status=self._status(stats),
-                queued_prefill_tokens=stats.queued_prefill_tokens,
-                prefill_seconds=stats.prefill_seconds,
-            )
-            message = wire.FromGroup(load=load)
+            message = wire.FromGroup(load=self._report.load(stats, self.address))
             # In its turn: behind the registration of a router that has just attached.
             self._loop.call_soon(
                 self._deliver, [(subscriber, message) for subscriber in list(self._subscribers.values())]

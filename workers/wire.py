@@ -3,20 +3,17 @@
 Pure conversion between protobuf messages and plain values. It does not know streams or threads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from . import step_output
-from .prefix_miss import EvictionReason, MissReason
 from .request import Request
 
 # A stored block's event takes 42 bytes: a full message stays below the contract's 256 KiB.
 EVENTS_PER_MESSAGE = 6000
-_Counts = TypeVar("_Counts", public.Evictions, public.PrefixMisses)
 
 
 def request_of(submit: wire.Submit, request_id: str) -> Request:
@@ -79,66 +76,6 @@ def snapshot_messages(epoch: str, sequence: int, held: Sequence[step_output.KvEv
                 epoch=epoch, sequence=sequence, events=map(_event, part), first=index == 0, last=index == last
             )
         )
-
-
-def status_message(
-    stats: step_output.EngineStats,
-    name: str,
-    address: str,
-    kernels: str,
-    ranks: Sequence[public.RankStatus],
-    *,
-    block_size: int = 0,
-    bytes_per_block: int = 0,
-    late_compiles: int = 0,
-) -> public.GroupStatus:
-    """What a group can say of itself; state, reason and restarts are for those who watch it."""
-    status = public.GroupStatus(
-        name=name,
-        state="serving",
-        address=address,
-        ranks=ranks,
-        running=stats.running,
-        waiting=stats.waiting,
-        blocks_total=stats.blocks_total,
-        blocks_used=stats.blocks_used,
-        blocks_cached=stats.blocks_cached,
-        prompt_tokens=stats.prompt_tokens,
-        cached_device_tokens=stats.cached_device_tokens,
-        cached_host_tokens=stats.cached_host_tokens,
-        generated_tokens=stats.generated_tokens,
-        preemptions=stats.preemptions,
-        prefill_tokens_per_second=stats.prefill_tokens_per_second,
-        step_seconds=stats.step_seconds,
-        slowness=stats.slowness,
-        kernels=kernels,
-        host_blocks_total=stats.host_blocks_total,
-        host_blocks_used=stats.host_blocks_used,
-        demotions=stats.demotions,
-        restores=stats.restores,
-        integrity_failures=stats.integrity_failures,
-        host_evictions=sum(stats.host_evictions.values()),
-        device_evictions=_by_reason(public.Evictions(), stats.device_evictions),
-        host_evicted=_by_reason(public.Evictions(), stats.host_evictions),
-        prefix_misses=_by_reason(public.PrefixMisses(), stats.prefix_misses),
-        demoted_bytes=stats.demotions * bytes_per_block * len(ranks),
-        restored_bytes=stats.restores * bytes_per_block * len(ranks),
-        bytes_per_block=bytes_per_block,
-        late_compiles=late_compiles,
-        demote_bytes_per_second=bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
-        restore_bytes_per_second=bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
-        restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,
-    )
-    for rank in status.ranks:
-        rank.steps = stats.steps  # ranks step together or not at all
-    return status
-
-
-def _by_reason(message: _Counts, counts: Mapping[EvictionReason, int] | Mapping[MissReason, int]) -> _Counts:
-    """Filled: its fields are named as the reasons are."""
-    for reason, count in counts.items():
-        setattr(message, reason.name.lower(), count)
-    return message
 
 
 def _event(event: step_output.KvEvent) -> wire.KvEvent:

@@ -26,6 +26,7 @@ from coatcheck.router.server import Router
 from coatcheck.router.tokenizer import TokenizerJson
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.engine_loop import EngineLoop
+from coatcheck.workers.group_report import GroupReport
 from coatcheck.workers.service import WorkerService
 from coatcheck.workers.step_plan import StepPlan
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
@@ -122,7 +123,7 @@ class Group:
         registration = wire.Registration(group=name, epoch=f"of {name}", num_blocks=64, model=model)
         ranks = [public.RankStatus(rank=0, healthy=True)]
         self._tracing = tracing
-        self.service = WorkerService(registration, ranks, tracing=tracing)
+        self.service = WorkerService(GroupReport(registration, ranks), tracing=tracing)
         self.deaths: list[BaseException] = []
         self.loop = EngineLoop(engine, on_step=self.service.publish, on_death=self._die)
         self.address = GroupAddress(name, self.service.start(self.loop, "127.0.0.1:0"))

@@ -11,6 +11,7 @@ from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.engine_loop import EngineLoop
+from coatcheck.workers.group_report import GroupReport
 from coatcheck.workers.service import WorkerService
 from coatcheck.workers.step_plan import StepPlan
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
@@ -37,7 +38,7 @@ def main(name: str) -> None:
     registration = wire.Registration(
         group=name, epoch=name, model=model, num_blocks=_BLOCKS, tp=1, contract=CONTRACT, version=VERSION
     )
-    service = WorkerService(registration, [public.RankStatus(rank=0, healthy=True)])
+    service = WorkerService(GroupReport(registration, [public.RankStatus(rank=0, healthy=True)]))
     loop = EngineLoop(engine, on_step=service.publish, on_death=lambda error: sys.exit(str(error)))
     print(service.start(loop, "127.0.0.1:0"), flush=True)
     loop.run()

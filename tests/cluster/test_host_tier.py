@@ -1,5 +1,6 @@
 """The host tier through the real server: two groups of two ranks, pools that hold hardly one prompt each."""
 
+import json
 import os
 import signal
 import threading
@@ -8,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
@@ -18,25 +21,28 @@ from tests.cluster.serving import Serving, kill, until
 
 pytestmark = pytest.mark.ray
 
+HOST_BYTES = 33 << 20  # so much is mapped by itself, and found in a process
 PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
 
 
 @pytest.fixture(scope="module")
 def serving(tiny_model: Path) -> Iterator[Serving]:
-    """Pools of 21 blocks of 16 tokens, and host memory for a few hundred."""
-    size = ["--groups", "2", "--tp", "2", "--kv-memory", "128KiB", "--host-kv-memory", "2MiB"]
+    """Pools of 42 blocks of 16 tokens, and host memory for thousands."""
+    size = ["--groups", "2", "--tp", "2", "--kv-memory", "128KiB", "--host-kv-memory", str(HOST_BYTES)]
+    size += ["--log-format", "json"]
     size += ["--eviction", "lru"]  # by worth, a prompt that is asked again and again outlives any flood
     with Serving(str(tiny_model), "--grpc-port", "0", "--dtype", "float32", *size) as serving:
         serving.wait_ready()
         yield serving
 
 
-def ask(serving: Serving, prompt: list[int], max_tokens: int = 6) -> tuple[list[int], Any]:
+def ask(serving: Serving, prompt: list[int], max_tokens: int = 6, name: str = "") -> tuple[list[int], Any]:
     """Greedy tokens, and the final word."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     with grpc.insecure_channel(serving.address) as channel:
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-        answer = stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling), timeout=60)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling, request_id=name)
+        answer = stub.Generate(request, timeout=60)
     return list(answer.choices[0].token_ids), answer.final
 
 
@@ -74,6 +80,89 @@ def test_a_prefix_comes_back_from_the_host(serving: Serving) -> None:
     assert group["host_blocks_total"] > 100 and 0 < group["host_blocks_used"] <= group["host_blocks_total"]
     assert group["demotions"] >= group["restores"] and group["integrity_failures"] == 0
     assert group["restore_bytes_per_second"] > 0 and group["restore_tokens_per_second"] > 0
+
+
+def flip_bits(pid: int, bytes_per_block: int) -> int:
+    """One bit of every block in a process's host memory that is not zero there; returns how many that are."""
+    mapped = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in mapped if len(line) == 5]  # of no file
+    (start,) = [begin for begin, end in ranges if HOST_BYTES <= end - begin < HOST_BYTES + (1 << 16)]
+    flipped = 0
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        # The allocator's own bytes come first, less than half a block.
+        for at in range(start + bytes_per_block // 2, start + HOST_BYTES, bytes_per_block):
+            memory.seek(at)
+            if byte := memory.read(1)[0]:
+                memory.seek(at)
+                flipped += memory.write(bytes([byte ^ 4]))
+    return flipped
+
+
+def logged(pid: int, request_id: str) -> dict[str, Any]:
+    """What a rank has logged of a request's end."""
+    lines = Path(f"/proc/{pid}/fd/2").read_text().splitlines()
+    ends = [json.loads(line) for line in lines if request_id in line and "answer ended" in line]
+    found: dict[str, Any] = ends[-1]
+    return found
+
+
+def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
+    """Blocks that are not what they were when they come back are a miss: counted, told apart from others in the log,
+    computed again, and the answer stays right."""
+    first, final = ask(serving, PROMPT)
+    with all_work_for(serving, final.group):
+        flood(serving, 77)
+        before = serving.group(final.group)
+        follower = int(before["ranks"][1]["pid"])
+        assert flip_bits(follower, before["bytes_per_block"]) > 12
+        again, final = ask(serving, PROMPT, name="flipped")
+        third, after = ask(serving, PROMPT)
+        now = serving.group(final.group)
+    assert again == third == first
+    assert final.usage.cached_host_tokens == 0 and after.usage.cached_device_tokens == 192
+    assert now["integrity_failures"] > before["integrity_failures"]
+    assert now["prefix_misses"]["broken"] == before["prefix_misses"]["broken"] + 1
+    said = logged(int(now["ranks"][0]["pid"]), "flipped")
+    assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_host_tokens"]) == ("broken", 0, 0)
+
+
+def test_metrics_say_what_status_says(serving: Serving) -> None:
+    """Occupancy, hits by tier, evictions by reason, copies, their bytes, failures and misses: /metrics and the API
+    agree on them, and they add up."""
+    with urlopen(f"{serving.url}/metrics", timeout=20) as answer:
+        page = answer.read().decode()
+    families = text_string_to_metric_families(page)
+    found = {
+        (
+            sample.name.removeprefix("coatcheck_group_"),
+            *(v for k, v in sorted(sample.labels.items()) if k != "group"),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("group") == "group-0"
+    }
+    group = serving.group("group-0")
+    free = group["blocks_total"] - group["blocks_used"] - group["blocks_cached"]
+    said = {
+        ("blocks", "device", "used"): group["blocks_used"],
+        ("blocks", "device", "cached"): group["blocks_cached"],
+        ("blocks", "device", "free"): free,
+        ("blocks", "host", "cached"): group["host_blocks_used"],
+        ("blocks", "host", "free"): group["host_blocks_total"] - group["host_blocks_used"],
+        ("cached_tokens_total", "device"): group["cached_device_tokens"],
+        ("cached_tokens_total", "host"): group["cached_host_tokens"],
+        ("moved_bytes_total", "host"): group["demotions"] * group["bytes_per_block"] * 2,
+        ("moved_bytes_total", "device"): group["restores"] * group["bytes_per_block"] * 2,
+        ("demoted_blocks_total",): group["demotions"],
+        ("restored_blocks_total",): group["restores"],
+        ("integrity_failures_total",): group["integrity_failures"],
+        ("preemptions_total",): group["preemptions"],
+    }
+    said |= {("evicted_blocks_total", reason, "device"): n for reason, n in group["device_evictions"].items()}
+    said |= {("evicted_blocks_total", reason, "host"): n for reason, n in group["host_evicted"].items()}
+    said |= {("prefix_misses_total", reason): n for reason, n in group["prefix_misses"].items()}
+    assert {key: found[key] for key in said} == said
+    assert group["demotions"] <= sum(group["device_evictions"].values())
 
 
 def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:

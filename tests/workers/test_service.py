@@ -16,6 +16,7 @@ from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.engine_loop import EngineLoop
+from coatcheck.workers.group_report import GroupReport
 from coatcheck.workers.request import Request
 from coatcheck.workers.service import WorkerService
 from coatcheck.workers.step_output import KvEvent, SequenceOutput, StepOutput
@@ -70,7 +71,7 @@ def start_group(
     engine = Engine(SPEC, runner, num_blocks=num_blocks, block_size=BLOCK)
     registration = wire.Registration(group="g", epoch="e", num_blocks=num_blocks)
     ranks = [public.RankStatus(rank=0, healthy=True)]
-    service = WorkerService(registration, ranks, buffer_bytes=buffer_bytes, max_open=max_open)
+    service = WorkerService(GroupReport(registration, ranks), buffer_bytes=buffer_bytes, max_open=max_open)
     deaths: list[BaseException] = []
     loop = loop_kind(engine, on_step=service.publish, on_death=deaths.append)
     address = service.start(loop, "127.0.0.1:0")

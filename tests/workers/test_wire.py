@@ -5,12 +5,13 @@ import logging
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import RankStatus, SamplingParams
-from coatcheck.proto.worker_pb2 import Submit
+from coatcheck.proto.worker_pb2 import Registration, Submit
 from coatcheck.workers.answer_log import AnswerLog
+from coatcheck.workers.group_report import GroupReport
 from coatcheck.workers.prefix_miss import EvictionMark, EvictionReason, MissReason, PrefixMiss
 from coatcheck.workers.step_output import SequenceOutput
 from coatcheck.workers.tier import Tier
-from coatcheck.workers.wire import request_of, status_message
+from coatcheck.workers.wire import request_of
 from tests.workers.test_tiers import ask, make_engine
 
 
@@ -21,7 +22,7 @@ def test_every_count_of_the_tiers_reaches_the_status() -> None:
         ask(engine, f"flood{i}", [100 + i] * 80)
     stats = engine.stats()
     ranks = [RankStatus(rank=rank) for rank in range(2)]
-    status = status_message(stats, "g", "", "", ranks, block_size=4, bytes_per_block=100)
+    status = GroupReport(Registration(group="g"), ranks, bytes_per_block=100).status(stats, "")
     assert status.device_evictions.worth_least == stats.device_evictions[EvictionReason.WORTH_LEAST] > 0
     assert status.host_evicted.worth_least == status.host_evictions > 0
     assert status.prefix_misses.never_seen == 12
@@ -30,7 +31,7 @@ def test_every_count_of_the_tiers_reaches_the_status() -> None:
 
 def test_every_reason_has_its_field() -> None:
     """A reason that the contract cannot name would be lost: there is none."""
-    status = status_message(make_engine()[0].stats(), "g", "", "", [])
+    status = GroupReport(Registration(group="g"), []).status(make_engine()[0].stats(), "")
     for reason in EvictionReason:
         assert getattr(status.device_evictions, reason.name.lower()) == 0
     for reason in MissReason:
