@@ -17,7 +17,7 @@ from .grammars import Compiled, Grammars
 from .step_plan import StepPlan
 
 _IDLE_SECONDS = 0.001
-_NICE = 10  # of this thread: where cores are few, a tenth of one beside a step's
+_NICE = 4  # of this thread: where cores are few, a third of one beside a step's
 
 
 class GrammarPress:

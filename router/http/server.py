@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp
 from ...proto.errors import InvalidConfig
 from ..server_certificate import ServerCertificate
 from .bounded_connection import BoundedConnection
+from .reception import Reception
 
 _SEND_BYTES = 256 << 10
 # Longer than clients and balancers keep an idle connection (60 s are usual): who closes first must not be the server,
@@ -21,17 +23,43 @@ _SHORTEST_GRACE = 0.2  # for connections that are merely kept open
 
 
 class _Quiet(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, certificate: ServerCertificate | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        certificate: ServerCertificate | None,
+        on_refused: Callable[[str], None],
+        reception: type[Reception],
+    ) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
         self._certificate = certificate
+        self._on_refused = on_refused
+        self._reception = reception
+        self._open: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Says when it is done."""
-        if self._certificate is not None:
-            self.config.ssl = self._certificate.ssl_context()
-        await super().startup(sockets)
+        """Listens to the sockets as the reception does, and says when it is done."""
+        await super().startup([])
+        reception = self._reception(
+            self._connection,
+            lambda: len(self.server_state.connections),
+            self._on_refused,
+            self._certificate.ssl_context() if self._certificate is not None else None,
+        )
+        self._open = [asyncio.create_task(reception.open(listener)) for listener in sockets or ()]
         self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more in, then ends what is there."""
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _connection(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,6 +76,7 @@ class HttpServer:
         certificate: ServerCertificate | None = None,
         slow_reader_seconds: float = 30.0,
         connection: type[BoundedConnection] = BoundedConnection,
+        reception: type[Reception] = Reception,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = uvicorn.Config(
@@ -61,7 +90,7 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
-        self._server = _Quiet(config, certificate)
+        self._server = _Quiet(config, certificate, on_refused, reception)
         self._slow_reader_seconds = slow_reader_seconds
         self._task: asyncio.Task[None] | None = None
 

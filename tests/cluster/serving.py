@@ -1,5 +1,7 @@
 """Serving: `coatcheck serve` as a process, as an operator runs it, and what may be seen of it from outside."""
 
+import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -7,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -155,6 +157,24 @@ class Serving:
                 except OSError:
                     continue
         return found
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """The addresses, without ports, at which these processes listen for TCP."""
+    addresses = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                words = bytes.fromhex(fields[1].partition(":")[0])  # each of four bytes is turned round
+                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                addresses[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(raw))
+    found = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):  # it has just been closed
+                found.add(addresses.get(os.readlink(descriptor), ""))
+    return found - {""}
 
 
 def kill(pid: int) -> None:

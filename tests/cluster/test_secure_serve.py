@@ -1,6 +1,7 @@
 """A cluster with TLS and keys, as an operator starts it: who comes in, who does not, and where no secret is found."""
 
 import http.client
+import ipaddress
 import json
 import re
 import ssl
@@ -16,7 +17,7 @@ from coatcheck.cluster.authority import Authority
 from coatcheck.proto.plane_certificate import GROUP
 from coatcheck.proto.worker_pb2 import ProbeRequest
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
-from tests.cluster.serving import Serving, coatcheck
+from tests.cluster.serving import Serving, coatcheck, listening
 from tests.router.certificates import TestAuthority
 from tests.router.http.browser import Browser
 
@@ -108,6 +109,13 @@ async def test_an_operator_watches(secure: Secure) -> None:
         await browser.open(secure.serving.url.replace("https://", f"https://me:{secure.admin}@"))
         await browser.see("document.querySelector('#state').textContent", "serving")
         await browser.see("document.querySelector('#cards .badge').textContent", "serving")
+
+
+def test_nothing_of_it_listens_beyond_this_host(secure: Secure) -> None:
+    """Neither the router nor a rank, nor any process of its Ray."""
+    found = {ipaddress.ip_address(address) for address in listening(secure.serving.descendants())}
+    plain = {getattr(address, "ipv4_mapped", None) or address for address in found}
+    assert plain and all(address.is_loopback for address in plain), plain
 
 
 def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:

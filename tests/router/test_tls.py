@@ -1,6 +1,8 @@
 """TLS: who is spoken to over gRPC and HTTP, whom an expired or unknown certificate keeps out, and new files."""
 
+import asyncio
 import http.client
+import resource
 import ssl
 from asyncio import to_thread
 from collections.abc import AsyncIterator
@@ -8,17 +10,26 @@ from pathlib import Path
 
 import grpc
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.client_certificate import names_in
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.http.reception import Reception
+from coatcheck.router.http.server import HttpServer
 from coatcheck.router.server import Router
 from coatcheck.router.server_certificate import ServerCertificate
 from coatcheck.router.tokenizer import TokenizerJson
 from tests.router.certificates import Leaf, TestAuthority
 from tests.router.fake_group import FakeGroup
+
+
+class _Hasty(Reception):
+    handshake_seconds = 1.0
+    share = 10 / resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Door:
@@ -130,6 +141,37 @@ async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) ->
     }
     assert names_in(authority.leaf("search").cert.read_bytes()) == ("dns:localhost", "cn:search")
     assert names_in(b"no certificate") == ()
+
+
+async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority) -> None:
+    """Handshakes that never end are ended, and count as connections meanwhile: beyond those nobody comes in, and then
+    again somebody."""
+    leaf, refused = authority.leaf("server"), list[str]()
+    certificate = ServerCertificate.load(str(leaf.cert), str(leaf.key), None)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("hello")(scope, receive, send)
+
+    server = HttpServer(app, certificate, on_refused=refused.append, reception=_Hasty)
+    host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    silent = []
+    try:
+        for _ in range(10):
+            silent.append(await asyncio.open_connection(host, int(port)))
+        with pytest.raises(OSError):
+            await asyncio.open_connection(host, int(port), ssl=context)
+        assert set(refused) == {"connections"}
+        async with asyncio.timeout(20):
+            for reader, _ in silent:
+                assert await reader.read() == b""  # each is ended
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).endswith(b"hello")
+    finally:
+        for _, writer in silent:
+            writer.close()
+        await server.stop(0)
 
 
 async def test_an_expired_server_is_not_believed(opened, authority) -> None:  # type: ignore[no-untyped-def]
