@@ -1,6 +1,7 @@
 """The engine with a real model: what a request gets depends on the request alone."""
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from transformers import AutoModelForCausalLM
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.copier import CpuCopier
 from coatcheck.workers.engine import Engine
+from coatcheck.workers.host_memory import allocate_host
 from coatcheck.workers.kv_dtype import KvDtype
 from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import Model, load_model
@@ -39,10 +42,12 @@ def model(checkpoint: Path) -> Model:
 def make(model: Model) -> Make:
     """Makes an engine with a pool of its own."""
 
-    def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0) -> Engine:
-        layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+    def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0, host_blocks: int = 0) -> Engine:
+        layout, seconds = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32), count()
         pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
-        runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256)
+        host = allocate_host(host_blocks, layout.bytes_per_block, pool.device) if host_blocks else None
+        copier = CpuCopier(pool, host, Communicator()) if host is not None else None
+        runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, copier=copier)
         return Engine(
             model.spec,
             runner,
@@ -50,7 +55,9 @@ def make(model: Model) -> Make:
             block_size=8,
             max_num_seqs=16,
             max_batch_tokens=budget,
+            host_blocks=host_blocks,
             pipeline_depth=depth,
+            clock=lambda: float(next(seconds)),  # so that no busy machine makes computing look cheaper than copying
         )
 
     return make_engine
@@ -139,13 +146,16 @@ def test_pipelining_does_not_matter(make: Make, alone: list[int]) -> None:
     assert run(make(depth=1), ask())["a", 0][0] == alone
 
 
-def test_preemption_does_not_matter(make: Make, alone: list[int]) -> None:
-    """Sequences that were preempted and computed again say what they would have said."""
-    engine = make(num_blocks=12)
+@pytest.mark.parametrize("host_blocks", [0, 64])
+def test_preemption_does_not_matter(make: Make, alone: list[int], host_blocks: int) -> None:
+    """Sequences that were preempted, and computed again or restored from host memory, say what they would have said."""
+    engine = make(num_blocks=12, host_blocks=host_blocks)
     others = [ask(f"o{i}", PROMPT[: 20 + i], params(seed=i, max_tokens=30)) for i in range(4)]
     said = run(engine, *others, ask())
     assert engine.stats().preemptions > 0
+    assert (engine.stats().restores > 0) == (host_blocks > 0)
     assert said["a", 0][0] == alone
+    assert all(said[f"o{i}", 0] == run(make(), other)[f"o{i}", 0] for i, other in enumerate(others))
 
 
 def test_a_resumed_request_goes_on_exactly(make: Make, alone: list[int]) -> None:
