@@ -62,8 +62,8 @@ def _best(what: str, tries: Iterator[Try], floor: float, device: torch.device) -
 def _decodes(batch: Batch, device: torch.device) -> Iterator[Try]:
     """What is picked, then tiles, splits and numbers of programs, one of them at a time."""
     arch, cache = arch_of(device), batch.cache
-    group, size = batch.q.shape[1] // cache.kv_heads, cache.k.element_size()
-    picked = paged_decode.pick_launch(group, cache.k.shape[3], batch.q.element_size(), size, arch)
+    group = batch.q.shape[1] // cache.kv_heads
+    picked = paged_decode.pick_launch(group, cache.k.shape[3], batch.q.element_size(), cache.bits, arch)
     out = torch.empty_like(batch.q)
     run = partial(_decode, batch, out)
     yield f"picked, {_said(picked)}", run

@@ -48,6 +48,7 @@ class KVCache:
         self.dtype, self.device = k.dtype, k.device
         _, self.kv_heads, self.block_size, width = k.shape
         self.head_dim = 2 * width if k.dtype == torch.uint8 else width
+        self.bits = 4 if k.dtype == torch.uint8 else 8 * k.itemsize  # of an element
         self.packed = native.POOL.pack(
             k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize, v.stride(0) * v.itemsize,
             0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),

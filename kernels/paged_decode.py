@@ -39,19 +39,21 @@ class DecodeLaunch(NamedTuple):
     num_stages: int
 
 
-def pick_launch(group: int, width: int, element_size: int, pool_size: int, arch: Arch) -> DecodeLaunch:
+def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch: Arch) -> DecodeLaunch:
     """Tiles of keys of about 16 KiB. `width`: elements in a row of the cache, head_dim or (int4) half of it;
-    `element_size`, `pool_size`: bytes of the queries' elements and of the pool's. The compiler stages the block number
-    as well as the rows that it leads to, so that a tile of rows is on its way while another is used only from five
-    stages on; then two programs still find room beside each other."""
+    `element_size`: bytes of the queries' elements; `pool_bits`: of the pool's, 4 for int4. The compiler stages the
+    block number as well as the rows that it leads to, so that a tile of rows is on its way while another is used only
+    from five stages on; then two programs still find room beside each other."""
     block_d: int = max(16, triton.next_power_of_2(width))
     block_m: int = max(16, triton.next_power_of_2(group))
-    block_n = max(16, min(128, 16384 // (block_d * pool_size)))
-    widened = block_d * element_size if pool_size < element_size else 0  # what values are widened to, a key
+    row = block_d * max(1, pool_bits // 8)  # bytes of a key
+    block_n = max(16, min(128, 16384 // row))
+    halves = 2 if pool_bits == 4 else int(pool_bits < 8 * element_size)
+    widened = halves * block_d * element_size  # what values are widened to, a key
 
     def fits(tiles: int, keys: int) -> bool:
         own = 3072 + block_m * (block_d + keys) * element_size + keys * widened
-        return 2 * (own + 2 * tiles * keys * block_d * pool_size) <= arch.shared
+        return 2 * (own + 2 * tiles * keys * row) <= arch.shared
 
     if not fits(2, block_n):
         block_n = max(16, block_n // 2)
@@ -155,9 +157,9 @@ def _decode(
                 score = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
             if KIND > 0:
                 score *= k_scale[None]
-            if CAPPED:
-                e = tl.exp2(tl.minimum(score * slope / softcap, 30.0) * 2.0 * _LOG2_E)
-                score = softcap * _LOG2_E * (e - 1.0) / (e + 1.0)
+            if CAPPED:  # tanh(y) = 1 - 2 / (e^2y + 1)
+                bend, cap = 2.0 * _LOG2_E * slope / softcap, softcap * _LOG2_E
+                score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
             score = tl.where((held & (keys >= lowest))[None], score, float("-inf"))
             top = tl.maximum(peak, tl.max(score, 1))
             base_peak = tl.where(top == float("-inf"), 0.0, top)
@@ -242,7 +244,7 @@ def launch_decode(
         return
     splits = most_splits(num_seqs, block_tables.shape[1] * size, total_seq_len, split)
     arch = arch_of(q.device)
-    launch = launch or pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.k.element_size(), arch)
+    launch = launch or pick_launch(heads // kv_heads, cache.k.shape[3], q.element_size(), cache.bits, arch)
     mid = torch.empty((splits, heads, dim), dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty((splits, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _decode[(programs or pick_programs(splits, kv_heads, arch),)](

@@ -125,8 +125,8 @@ def _attend(
         if CAPPED:
             score *= slope
             if softcap > 0:
-                e = tl.exp2(tl.minimum(score / softcap, 30.0) * 2.0 * _LOG2_E)
-                score = softcap * _LOG2_E * (e - 1.0) / (e + 1.0)
+                bend, cap = 2.0 * _LOG2_E / softcap, softcap * _LOG2_E
+                score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
         if MASKED:
             seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
             score = tl.where(seen, score, float("-inf"))

@@ -69,7 +69,7 @@ class Pool(NamedTuple):
     element: str
     quantised: int
     q_bytes: int
-    bytes: int
+    bits: int
 
     def width(self, dim: int) -> int:
         return dim // 2 if self.quantised == 3 else dim
@@ -89,19 +89,19 @@ class Pool(NamedTuple):
 
 
 POOLS = {
-    "bf16": Pool("bf16", "bf16", 0, 2, 2),
-    "fp16": Pool("fp16", "fp16", 0, 2, 2),
-    "fp32": Pool("fp32", "fp32", 0, 4, 4),
-    "fp8": Pool("bf16", "u8", 1, 2, 1),
-    "int8": Pool("bf16", "u8", 2, 2, 1),
-    "int4": Pool("bf16", "u8", 3, 2, 1),
+    "bf16": Pool("bf16", "bf16", 0, 2, 16),
+    "fp16": Pool("fp16", "fp16", 0, 2, 16),
+    "fp32": Pool("fp32", "fp32", 0, 4, 32),
+    "fp8": Pool("bf16", "u8", 1, 2, 8),
+    "int8": Pool("bf16", "u8", 2, 2, 8),
+    "int4": Pool("bf16", "u8", 3, 2, 4),
 }
 DIMS = (64, 80, 96, 128, 256)
 
 
-def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch) -> Key:
+def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch, *, capped: bool = False) -> Key:
     group = 32 // kv_heads
-    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bytes, arch)
+    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bits, arch)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
         "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
@@ -109,12 +109,12 @@ def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch) -> Key:
     constants = dict(
         DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
         SEQS=paged_decode._SEQS, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
-        CONVERT=arch.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=False, **pool.constants,
+        CONVERT=arch.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped, **pool.constants,
     )  # fmt: skip
     return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
+def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, one_order: bool = False) -> Key:
     launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} "
@@ -123,7 +123,8 @@ def prefill(dim: int, pool: Pool, arch: Arch) -> Key:
     constants = dict(
         DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True, CONVERT=arch.convert,
-        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=pool.q == "fp32", SINGLE=False, **pool.constants,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped or pool.q == "fp32", SINGLE=one_order,
+        **pool.constants,
     )  # fmt: skip
     return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
 
@@ -210,6 +211,10 @@ def _others() -> Iterator[tuple[str, Keys]]:
         yield f"decode, 128, {name}, MQA", partial(decode, 128, pool, 1)
         if name != "bf16":
             yield f"rotary, 128, {name}", partial(rotary_store, 128, pool)
+    for dim, name in ((128, "bf16"), (128, "fp8"), (128, "int4"), (256, "bf16"), (256, "int4")):
+        yield f"decode, {dim}, {name}, capped", partial(decode, dim, POOLS[name], 8, capped=True)
+        yield f"prefill, {dim}, {name}, capped", partial(prefill, dim, POOLS[name], capped=True)
+        yield f"prefill, {dim}, {name}, one order", partial(prefill, dim, POOLS[name], one_order=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
 
@@ -267,7 +272,8 @@ Triton, all others the reference.
 
 Each key compiled ahead of time without a GPU: registers a thread, KiB of shared memory a program, and bytes that a
 thread spills. A key is a kernel with what its launcher picks for a shape: 32 query heads over 8 KV heads of 128 in
-bfloat16 where its name does not say otherwise (MHA: 32 KV heads, MQA: one). `make test` compiles the first {first} for
+bfloat16 where its name does not say otherwise (MHA: 32 KV heads, MQA: one). Capped: with a soft-cap; one order: of the
+deterministic mode. `make test` compiles the first {first} for
 each target, `make test-all` every one. Written by `python -m tests.kernels.ahead_of_time`, with triton {version}.
 
 | key | {targets} |

@@ -15,14 +15,14 @@ ADA = Arch(99 * 1024, False, 3, 128)
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 def test_tiles_fit_the_shape_and_the_processor(dim: int, element_size: int, arch: Arch) -> None:
     """Tiles are powers of two that `tl.dot` takes, cover a row, and are staged no deeper than shared memory is."""
-    for width, pool_size in ((dim, element_size), (dim, 1), (dim // 2, 1)):
-        quantised = pool_size == 1
+    for width, pool_bits in ((dim, 8 * element_size), (dim, 8), (dim // 2, 4)):
+        quantised, pool_size = pool_bits <= 8, max(1, pool_bits // 8)
         for longest in (2, 17, 4096):
             prefill = paged_prefill.pick_launch(longest, dim, width, element_size, quantised, arch)
             assert prefill.block_m >= min(longest, 16) and prefill.block_m < 2 * max(16, longest)
             check(prefill, width, element_size, arch)
         for group in (1, 4, 32):
-            decode = paged_decode.pick_launch(group, width, element_size, pool_size, arch)
+            decode = paged_decode.pick_launch(group, width, element_size, pool_bits, arch)
             assert decode.block_m >= group
             check(decode, width, pool_size, arch)
 
