@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
             want_dtype("bias", bias, weight.dtype)
             want_device("bias", bias, weight.device)
         self.weight_shape = (weight.shape[0], weight.shape[1])
-        self.dtype = weight.dtype
+        self.dtype, self.device = weight.dtype, weight.device
         self.form = pick_form(weight)
         self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
         # Plain attributes, not buffers: a packed weight must not be moved, cast or saved as if it were the weight.
@@ -55,12 +55,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features, depth = self.weight_shape
-        if x.dtype != self.dtype or x.shape[-1] != depth:
-            refuse("x", f"[..., {depth}] of {self.dtype}", f"{list(x.shape)} of {x.dtype}")
+        if x.dtype != self.dtype or x.shape[-1] != depth or x.device != self.device:
+            have = f"{list(x.shape)} of {x.dtype} on {x.device}"
+            refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
         if self.form != "native":
             return self._in_tiles(x) if self.fixed_rows else self._product(x)
-        if x.device.type != "cpu":
-            refuse("x", "a CPU tensor, as the weight is packed for the CPU", x.device)
         rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
         count = rows.shape[0]
         y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)

@@ -241,6 +241,27 @@ def rows() -> None:
         assert torch.equal(pool, want)
 
 
+def empty() -> None:
+    """Steps without a row launch nothing, and nothing is written."""
+    none, slots, ids = torch.zeros(0, 24), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int32)
+    weight, heads = torch.randn(24), torch.zeros(0, 1, 24)
+    launch_rms_norm(none, weight, 1e-6, none, 0.0, True, none.clone(), none.clone())
+    launch_silu_mul(none, "silu", none[:, :12].contiguous())
+    for kv in (torch.float32, torch.int8):
+        cache = strided_cache(2, 1, 3, 24, kv)
+        before = pool_of(cache).clone()
+        launch_store_kv(heads, heads, cache, slots)
+        launch_rotary(heads, heads, heads, none, none, heads.clone(), None, cache, slots)
+        assert torch.equal(pool_of(cache), before)
+    launch_copy_blocks(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8), slots, slots, 0)
+    floats, ints = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
+    launch_filter_floor(none, floats, ints, floats, floats, floats.clone())
+    launch_draw(none, floats, floats, slots, ints, slots, slots.clone())
+    launch_token_mask(torch.zeros(2, 24), slots, torch.zeros(0, 1, dtype=torch.int32))
+    launch_penalties(none, ids, ints, ints, floats, floats, floats)
+    assert [len(part) for part in launch_logprobs(none, slots)] == [0, 0, 0]
+
+
 def rotary(dtype: torch.dtype) -> None:
     """Also the plain store: slot -1 is skipped by both, and no other slot is touched."""
     fused = torch.randn(4, 5 * 24).to(dtype)
@@ -340,6 +361,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "elements": elements,
     "quantised": quantised,
     "rows": rows,
+    "empty": empty,
     "sampling": sampling,
     "filters": filters,
     "probabilities": probabilities,

@@ -102,6 +102,7 @@ def launches() -> dict[str, Launch]:
         ),
         "logprobs": Launch(logprobs, {"logits": _f(3, 40), "token_ids": torch.arange(3)}, {"k": 2}),
         "PackedLinear": Launch(PackedLinear, {"weight": _f(4, 6), "bias": _f(4)}),
+        "PackedLinear, forward": Launch(PackedLinear(_f(4, 6)), {"x": _f(3, 6)}),
     }  # fmt: skip
 
 
@@ -122,6 +123,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 # What is no mistake: torch itself multiplies any strides; one tensor alone is on its own device; a length that others
 # follow, or that nothing else knows.
 FINE = {
+    ("PackedLinear, forward", "x", "dimensions"), ("PackedLinear, forward", "x", "stride"),
     ("PackedLinear", "weight", "length"), ("PackedLinear", "weight", "stride"), ("PackedLinear", "bias", "stride"),
     ("paged_attention", "block_tables", "length"), ("apply_penalties", "token_ids", "length"),
     ("logprobs", "logits", "length"), ("sample", "logits", "length"), ("apply_penalties", "logits", "length"),
