@@ -273,8 +273,8 @@ Triton, all others the reference.
 Each key compiled ahead of time without a GPU: registers a thread, KiB of shared memory a program, and bytes that a
 thread spills. A key is a kernel with what its launcher picks for a shape: 32 query heads over 8 KV heads of 128 in
 bfloat16 where its name does not say otherwise (MHA: 32 KV heads, MQA: one; capped: with a soft-cap; one order: of the
-deterministic mode). `make test` compiles the first {first} for each target, `make test-all` every one. On sm_90 none may
-spill. Written by `python -m tests.kernels.ahead_of_time`, with triton {version}.
+deterministic mode). `make test` compiles the first {first} for each target, `make test-all` every one, and on
+sm_90 none may spill. Written by `python -m tests.kernels.ahead_of_time`, with triton {version}.
 
 | key | {targets} |
 |---|{lines}
