@@ -17,6 +17,7 @@ from coatcheck.router.http.bounded_connection import HEAD_BYTES, BoundedConnecti
 from coatcheck.router.http.host_check import is_ours
 from coatcheck.router.http.server import HttpServer
 from coatcheck.router.measures import REASONS, Measures
+from coatcheck.router.open_files import part_of
 from tests.router.fake_group import FakeGroup
 
 from .conftest import OpenWeb
@@ -143,6 +144,12 @@ async def test_every_answer_has_its_request_s_id(open_web: OpenWeb) -> None:
     ):
         _, answered, _ = await web.ask(method, path, None, {"x-request-id": "mine", **headers})
         assert answered["x-request-id"] == "mine", path
+
+
+def test_no_limit_is_no_share_of_nothing() -> None:
+    """Where the system sets none, connections have one all the same, and it is not zero."""
+    assert part_of(1024, 0.5) == 512
+    assert part_of(resource.RLIM_INFINITY, 0.5) == part_of(1 << 40, 0.5) == 1 << 19
 
 
 CROWD = """
