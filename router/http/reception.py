@@ -43,7 +43,9 @@ class Reception:
             while True:
                 try:
                     connection, _ = await loop.sock_accept(listener)
-                except OSError:  # it has gone again, or there is no file for it
+                except ConnectionAbortedError:  # it has gone again
+                    continue
+                except OSError:  # there is no file for it
                     await asyncio.sleep(_NO_FILES_SECONDS)
                     continue
                 self._take(connection)
