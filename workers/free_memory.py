@@ -2,17 +2,26 @@
 
 import resource
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free bytes of the device; for a CPU what the host or its container can still give without swapping."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has left with torch's allocator is free as well
-        return torch.cuda.mem_get_info(device)[0]
+def free_bytes(device: "torch.device") -> int:
+    """Free bytes of the device; for a CPU the host's."""
+    if device.type != "cuda":
+        return host_free_bytes()
+    import torch  # here: of a host one may ask without it
+
+    torch.cuda.empty_cache()  # what loading has left with torch's allocator is free as well
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def host_free_bytes() -> int:
+    """What the host or its container can still give without swapping."""
     available = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -34,8 +43,10 @@ def container_free_bytes(cgroup: Path) -> int | None:
     return max(limit - max(used - idle, 0), 0)
 
 
-def peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: "torch.device") -> int:
     """The most that this process has held: allocated on the GPU, resident on a CPU."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .block_layout import BlockLayout
 from .communicator import Communicator
-from .free_memory import free_bytes
+from .free_memory import free_bytes, host_free_bytes
 from .group_config import GroupConfig
 from .host_memory import allocate_host
 from .kv_pool import allocate_pool
@@ -38,25 +38,18 @@ class Reservation:
         ranks_on_host: int,
     ) -> Self:
         """Every rank at once. Raises InvalidConfig when the memory asked for is not there, or too little of it."""
-        block, on_cpu = layout.bytes_per_block, device.type == "cpu"
-        fits = choose_num_blocks(
-            config.kv_memory,
-            free_bytes=free_bytes(device),
-            sharing_ranks=ranks_on_host if on_cpu else 1,
-            bytes_per_block=block,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-        )
-        host_fits = choose_host_blocks(
-            config.host_kv_memory,
-            free_bytes=free_bytes(torch.device("cpu")) - (fits * block * ranks_on_host if on_cpu else 0),
-            sharing_ranks=ranks_on_host,
-            bytes_per_block=block,
+        fits, host_fits = choose_blocks(
+            config,
+            layout,
+            device_bytes=free_bytes(device),
+            host_bytes=host_free_bytes(),
+            on_cpu=device.type == "cpu",
+            ranks_on_host=ranks_on_host,
         )
         everyone = gather(communicator, device, {"fits": fits, "host": host_fits})
         num_blocks, host_blocks = (min(facts[name] for facts in everyone) for name in ("fits", "host"))
         pool = allocate_pool(layout, num_blocks, device)
-        return cls(layout, pool, allocate_host(host_blocks, block, device) if host_blocks else None)
+        return cls(layout, pool, allocate_host(host_blocks, layout.bytes_per_block, device) if host_blocks else None)
 
     @property
     def num_blocks(self) -> int:
@@ -72,3 +65,31 @@ class Reservation:
     def tokens(self) -> int:
         """What the pool holds."""
         return self.num_blocks * self.layout.block_size
+
+
+def choose_blocks(
+    config: GroupConfig, layout: BlockLayout, *, device_bytes: int, host_bytes: int, on_cpu: bool, ranks_on_host: int
+) -> tuple[int, int]:
+    """What one rank would have on its device and in host memory, of what is free there.
+
+    A share is divided by all the ranks on the host. Bytes have to be there for this group's: the others may have theirs
+    already, when a group starts again beside them. Raises InvalidConfig.
+    """
+    mine, block = min(config.tp, ranks_on_host), layout.bytes_per_block
+    claimants = ranks_on_host if config.kv_memory <= 1 else mine
+    fits = choose_num_blocks(
+        config.kv_memory,
+        free_bytes=device_bytes,
+        sharing_ranks=claimants if on_cpu else 1,
+        bytes_per_block=block,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+    )
+    claimants = ranks_on_host if config.host_kv_memory <= 1 else mine
+    host_fits = choose_host_blocks(
+        config.host_kv_memory,
+        free_bytes=host_bytes - (fits * block * claimants if on_cpu else 0),
+        sharing_ranks=claimants,
+        bytes_per_block=block,
+    )
+    return fits, host_fits

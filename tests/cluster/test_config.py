@@ -225,17 +225,14 @@ def test_what_every_model_says_is_missed(tmp_path: Path, field: str) -> None:
 
 
 def test_what_this_machine_cannot_hold_is_refused() -> None:
-    """A host tier, or on CPUs a pool, of all ranks together beyond the machine's memory is refused at once, by name;
-    on another cluster, or as a share, it is the ranks' affair."""
+    """Host tiers and, on CPUs, pools of all ranks together beyond what is free are refused at once, by name; as shares,
+    or on another cluster, they are the ranks' affair."""
     size = {"model": "m/m", "tp": 2, "device": "cpu", "kv_memory": "3GiB", "host_kv_memory": "4GiB"}
-    check_machine(ServeConfig.build(size), 8 << 30)
-    with pytest.raises(
-        InvalidConfig, match="host-kv-memory asks for 4,294,967,296 bytes for each of 2 ranks, and this"
-    ):
-        check_machine(ServeConfig.build(size), 7 << 30)
-    with pytest.raises(InvalidConfig, match=r"; lower kv-memory, groups or tp$"):
-        check_machine(ServeConfig.build(size | {"host_kv_memory": 0}), 5 << 30)
-    with pytest.raises(InvalidConfig, match="lower host-kv-memory$"):
+    check_machine(ServeConfig.build(size), 14 << 30)
+    with pytest.raises(InvalidConfig, match="host-kv-memory and kv-memory ask for 7,516,192,768 bytes for each of 2"):
+        check_machine(ServeConfig.build(size), 13 << 30)
+    check_machine(ServeConfig.build(size | {"device": "cuda"}), 13 << 30)
+    with pytest.raises(InvalidConfig, match=r"are free on this machine; lower host-kv-memory, groups or tp$"):
         check_machine(ServeConfig.build({"model": "m/m", "host_kv_memory": "4000TiB"}))
     check_machine(ServeConfig.build(size | {"host_kv_memory": 0.9, "kv_memory": 0.9}), 1)
     check_machine(ServeConfig.build(size | {"ray_address": "127.0.0.1:1"}), 1)

@@ -3,7 +3,12 @@
 import pytest
 
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.block_layout import BlockLayout
+from coatcheck.workers.group_config import GroupConfig
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.model_spec import LayerSpec
 from coatcheck.workers.pool_size import choose_num_blocks
+from coatcheck.workers.reservation import choose_blocks
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,21 @@ def test_a_pool_that_cannot_be_is_refused(kv_memory: float, max_model_len: int |
             max_model_len=max_model_len,
         )
     assert message in str(refused.value)
+
+
+def test_a_group_starts_again_beside_those_that_have_their_memory() -> None:
+    """Bytes that another group of the host already holds are not asked for once more; more than is free for the group's
+    own ranks is refused, and shares are divided by all."""
+    layout = BlockLayout.of((LayerSpec(1, 1, 64),), 16, KvDtype.FLOAT32)
+    gib, block = 1 << 30, layout.bytes_per_block
+
+    def choose(free: int, **settings: float) -> tuple[int, int]:
+        config = GroupConfig("g", "m", "m", tp=2, **settings)  # type: ignore[arg-type]
+        return choose_blocks(config, layout, device_bytes=free, host_bytes=free, on_cpu=True, ranks_on_host=4)
+
+    sizes = {"kv_memory": 1.0 * gib, "host_kv_memory": 2.0 * gib}
+    assert choose(7 * gib, **sizes) == (gib // block, 2 * gib // block)  # the other group's 6 GiB are gone already
+    with pytest.raises(InvalidConfig, match="host-kv-memory asks for 2,147,483,648 bytes for each of 2 ranks"):
+        choose(5 * gib, **sizes)
+    shares = choose(8 * gib, kv_memory=0.5, host_kv_memory=0.5)
+    assert shares == (gib // block, gib // 2 // block)
