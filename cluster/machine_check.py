@@ -23,6 +23,6 @@ def check_machine(config: ServeConfig, free_bytes: int | None = None) -> None:
     if asked * ranks > free_bytes:
         names, ask = " and ".join(sizes), "asks" if len(sizes) == 1 else "ask"
         raise InvalidConfig(
-            f"{names} {ask} for {asked:,} bytes for each of {ranks} ranks, and {free_bytes:,} are free on this machine; "
+            f"{names} {ask} for {asked:,} bytes for each of {ranks} ranks, and {free_bytes:,} are free here; "
             f"lower {names}, groups or tp"
         )

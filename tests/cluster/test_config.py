@@ -232,7 +232,7 @@ def test_what_this_machine_cannot_hold_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="host-kv-memory and kv-memory ask for 7,516,192,768 bytes for each of 2"):
         check_machine(ServeConfig.build(size), 13 << 30)
     check_machine(ServeConfig.build(size | {"device": "cuda"}), 13 << 30)
-    with pytest.raises(InvalidConfig, match=r"are free on this machine; lower host-kv-memory, groups or tp$"):
+    with pytest.raises(InvalidConfig, match=r"are free here; lower host-kv-memory, groups or tp$"):
         check_machine(ServeConfig.build({"model": "m/m", "host_kv_memory": "4000TiB"}))
     check_machine(ServeConfig.build(size | {"host_kv_memory": 0.9, "kv_memory": 0.9}), 1)
     check_machine(ServeConfig.build(size | {"ray_address": "127.0.0.1:1"}), 1)
