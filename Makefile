@@ -11,22 +11,24 @@ FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
 # What these bring in versions of their own, and so cannot take from constraints.txt.
 FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors
 
-.PHONY: demo test test-all test-floor bench lint types clean
+.PHONY: demo test test-all test-floor together bench lint types clean
 
 demo: .venv/installed
 	$(BIN)/python demo/demo.py
 
-# First what does not start Ray, a core each for two processes; then what does, which wants both cores.
-TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
-
-test: lint types
-	$(BIN)/pytest $(TOGETHER) -m 'not ray and not full'
+test: lint
+	$(MAKE) -j2 types together
 	$(BIN)/pytest -m 'ray and not full'
 
 # The full matrices, of which `make test` runs a pairwise sample.
-test-all: lint types
-	$(BIN)/pytest $(TOGETHER) -m 'not ray'
+test-all: lint
+	$(MAKE) -j2 types together KINDS='not ray'
 	$(BIN)/pytest -m ray
+
+# What does not start Ray, three at a time, since many wait; what does wants the cores to itself.
+KINDS := not ray and not full
+together: .venv/installed
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m '$(KINDS)'
 
 # Workers and kernels at the oldest versions that GPU hosts may have.
 test-floor: .venv-floor/installed

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _lift, _narrowed, _nibbles, _places, _scales_of, _widened
+from .prefill_tile import _attend
+from .quantise import KINDS, _lift, _narrowed
 
 _ANY_LENGTH = 1 << 30
 _SEQS = 256  # whose lengths a program looks at in one go
@@ -74,80 +75,6 @@ def chunk_lengths(group: int) -> tuple[int, ...]:
 def most_tiles(tokens: int, prefills: int, queries: int) -> int:
     """How many tiles of so many queries so many sequences can have that bring so many tokens together."""
     return tokens // queries + prefills
-
-
-@triton.jit
-def _attend(
-    start, end, queries, high_queries, position, acc, high_acc, peak, total,
-    k, v, k_scales, v_scales, table, kv_head,
-    k_stride, v_stride, k_scales_stride, v_scales_stride, scale, softcap, window,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys from `start` to `end`. Not MASKED: every query sees all of them, and they fill their tiles.
-
-    Scores times `scale` are in powers of two, which is what the processor raises: without a softcap it has log2(e) in
-    it. With one the scores are in them by themselves. Where the pool is quantised every row has a scale of its own."""
-    dims, across = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    slope = scale[:, None] if KIND > 0 else scale
-    for first in range(start, end, BLOCK_N):
-        keys = first + across
-        held = keys < end
-        nth, row = _places(first, across, SIZE, BLOCK_N)
-        if MASKED:
-            block = tl.load(table + nth, held, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + nth).to(tl.int64)
-        at = (kv_head * SIZE + row) * WIDTH
-        if KIND > 0:
-            k_scale, v_scale = _scales_of(
-                k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride, KIND, SIZE, BLOCK_N
-            )  # fmt: skip
-        # Keys behind the end are block 0's, whose scores are masked; values there could be NaN, so they are zero.
-        at_key = k + (block * k_stride + at)[:, None] + dims[None]
-        at_value = v + (block * v_stride + at)[:, None] + dims[None]
-        if WIDTH == BLOCK_D:
-            key = tl.load(at_key)
-            value = tl.load(at_value, held[:, None], other=0) if MASKED else tl.load(at_value)
-        else:
-            inside = (dims < WIDTH)[None]
-            key = tl.load(at_key, inside, other=0)
-            value = tl.load(at_value, (held[:, None] & inside) if MASKED else inside, other=0)
-        if KIND == 3:
-            low, high = _nibbles(key, CONVERT, queries.dtype, True)
-            score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
-            score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION)
-        else:
-            key = _widened(key, KIND, CONVERT, queries.dtype, True)
-            score = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
-        if KIND > 0:
-            score *= k_scale[None]
-        if CAPPED:
-            score *= slope
-            if softcap > 0:
-                bend, cap = 2.0 * _LOG2_E / softcap, softcap * _LOG2_E
-                score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
-        if MASKED:
-            seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
-            score = tl.where(seen, score, float("-inf"))
-        top = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-        if CAPPED:
-            weight, decay = tl.exp2(score - base[:, None]), tl.exp2(peak - base)
-        else:
-            weight, decay = tl.exp2(score * slope - (base * scale)[:, None]), tl.exp2((peak - base) * scale)
-        total = total * decay + tl.sum(weight, 1)
-        if KIND > 0:
-            weight *= v_scale[None]
-        weight = weight.to(queries.dtype)
-        if KIND == 3:
-            value, high = _nibbles(value, CONVERT, queries.dtype, False)
-            high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
-        else:
-            value = _widened(value, KIND, CONVERT, queries.dtype, False)
-        acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
-        peak = top
-    return acc, high_acc, peak, total
 
 
 @triton.jit(do_not_specialize=["seq_lens", "cu_seqlens", "table_stride", "window", "num_seqs"])
