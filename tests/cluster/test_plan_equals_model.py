@@ -28,8 +28,8 @@ from coatcheck.workers.shard import Shard
 from coatcheck.workers.sharding import plan_sharding
 from coatcheck.workers.skeleton import build_skeleton
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
+from tests.workers.rank_group import RankGroup
 from tests.workers.test_other_architectures import SERVED, shape_of
-from tests.workers.test_rank import Group
 
 # Their tiny configs hold fields that these families do not read, and that are absent from real ones.
 ALL = [*ARCHITECTURES, *(name for name in SERVED if name not in ("gpt_neox", "olmoe"))]
@@ -98,7 +98,7 @@ def test_the_layout_is_the_ranks_own(tmp_path: Path, kv_dtype: KvDtype) -> None:
 def test_a_running_group_reports_the_planned_blocks(tmp_path: Path, kv_dtype: str) -> None:
     """A group with quantised blocks registers as many of them, and the kv dtype, as the plan says."""
     path = str(tiny_checkpoint("llama", tmp_path, head_dim=64))
-    group = Group(GroupConfig("g", path, "tiny", kv_memory=1 << 20, kv_dtype=kv_dtype, device="cpu", threads=1))
+    group = RankGroup(GroupConfig("g", path, "tiny", kv_memory=1 << 20, kv_dtype=kv_dtype, device="cpu", threads=1))
     try:
         with grpc.insecure_channel(group.wait_ready()) as channel:
             said = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10).registration
