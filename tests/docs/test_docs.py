@@ -43,3 +43,13 @@ def test_flags_exist(page: Path) -> None:
         if line.strip().startswith("coatcheck serve "):
             used = re.findall(r"(?<=\s)--[a-z-]+", line.partition("#")[0])
             assert set(used) <= known, f"{page.name}: {line.strip()}"
+
+
+def test_metrics_exist() -> None:
+    """Each metric that a page names is on the router's own page, under just that name."""
+    from tests.helm.test_monitoring import page as metrics
+
+    known = set(re.findall(r"coatcheck_\w+", metrics()))
+    for page in PAGES:
+        named = set(re.findall(r"`[^`]*?(coatcheck_\w*\w)", page.read_text()))
+        assert named <= known, f"{page.name}: {named - known}"
