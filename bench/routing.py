@@ -28,7 +28,7 @@ import typer
 from coatcheck.bench.routing_rules import Rule, rules
 from coatcheck.bench.service_model import BLOCK, Job, ServiceModel
 from coatcheck.bench.simulated_group import SimulatedGroup
-from coatcheck.bench.simulated_router import SimulatedRouter
+from coatcheck.bench.simulated_router import Placed, SimulatedRouter
 from coatcheck.cluster.trace import TraceEntry, read_trace
 
 FILES = {
@@ -85,25 +85,37 @@ class Outcome:
 def simulate(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], router: SimulatedRouter) -> None:
     """Runs every job to its end."""
     by_name = {group.name: group for group in groups}
+    period = groups[0].model.report_seconds
     due: list[tuple[float, str]] = []
+    report = math.inf  # when the router next looks whether some group has room: with the groups' next reports
 
     def moved(group: SimulatedGroup) -> None:
         router.hear(group)
         if group.until < math.inf:
             heapq.heappush(due, (group.until, group.name))
 
+    def submit(placed: Placed, now: float) -> None:
+        nonlocal report
+        for job, group in placed:
+            group.submit(job, now)
+            moved(group)
+        report = (math.floor(now / period + 1e-6) + 1) * period if router.waiting else math.inf
+
     def run_until(limit: float) -> None:
-        while due and due[0][0] <= limit:
-            when, name = heapq.heappop(due)
-            if (group := by_name[name]).until == when:  # else it was cut short, and is due again elsewhere
+        while (when := min(due[0][0] if due else math.inf, report)) <= limit and when < math.inf:
+            if due and due[0][0] == when:
+                _, name = heapq.heappop(due)
+                group = by_name[name]
+                if group.until != when:  # it was cut short, and is due again elsewhere
+                    continue
                 group.advance()
                 moved(group)
+            if router.waiting:
+                submit(router.move(when), when)
 
     for job in jobs:
         run_until(job.at)
-        group = router.place(job)
-        group.submit(job, job.at)
-        moved(group)
+        submit(router.arrive(job), job.at)
     run_until(math.inf)
 
 

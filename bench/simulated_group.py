@@ -45,8 +45,8 @@ class SimulatedGroup:
         self.work = 0.0
         self.prefill_seconds = 0.0
         self.prompt_tokens = self.cached_device = self.cached_host = 0
-        self.finished: list[Job] = []
         self.started: list[Job] = []  # got their first token since the last look
+        self.finished: list[Job] = []  # ended since then
         self._sequence = 0
         self._events: list[KvEvent] = []
         self._prefilling: list[Job] = []  # in order of arrival; admitted, and without their first token
@@ -109,7 +109,9 @@ class SimulatedGroup:
         if self._stretch:
             self.prefill_seconds += now - self._began
         while self._decoding and self._decoding[0][0] <= self._steps:
-            self._finish(heappop(self._decoding)[2], now)
+            job = heappop(self._decoding)[2]
+            self._context -= job.prompt + job.output // 2
+            self._finish(job, now)
         for job, tokens in self._stretch:
             job.left -= tokens
             if job.left <= 0:
@@ -266,16 +268,15 @@ class SimulatedGroup:
             job.anonymous -= 1
             job.held.append(block)
         if job.output <= 1:
-            self._release(job)
-            job.ended = now
+            self._finish(job, now)
         else:
             self._order += 1
             self._context += job.prompt + job.output // 2
             heappush(self._decoding, (self._steps + job.output - 1, self._order, job))
 
     def _finish(self, job: Job, now: float) -> None:
-        self._context -= job.prompt + job.output // 2
         job.ended = now
+        self.finished.append(job)
         self._release(job)
 
     def _release(self, job: Job) -> None:

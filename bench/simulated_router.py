@@ -1,12 +1,12 @@
-"""SimulatedRouter: a rule in front of simulated groups: another's, or our router's own index, loads and choose().
+"""SimulatedRouter: a rule in front of simulated groups: another's, or our router's own index, loads, line and choose().
 
-With several routers each takes requests in turn, hears every group, and knows only its own part of what is on its way.
-It does not know time but by the jobs that come.
+With several routers each takes requests in turn, hears every group, and knows only its own part of what is on its way,
+and its own line. Whoever asks moves it on in time; it does not know who comes next.
 """
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from coatcheck.bench.routing_rules import Rule
 from coatcheck.bench.service_model import BLOCK, Job
@@ -14,13 +14,18 @@ from coatcheck.bench.simulated_group import SimulatedGroup, block_name
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.expectations import Expectation
-from coatcheck.router.group_load import GroupLoad
-from coatcheck.router.policy import choose
+from coatcheck.router.fair_queue import FairQueue
+from coatcheck.router.group_load import GroupLoad, Sent
+from coatcheck.router.line import due_at
+from coatcheck.router.policy import Decision, choose
 from coatcheck.router.prefix_index import NOTHING, PrefixIndex
+from coatcheck.router.tenant import ANYONE
+
+Placed = Iterator[tuple[Job, SimulatedGroup]]
 
 
 class SimulatedRouter:
-    """`place` in order of arrival; `hear` after whatever a group does."""
+    """`arrive` in order; `move` when somebody may have room; `hear` after whatever a group does."""
 
     def __init__(
         self, groups: Sequence[SimulatedGroup], rule: Rule | None, rng: random.Random, routers: int = 1
@@ -28,30 +33,43 @@ class SimulatedRouter:
         self._groups = {group.name: group for group in groups}
         self._rule = rule
         self._rng = rng
-        self._views = [_View(groups) for _ in range(routers)]
+        self._views = [_View(groups, rng) for _ in range(routers)]
         self._turn = 0
 
-    def place(self, job: Job) -> SimulatedGroup:
-        """Where it goes."""
+    def arrive(self, job: Job) -> Placed:
+        """A request comes: whoever is placed now, and where."""
         view = self._views[self._turn % len(self._views)]
         self._turn += 1
-        chain = [block_name(block) for block in job.chain]
         if self._rule is None:
-            job.group = view.place(job, chain, self._groups, self._rng)
-        else:
-            matched = {name: (m.device, m.host) for name, m in view.index.matched_blocks(chain).items()}
-            job.group = self._rule(job, list(self._groups.values()), matched, job.at, self._rng).name
-        return self._groups[job.group]
+            yield from view.arrive(job)
+            return
+        matched = {name: (m.device, m.host) for name, m in view.index.matched_blocks(_chain(job)).items()}
+        group = self._rule(job, list(self._groups.values()), matched, job.at, self._rng)
+        job.group = group.name
+        yield job, group
+
+    def move(self, now: float) -> Placed:
+        """Those in line whose turn has come."""
+        for view in self._views:
+            yield from view.move(now)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return sum(len(view.line) for view in self._views)
 
     def hear(self, group: SimulatedGroup) -> None:
-        """Takes its events, then what it has begun to answer."""
+        """Takes its events, then what it has begun to answer and what has ended."""
         events = group.drain_events()
         for view in self._views:
             if events is not None:
                 view.index.apply(group.name, events)
             for job in group.started:
                 view.answered(job)
+            for job in group.finished:
+                view.ended(job)
         group.started.clear()
+        group.finished.clear()
 
     @property
     def indexed_entries(self) -> int:
@@ -61,39 +79,85 @@ class SimulatedRouter:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant: once all is answered nothing is expected any more."""
         for view in self._views:
-            view.index.check()
-            assert not view.index.stats().expected, "an answered prompt is still expected"
+            view.check()
 
 
 class _View:
-    """What one router knows."""
+    """What one router knows, and who waits with it."""
 
-    def __init__(self, groups: Sequence[SimulatedGroup]) -> None:
+    def __init__(self, groups: Sequence[SimulatedGroup], rng: random.Random) -> None:
         self.index = PrefixIndex()
+        self.line: FairQueue[Job] = FairQueue(1 << 30)  # nothing is refused
+        self._groups = {group.name: group for group in groups}
+        self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
-        self._expectations: dict[int, Expectation] = {}
+        self._sent: dict[int, tuple[Sent, Expectation | None]] = {}
         for group in groups:
-            model = GetModelResponse(block_size=BLOCK)
-            registration = Registration(model=model, num_blocks=group.model.blocks, max_batch_tokens=group.model.chunk)
-            self.index.add_group(group.name, group.name, group.model.blocks + group.model.host_blocks)
+            most = group.model
+            registration = Registration(
+                model=GetModelResponse(block_size=BLOCK),
+                num_blocks=most.blocks,
+                max_batch_tokens=most.chunk,
+                max_num_seqs=most.max_sequences,
+            )
+            self.index.add_group(group.name, group.name, most.blocks + most.host_blocks)
             self.index.apply_snapshot(group.name, SnapshotChunk(epoch=group.name, first=True, last=True))
             self._loads[group.name] = GroupLoad(registration)
 
-    def place(self, job: Job, chain: list[bytes], groups: dict[str, SimulatedGroup], rng: random.Random) -> str:
-        matched = self.index.matched_blocks(chain)
-        candidates = []
-        for name, load in self._loads.items():
-            group = groups[name]
-            if (report := group.load(job.at)) is not load.last:
-                period = group.model.report_seconds
-                load.report(report, math.floor(job.at / period) * period)
-            candidates.append(load.candidate(name, matched.get(name, NOTHING)))
-        decision = choose(candidates, job.prompt, rng, regret=self.index.regret.rate)
-        self._loads[decision.group].sent(job.prompt - decision.chosen.cached_tokens, job.at)
-        if (expectation := self.index.expect(decision.group, chain)) is not None:
-            self._expectations[id(job)] = expectation
-        return decision.group
+    def arrive(self, job: Job) -> Placed:
+        self._listen(job.at)
+        if not len(self.line) and self._has_room:
+            yield self._place(job, job.at)
+        else:
+            seconds = min(terms.prefill + terms.restore for terms in self._decide(job).terms)
+            self.line.put(job, ANYONE, due=due_at(job.at, seconds))
+
+    def move(self, now: float) -> Placed:
+        self._listen(now)
+        while len(self.line) and self._has_room:
+            yield self._place(self.line.take()[0], now)
 
     def answered(self, job: Job) -> None:
-        if (expectation := self._expectations.pop(id(job), None)) is not None:
+        if (known := self._sent.get(id(job))) is None:
+            return
+        sent, expectation = known
+        sent.begin()
+        if expectation is not None:
             self.index.settle(expectation)
+
+    def ended(self, job: Job) -> None:
+        if (known := self._sent.pop(id(job), None)) is not None:
+            known[0].end()
+
+    def check(self) -> None:
+        self.index.check()
+        self.line.check()
+        assert not self.index.stats().expected, "an answered prompt is still expected"
+
+    @property
+    def _has_room(self) -> bool:
+        return any(load.has_room for load in self._loads.values())
+
+    def _listen(self, now: float) -> None:
+        """The reports until now."""
+        for name, load in self._loads.items():
+            group = self._groups[name]
+            if (report := group.load(now)) is not load.last:
+                period = group.model.report_seconds
+                load.report(report, math.floor(now / period) * period)
+
+    def _decide(self, job: Job) -> Decision:
+        matched = self.index.matched_blocks(_chain(job))
+        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in self._loads.items()]
+        return choose(candidates, job.prompt, self._rng, regret=self.index.regret.rate, in_line=len(self.line))
+
+    def _place(self, job: Job, now: float) -> tuple[Job, SimulatedGroup]:
+        decision = self._decide(job)
+        job.group = decision.group
+        sent = self._loads[job.group].sent(job.prompt - decision.chosen.cached_tokens, now)
+        self._sent[id(job)] = sent, self.index.expect(job.group, _chain(job))
+        return job, self._groups[job.group]
+
+
+def _chain(job: Job) -> list[bytes]:
+    return [block_name(block) for block in job.chain]

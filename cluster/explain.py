@@ -67,14 +67,15 @@ def _table(told: pb.Explanation) -> "Table":
     from rich import box
     from rich.table import Table
 
-    terms = ("cost", "queue", "prefill", "restore", "decode", "evict", "delay")
+    terms = ("cost", "queue", "prefill", "restore", "decode", "evict", "stall", "delay")
     cached = "cached: device, host, coming"
     table = Table("group", *terms, cached, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for cost in told.costs:
         seconds = (
             cost.total_seconds, cost.queue_seconds, cost.prefill_seconds, cost.restore_seconds, cost.decode_seconds,
-            cost.eviction_seconds, cost.delay_seconds,
+            cost.eviction_seconds, cost.stall_seconds, cost.delay_seconds,
         )  # fmt: skip
         held = f"{cost.device_tokens}, {cost.host_tokens}, {cost.expected_tokens}"
-        table.add_row(cost.group, *(f"{term:.3f}" for term in seconds), held)
+        name = cost.group if cost.has_room else f"{cost.group} (full)"
+        table.add_row(name, *(f"{term:.3f}" for term in seconds), held)
     return table

@@ -472,7 +472,7 @@ class PrefixMisses(_message.Message):
     def __init__(self, never_seen: _Optional[int] = ..., evicted: _Optional[int] = ..., other_salt: _Optional[int] = ..., broken: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
 
 class GroupCost(_message.Message):
-    __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens")
+    __slots__ = ("group", "total_seconds", "queue_seconds", "prefill_seconds", "restore_seconds", "decode_seconds", "eviction_seconds", "delay_seconds", "device_tokens", "host_tokens", "expected_tokens", "stall_seconds", "has_room")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +484,8 @@ class GroupCost(_message.Message):
     DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_ROOM_FIELD_NUMBER: _ClassVar[int]
     group: str
     total_seconds: float
     queue_seconds: float
@@ -495,7 +497,9 @@ class GroupCost(_message.Message):
     device_tokens: int
     host_tokens: int
     expected_tokens: int
-    def __init__(self, group: _Optional[str] = ..., total_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., eviction_seconds: _Optional[float] = ..., delay_seconds: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
+    stall_seconds: float
+    has_room: bool
+    def __init__(self, group: _Optional[str] = ..., total_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., eviction_seconds: _Optional[float] = ..., delay_seconds: _Optional[float] = ..., device_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., has_room: _Optional[bool] = ...) -> None: ...
 
 class Explanation(_message.Message):
     __slots__ = ("group", "why", "prompt_tokens", "costs")

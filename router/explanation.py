@@ -13,13 +13,13 @@ from .policy import Decision, Terms
 
 ASKED_BY: Final = "coatcheck-explain"
 ANSWERED_BY: Final = "coatcheck-explanation-bin"
-# Of 55 bytes each: trailing metadata is refused past 8 KiB.
+# Of 62 bytes each: trailing metadata is refused past 8 KiB.
 _MOST_IN_METADATA: Final = 32
 
 
 def explanation_of(decision: Decision, most: int | None = None) -> Explanation:
-    """The cheapest groups, at most so many, of which the chosen one is the first."""
-    rows = sorted(decision.terms, key=lambda terms: (terms.total, terms.group != decision.group))
+    """The chosen group, then the cheapest, at most so many."""
+    rows = sorted(decision.terms, key=lambda terms: (terms.group != decision.group, terms.total))
     return Explanation(
         group=decision.group,
         why=decision.why,
@@ -51,4 +51,6 @@ def _cost(terms: Terms) -> GroupCost:
         device_tokens=terms.device_tokens,
         host_tokens=terms.host_tokens,
         expected_tokens=terms.expected_tokens,
+        stall_seconds=terms.stall,
+        has_room=terms.has_room,
     )

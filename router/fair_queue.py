@@ -1,6 +1,6 @@
 """FairQueue: who waits for a place on a group, and who is next.
 
-    next = of the lowest priority, the tenant that was served least for its weight, and its oldest request
+    next = of the lowest priority, the tenant that was served least for its weight, and its request that is due first
 
 What a tenant was served is counted in tokens over its weight, its virtual time: a guess when a request is taken, put
 right when it ends (see `Served`). A tenant that comes back from a pause starts where those that wait are, so that
@@ -8,11 +8,13 @@ nobody saves up. One of every few taken is so without regard to priority: nobody
 fills it most for their weight gives way. Pure: it does not know groups, clocks or what a request is.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 from typing import Final, Generic, TypeVar
 
+from .level import Level
 from .tenant import Tenant
 
 Waiting = TypeVar("Waiting")
@@ -46,7 +48,7 @@ class Served:
 
 
 class _Share:
-    """One tenant's: its virtual time, and what it has waiting, by priority and then by age."""
+    """One tenant's: its virtual time, and what it has waiting, by priority."""
 
     __slots__ = ("levels", "size", "time", "weight")
 
@@ -54,7 +56,7 @@ class _Share:
         self.time = 0.0
         self.weight = 1.0
         self.size = 0
-        self.levels: dict[int, OrderedDict[int, None]] = {}
+        self.levels: dict[int, Level] = {}
 
 
 @dataclass(slots=True)
@@ -83,15 +85,24 @@ class FairQueue(Generic[Waiting]):
         """Whether one more of this tenant would be taken in now."""
         return len(self._entries) < self.most or self._victim(tenant, priority) is not None
 
-    def ahead(self, tenant: Tenant, priority: int) -> int:
-        """How many would in any case be taken before one more of this tenant: its own that are no less urgent."""
+    def ahead(self, tenant: Tenant, priority: int, due: float = math.inf) -> int:
+        """How many would in any case be taken before one more of this tenant that is due then: its own that are no
+        less urgent and due no later."""
         share = self._shares.get(tenant.name)
-        return sum(len(level) for rank, level in share.levels.items() if rank <= priority) if share else 0
+        return sum(level.due_by(due) for rank, level in share.levels.items() if rank <= priority) if share else 0
 
     def put(
-        self, what: Waiting, tenant: Tenant, *, priority: int = 0, tokens: float = 1.0, bounded: bool = True
+        self,
+        what: Waiting,
+        tenant: Tenant,
+        *,
+        priority: int = 0,
+        tokens: float = 1.0,
+        due: float = 0.0,
+        bounded: bool = True,
     ) -> tuple[int, Waiting | None] | None:
-        """Takes one in that will need about so many tokens: its id, and whom it displaced if it did. None: no room."""
+        """Takes one in that will need about so many tokens, and is due then (those that are due together go in order
+        of age): its id, and whom it displaced if it did. None: no room."""
         displaced: Waiting | None = None
         if bounded and len(self._entries) >= self.most:
             victim = self._victim(tenant, priority)
@@ -105,7 +116,7 @@ class FairQueue(Generic[Waiting]):
             share.time = max(share.time, self._now)
         id = next(self._ids)
         self._entries[id] = _Entry(what, tenant.name, priority, tokens)
-        share.levels.setdefault(priority, OrderedDict())[id] = None
+        share.levels.setdefault(priority, Level()).add(id, due)
         share.size += 1
         return id, displaced
 
@@ -142,24 +153,24 @@ class FairQueue(Generic[Waiting]):
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        found = {id: name for name, share in self._shares.items() for level in share.levels.values() for id in level}
-        assert found == {id: entry.tenant for id, entry in self._entries.items()}, "the shares hold what waits"
+        assert sum(share.size for share in self._shares.values()) == len(self._entries), "the shares hold what waits"
+        for id, entry in self._entries.items():
+            assert id in self._shares[entry.tenant].levels[entry.priority], "each at its place"
         for share in self._shares.values():
             assert share.size == sum(len(level) for level in share.levels.values()), "a share knows its size"
             assert all(share.levels.values()), "no level is empty"
-            for priority, level in share.levels.items():
-                assert list(level) == sorted(level), "a level is in order of age"
-                assert all(self._entries[id].priority == priority for id in level), "and of one priority"
+            for level in share.levels.values():
+                level.check()
         assert list(self._entries) == sorted(self._entries), "all are in order of age"
 
     def _next(self) -> int:
         waiting = [share for share in self._shares.values() if share.size]
         if (self._taken + 1) % _ANY_PRIORITY_EVERY == 0:
             share = min(waiting, key=lambda share: share.time)
-            return min(next(iter(level)) for level in share.levels.values())
+            return min(level.first() for level in share.levels.values())[1]
         first = min(min(share.levels) for share in waiting)
         share = min((share for share in waiting if first in share.levels), key=lambda share: share.time)
-        return next(iter(share.levels[first]))
+        return share.levels[first].first()[1]
 
     def _victim(self, tenant: Tenant, priority: int) -> int | None:
         """Who would give way to one more of this tenant: the newest of the least urgent, of whoever has most waiting
@@ -178,7 +189,7 @@ class FairQueue(Generic[Waiting]):
         last = max(share.levels)
         if name == tenant.name and last <= priority:
             return None
-        return next(reversed(share.levels[last]))
+        return share.levels[last].newest()
 
     def _share(self, tenant: Tenant) -> _Share:
         share = self._shares.setdefault(tenant.name, _Share())
@@ -193,7 +204,7 @@ class FairQueue(Generic[Waiting]):
         entry = self._entries.pop(id)
         share = self._shares[entry.tenant]
         level = share.levels[entry.priority]
-        del level[id]
+        level.remove(id)
         if not level:
             del share.levels[entry.priority]
         share.size -= 1

@@ -78,6 +78,7 @@ class GroupLoad:
         self._ready = max(self._seats // _READY_SHARE, _FEWEST_READY)
         self._begun = 0  # less those that have ended, since the last report
         self._refuses = False
+        self._most_queued = self._ahead()
 
     def report(self, load: Load, now: float) -> None:
         """The group's word."""
@@ -89,6 +90,7 @@ class GroupLoad:
         self._refuses = False
         self._rate, self._restore_rate = status.prefill_tokens_per_second, status.restore_tokens_per_second
         self._step_seconds = status.step_seconds
+        self._most_queued = self._ahead()
         self._free = (status.blocks_total - status.blocks_used - status.blocks_cached) * self._block_size
         self._cold = status.blocks_cached * self._block_size
         self._move_busy(load.prefill_seconds, now)
@@ -129,17 +131,17 @@ class GroupLoad:
         running = max(self._running + self._begun, 0)
         if self._seats and running + self._waiting + self._sent_requests >= self._seats + self._ready:
             return False
-        most = max(self._rate * _AHEAD_SECONDS, (self._chunk or _GUESSED_CHUNK) * _AHEAD_STEPS)
-        return self._queued_tokens + self._sent_tokens < most
+        return self._queued_tokens + self._sent_tokens < self._most_queued
 
     def candidate(self, group: str, match: Match = NOTHING) -> Candidate:
         """The group as the policy sees it, for a prompt of which it holds so much."""
         size = self._block_size
         device, host, expected = match
+        coming = self._waiting + self._sent_requests
         return Candidate(
             group,
             self._queued_tokens + self._sent_tokens,
-            self._waiting + self._sent_requests,
+            coming,
             self._rate,
             self._restore_rate,
             self._step_seconds,
@@ -150,7 +152,13 @@ class GroupLoad:
             device * size,
             host * size,
             expected * size,
+            max(self._running + self._begun, 0) + coming,
+            self.has_room,
         )
+
+    def _ahead(self) -> float:
+        """Prompt tokens that keep it busy until it can be given more."""
+        return max(self._rate * _AHEAD_SECONDS, (self._chunk or _GUESSED_CHUNK) * _AHEAD_STEPS)
 
     def _move_busy(self, prefill_seconds: float, now: float) -> None:
         if self._heard is not None and (elapsed := now - self._heard[0]) > 0:

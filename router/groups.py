@@ -141,7 +141,7 @@ class Groups:
 
         if like is None and not len(self.line):
             await self._await_group(wait_seconds)
-        return await self.line.placed(request, place, bounded=bounded)
+        return await self.line.placed(request, place, lambda: self._least_seconds(request, like), bounded=bounded)
 
     async def place(
         self,
@@ -191,6 +191,13 @@ class Groups:
         if like is None:
             return serving
         return [(link, reg) for link, reg in serving if _equal(like, reg.model) and _holds(reg, request)]
+
+    def _least_seconds(self, request: Request, like: GetModelResponse | None) -> float:
+        """How long its prompt takes on the group that holds most of it; 0 while none serves."""
+        serving = self._serving_like(request, like)
+        if not serving:
+            return 0.0
+        return min(terms.prefill + terms.restore for terms in self._decide(request, serving).terms)
 
     async def _await_group(self, wait_seconds: float) -> None:
         """Returns once a group serves; raises Unavailable when none does in time."""
@@ -251,6 +258,7 @@ class Groups:
             len(request.prompt_token_ids),
             self._rng,
             regret=self.index.regret.rate,
+            in_line=len(self.line),
             session=request.session_id,
         )
 

@@ -1,8 +1,11 @@
 """Line: where requests wait until a group has room for them, and are sent from in their turn.
 
 While some group has room and nobody waits, a request goes straight through. Placing and taking out of the queue are one
-step, so that what one request takes of the room the next one sees. It does not know groups: whoever puts a request in
-gives the way to place it.
+step, so that what one request takes of the room the next one sees. Of one tenant's, short prompts need not wait for
+long ones: each is due some multiple of its own prompt's seconds after it came, and the first due is next; so nobody is
+overtaken for ever, and whoever waits longest has the most to be done (the aim of Brinch Hansen's "highest response
+ratio next", with an order that does not change). It does not know groups: whoever puts a request in gives the way to
+place it, and how long its prompt takes.
 """
 
 import asyncio
@@ -18,6 +21,10 @@ from .tenant import Tenant
 
 # To None while no group has room.
 Place = Callable[[], Placement | None]
+# Seconds that the prompt takes where it takes least; 0 while that is not known.
+Seconds = Callable[[], float]
+# Those that come within so many times a prompt's own seconds may overtake it.
+_PATIENCE: Final = 20.0
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 # A deadline is refused if twice the speed at which the line has moved would not meet it, once so many have left it.
 _AT_BEST: Final = 2.0
@@ -35,6 +42,11 @@ class _Waiting:
         self.place = place
         self.since = since
         self.placed: asyncio.Future[tuple[Placement, Served]] = asyncio.get_running_loop().create_future()
+
+
+def due_at(came: float, seconds: float) -> float:
+    """When a request is due whose prompt takes so long."""
+    return came + _PATIENCE * seconds
 
 
 class Line:
@@ -69,7 +81,7 @@ class Line:
             raise self._full(now)
         if deadline is None or self._moved < _FEWEST_MOVED:
             return
-        ahead = self._queue.ahead(tenant, priority)
+        ahead = self._queue.ahead(tenant, priority, now)
         seconds = ahead * (now - self._formed) / self._moved
         if now + seconds / _AT_BEST > deadline:
             raise DeadlineExceeded(
@@ -77,7 +89,9 @@ class Line:
                 f"{max(deadline - now, 0.0):.1f} s; allow more time, or try again later"
             )
 
-    async def placed(self, request: Request, place: Place, *, bounded: bool = True) -> tuple[Placement, Served]:
+    async def placed(
+        self, request: Request, place: Place, seconds: Seconds, *, bounded: bool = True
+    ) -> tuple[Placement, Served]:
         """Waits for its turn and a place. Raises Overloaded when there is no room to wait, or others have more claim
         to it, and what `place` raises."""
         now = asyncio.get_running_loop().time()
@@ -87,7 +101,10 @@ class Line:
         waiting = _Waiting(place, now, request.deadline)
         if not len(self._queue):
             self._moved, self._formed = 0, now
-        put = self._queue.put(waiting, request.tenant, priority=request.priority, tokens=tokens, bounded=bounded)
+        due = due_at(now, seconds())
+        put = self._queue.put(
+            waiting, request.tenant, priority=request.priority, tokens=tokens, due=due, bounded=bounded
+        )
         if put is None:
             raise self._full(now)
         id, displaced = put

@@ -1,18 +1,22 @@
 """Which group answers a request: one cost in seconds, lowest wins, ties at random or by session.
 
-    cost     = queue + prefill + restore + decode + eviction + delay
+    cost     = queue + prefill + restore + decode + eviction + stall + delay
     queue    = prompt tokens to be computed before this one's / prefill rate
     prefill  = this prompt's tokens that no tier holds / prefill rate
     restore  = its tokens that only the host tier holds / restore rate
     decode   = chunks that the queue and the prompt take × seconds of a step at the group's batch
     eviction = tokens of cold blocks that it takes × the chance that they are wanted again / prefill rate,
                and of blocks in use × 1
+    stall    = prefill × streams that are answered there, which stand still meanwhile × a price that grows with how busy
+               the groups are
     delay    = (prefill + restore + eviction) × requests that will wait behind it
 
-The first four are what the one who asks waits for, the last two what others will. Every second of work that a choice
+The first four are what the one who asks waits for, the last three what others will. Every second of work that a choice
 adds is waited for by all who queue meanwhile: the longer the queues, the more a cached prefix is worth, and the less
-an even load is. No term has a threshold. Pure: it reads what it is given and touches nothing. It does not know links,
-hashes or events.
+an even load is. A stream waits for every prompt that is computed beside it, so prompts are drawn to where few are
+answered, and the more so the less time is left over. No term has a threshold; but while some group has room, one that
+has none is only worth waiting for if it holds more of the prompt than all of those. Pure: it reads what it is given and
+touches nothing. It does not know links, hashes or events.
 """
 
 import random
@@ -31,6 +35,9 @@ _GUESSED_RESTORE_SPEEDUP: Final = 10.0  # of copying over computing
 # for each of them. The first part is counted several times, since a burst is over before its work is.
 _BEHIND: Final = 3.0
 _BUSIEST: Final = 0.97
+# Seconds that a stream's second of standing still is worth, at a busy share of a half: tuned by bench/routing.py.
+_STALL: Final = 0.005
+_NAMED: Final = 3  # groups, in words
 
 
 class Candidate(NamedTuple):
@@ -50,6 +57,8 @@ class Candidate(NamedTuple):
     device_tokens: int = 0
     host_tokens: int = 0
     expected_tokens: int = 0  # of prompts on their way there: computed before this one
+    streams: float = 0.0  # that are answered there, or soon will be
+    has_room: bool = True  # one more would start soon
 
 
 class Terms(NamedTuple):
@@ -61,23 +70,17 @@ class Terms(NamedTuple):
     restore: float
     decode: float
     eviction: float
+    stall: float
     delay: float
     device_tokens: int
     host_tokens: int
     expected_tokens: int
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that the group is not to compute."""
-        return self.device_tokens + self.host_tokens + self.expected_tokens
-
-    @property
-    def total(self) -> float:
-        """What is compared."""
-        return sum(self[1:7])
+    has_room: bool
+    cached_tokens: int  # those three: what the group is not to compute
+    total: float  # the seconds: what is compared
 
 
-_NAMES: Final = Terms._fields[1:7]
+_NAMES: Final = Terms._fields[1:8]
 
 
 @dataclass(frozen=True)
@@ -97,26 +100,41 @@ class Decision:
     def why(self) -> str:
         """In words."""
         best = self.chosen
-        named = (f"{name} {value:.3f}" for name, value in zip(_NAMES, best[1:], strict=False))
+        named = (f"{name} {value:.3f}" for name, value in zip(_NAMES, best[1:8], strict=False))
         cached = f"{best.cached_tokens} of {self.prompt_tokens} prompt tokens cached"
-        others = [term.total for term in self.terms if term.group != self.group]
-        against = f"; the next best costs {min(others):.3f} s" if others else "; no other group"
+        others = [term for term in self.terms if term.group != self.group]
+        cheaper = [term for term in others if term.total < best.total]
+        if cheaper:
+            against = f"; {', '.join(sorted(term.group for term in cheaper)[:_NAMED])}, which cost less, have no room"
+        elif others:
+            against = f"; the next best costs {min(term.total for term in others):.3f} s"
+        else:
+            against = "; no other group"
         return f"{self.group}: {best.total:.3f} s ({' + '.join(named)}), {cached}{against}"
 
 
 def choose(
-    candidates: Sequence[Candidate], prompt_tokens: int, rng: random.Random, *, regret: float = 0.0, session: str = ""
+    candidates: Sequence[Candidate],
+    prompt_tokens: int,
+    rng: random.Random,
+    *,
+    regret: float = 0.0,
+    in_line: int = 0,
+    session: str = "",
 ) -> Decision:
-    """The cheapest of at least one candidate. `regret` is the chance that a cold block is wanted again. Among equals
-    a session keeps to its own, others go anywhere."""
+    """The cheapest of at least one candidate. `regret` is the chance that a cold block is wanted again; so many
+    requests wait `in_line` for a group. Among equals a session keeps to its own, others go anywhere."""
     measured = [c.prefill_tokens_per_second for c in candidates if c.prefill_tokens_per_second > 0]
     assumed = fmean(measured) if measured else _GUESSED_PREFILL_RATE
     busy = min(fmean([c.busy for c in candidates]), _BUSIEST)
-    behind = fmean([c.queued_requests for c in candidates]) * (_BEHIND + busy / (1 - busy))
-    terms = tuple([_terms(candidate, prompt_tokens, assumed, behind, regret) for candidate in candidates])
-    totals = [sum(term[1:7]) for term in terms]
-    least = min(totals)
-    best = [term.group for term, total in zip(terms, totals, strict=True) if total == least]
+    more = busy / (1 - busy)
+    behind = (fmean([c.queued_requests for c in candidates]) + in_line / len(candidates)) * (_BEHIND + more)
+    stall = _STALL * more
+    terms = tuple([_terms(candidate, prompt_tokens, assumed, behind, stall, regret) for candidate in candidates])
+    ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
+    open_terms = [term for term in terms if term.has_room or term.cached_tokens > ready]
+    least = min([term.total for term in open_terms])
+    best = [term.group for term in open_terms if term.total == least]
     if len(best) == 1:
         group = best[0]
     elif session:
@@ -126,29 +144,29 @@ def choose(
     return Decision(group, terms, prompt_tokens)
 
 
-def _terms(candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, regret: float) -> Terms:
+def _terms(
+    candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, stall: float, regret: float
+) -> Terms:
     (
         group, queued, _, rate, restore_rate, step, chunk, _, free, cold, device, host, expected,
+        streams, has_room,
     ) = candidate  # fmt: skip
     rate = rate or assumed_rate
-    uncached = max(prompt_tokens - device - host - expected, 0)
+    cached = device + host + expected
+    uncached = max(prompt_tokens - cached, 0)
+    queue = queued / rate
     prefill = uncached / rate
     restore = host / (restore_rate or rate * _GUESSED_RESTORE_SPEEDUP) if host else 0.0
+    decode = (queued + uncached) / (chunk or _GUESSED_CHUNK) * step
     eviction = 0.0
     short = queued + uncached + host - free  # of free room; what is queued takes its room first
     if short > 0:
         eviction = (short - max(queued - free, 0.0)) * regret / rate
         if short > cold:  # then it must take blocks from what runs, which surely wants them again
             eviction += (short - max(queued - free, cold)) * (1 - regret) / rate
+    stands = prefill * streams * stall
+    delay = (prefill + restore + eviction) * behind
+    total = queue + prefill + restore + decode + eviction + stands + delay
     return Terms(
-        group,
-        queued / rate,
-        prefill,
-        restore,
-        (queued + uncached) / (chunk or _GUESSED_CHUNK) * step,
-        eviction,
-        (prefill + restore + eviction) * behind,
-        device,
-        host,
-        expected,
+        group, queue, prefill, restore, decode, eviction, stands, delay, device, host, expected, has_room, cached, total
     )

@@ -69,6 +69,18 @@ def test_the_urgent_go_first_and_the_others_still_go() -> None:
     assert 9 in taken
 
 
+def test_the_first_due_of_a_tenant_is_next() -> None:
+    """Among one tenant's of one priority whoever is due first goes first, and of those due together the oldest; others'
+    shares stay what they are."""
+    queue: FairQueue[str] = FairQueue(1000)
+    for name, due in (("long", 30.0), ("short", 5.0), ("short too", 5.0), ("late", 40.0)):
+        queue.put(name, LIGHT, due=due)
+    assert queue.ahead(LIGHT, 0) == 4 and queue.ahead(LIGHT, 0, 5.0) == 2 and queue.ahead(LIGHT, 0, 4.9) == 0
+    placed = queue.put("dropped", LIGHT, due=1.0)
+    assert placed is not None and queue.drop(placed[0])
+    assert [queue.take()[0] for _ in range(4)] == ["short", "short too", "long", "late"]
+
+
 def test_who_fills_the_queue_gives_way() -> None:
     """A full queue takes in a tenant that has little in it, at the cost of whoever has most for its weight; it takes
     no more of the latter, but for what is more urgent."""
@@ -92,32 +104,38 @@ class Queue(RuleBasedStateMachine):
         super().__init__()
         self.queue: FairQueue[int] = FairQueue(6)
         self.waiting: dict[int, int] = {}  # what we put -> its id
+        self.claims: dict[int, tuple[Tenant, int, float]] = {}
         self.made = 0
 
     @rule(
         tenant=st.sampled_from([HEAVY, LIGHT, OTHER]),
         priority=st.integers(-1, 1),
         tokens=st.integers(1, 99),
+        due=st.sampled_from([0.0, 1.0, 2.0]),
         bounded=st.booleans(),
     )
-    def put(self, tenant: Tenant, priority: int, tokens: int, bounded: bool) -> None:
+    def put(self, tenant: Tenant, priority: int, tokens: int, due: float, bounded: bool) -> None:
         """Whoever is taken in waits, whoever is displaced does not."""
         self.made += 1
         room = self.queue.has_room(tenant, priority)
-        found = self.queue.put(self.made, tenant, priority=priority, tokens=tokens, bounded=bounded)
+        found = self.queue.put(self.made, tenant, priority=priority, tokens=tokens, due=due, bounded=bounded)
         assert (found is not None) == (room or not bounded)
         if found is not None:
             self.waiting[self.made] = found[0]
+            self.claims[self.made] = (tenant, priority, due)
             if found[1] is not None:
                 del self.waiting[found[1]]
 
     @precondition(lambda self: self.waiting)
     @rule(took=st.integers(0, 200))
     def take(self, took: int) -> None:
-        """Who is next is who is taken, once."""
+        """Who is next is who is taken, once, and nobody of the same tenant and priority was due before."""
         expected = self.queue.peek()
         taken, served = self.queue.take()
         assert taken == expected and taken in self.waiting
+        tenant, priority, due = self.claims[taken]
+        rivals = [self.claims[what] for what in self.waiting]
+        assert all(due <= other[2] for other in rivals if other[:2] == (tenant, priority))
         del self.waiting[taken]
         served.settle(took)
 

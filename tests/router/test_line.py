@@ -7,6 +7,7 @@ import pytest
 
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
+from coatcheck.router.line import due_at
 from coatcheck.router.tenant import ANYONE, Tenant
 
 from .conftest import Door, OpenDoor
@@ -102,6 +103,24 @@ async def test_how_long_the_line_is_now_is_told(open_door: OpenDoor) -> None:
     await asked
     line_now = door.router.groups.line
     assert line_now.queue_seconds(asyncio.get_running_loop().time() + 2.0) == 0
+
+
+async def test_short_prompts_do_not_wait_for_long_ones(open_door: OpenDoor) -> None:
+    """Of one tenant's in line, one that came a little later with much less to compute goes first; one that came long
+    after does not: a long prompt is not overtaken for ever."""
+    group = full_group(max_num_seqs=4)
+    group.load.status.prefill_tokens_per_second = 1000.0
+    door = await open_full(open_door, group)
+    now = asyncio.get_running_loop().time()
+    long = GenerateRequest(token_ids=TokenIds(ids=[100] * 200), sampling=SamplingParams(max_tokens=2, seed=1))
+    asked = [send(door, long)]
+    await waiting(door, 1)
+    asked.append(send(door, ask(7)))
+    await waiting(door, 2)
+    group.report(waiting=0)
+    await asyncio.gather(*asked)
+    assert [submit.prompt_token_ids[0] for submit in group.submits] == [7, 100]
+    assert due_at(now, 0.2) < due_at(now + 4.1, 0.0)
 
 
 async def test_a_full_line_refuses_at_once(open_door: OpenDoor) -> None:

@@ -26,6 +26,8 @@ CANDIDATES = st.lists(
         device_tokens=TOKENS,
         host_tokens=TOKENS,
         expected_tokens=TOKENS,
+        streams=st.integers(0, 300),
+        has_room=st.booleans(),
     ),
     min_size=1,
     max_size=6,
@@ -41,13 +43,16 @@ def a_group(name: str, **known: float) -> Candidate:
 
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1))
 def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, regret: float) -> None:
-    """The decision carries one row of terms per candidate, none negative, and no other group's total is lower."""
+    """The decision carries one row of terms per candidate, none negative, and no other group's total is lower, but for
+    those without room that hold no more of the prompt than one with room."""
     decision = choose(candidates, prompt, random.Random(0), regret=regret)
     totals = {terms.group: terms.total for terms in decision.terms}
     assert totals.keys() == {candidate.group for candidate in candidates}
-    assert totals[decision.group] == decision.chosen.total == min(totals.values())
-    assert all(seconds >= 0 for terms in decision.terms for seconds in terms[1:7])
-    assert all(terms.total == pytest.approx(sum(terms[1:7])) for terms in decision.terms)
+    ready = max((terms.cached_tokens for terms in decision.terms if terms.has_room), default=-1)
+    compared = [terms.total for terms in decision.terms if terms.has_room or terms.cached_tokens > ready]
+    assert totals[decision.group] == decision.chosen.total == min(compared)
+    assert all(seconds >= 0 for terms in decision.terms for seconds in terms[1:8])
+    assert all(terms.total == pytest.approx(sum(terms[1:8])) for terms in decision.terms)
     assert decision.why.startswith(f"{decision.group}: ")
 
 
@@ -146,6 +151,43 @@ def test_decodes_weigh_too() -> None:
     """Of two groups with nothing queued, the one whose steps are shorter is cheaper."""
     full, empty = a_group("full", step_seconds=0.04), a_group("empty", step_seconds=0.02)
     assert choose([full, empty], 10, DICE).group == "empty"
+
+
+def test_prompts_are_drawn_to_where_few_are_answered() -> None:
+    """Of two groups alike but for the streams that would stand still, the one with fewer is cheaper, the more so the
+    busier both are; a free and idle cluster does not care."""
+    many, few = a_group("many", streams=40), a_group("few", streams=10)
+
+    def gap(busy: float) -> float:
+        costs = {t.group: t for t in choose([g._replace(busy=busy) for g in (many, few)], 1000, DICE).terms}
+        return costs["many"].stall - costs["few"].stall
+
+    assert gap(0.0) == 0.0 < gap(0.5) < gap(0.9) < gap(1.0) < float("inf")
+    assert choose([g._replace(busy=0.5) for g in (many, few)], 1000, DICE).group == "few"
+    cached = many._replace(busy=0.5, device_tokens=1000)
+    assert choose([cached, few._replace(busy=0.5)], 1000, DICE).group == "many"  # what is cached makes nobody wait
+
+
+def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
+    """While some group has room, one without is taken if it holds more of the prompt, and is cheaper; when none has
+    room the cheapest is."""
+    room = a_group("room", queued_prefill_tokens=100)
+    full = a_group("full", has_room=False)
+    decision = choose([room, full], 1000, DICE)
+    assert decision.group == "room" and "full, which cost less, have no room" in decision.why
+    holds = full._replace(device_tokens=500)
+    assert choose([room, holds], 1000, DICE).group == "full"
+    assert choose([room._replace(device_tokens=500), holds], 1000, DICE).group == "room"
+    assert choose([room, holds._replace(queued_prefill_tokens=5000)], 1000, DICE).group == "room"
+    assert choose([room._replace(has_room=False), full], 1000, DICE).group == "full"
+
+
+def test_who_waits_in_line_waits_behind_as_well() -> None:
+    """The longer the router's own line, the more a cached prefix is worth."""
+    holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
+    other = a_group("other", queued_prefill_tokens=1000)
+    assert choose([holder, other], 1000, DICE).group == "other"
+    assert choose([holder, other], 1000, DICE, in_line=4).group == "holder"
 
 
 def test_a_group_without_measurements_is_assumed_average() -> None:
