@@ -162,7 +162,7 @@ for one in crowd:
     except OSError: pass
 turned_away = 0
 for one in crowd[::-1]:
-    one.settimeout(1 if turned_away == 0 else 0.005)
+    one.settimeout(1 if turned_away == 0 else 0.001)
     try: said = one.recv(100)
     except TimeoutError: continue
     except OSError: said = b""
