@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +26,7 @@ _TITLES = {"router": "RouterActor", "supervisor": "Supervisor"}
 class ChaosCluster:
     """A context manager that has everything serving when it is entered, and leaves no process."""
 
-    kinds = ("rank", "rank 0", "group", "router", "supervisor", "serve", "node", "stop")
+    kinds = ("rank", "rank 0", "group", "router", "supervisor", "serve", "node", "stop", "fault")
 
     def __init__(
         self,
@@ -107,6 +108,27 @@ class ChaosCluster:
                 self._ray.kill(node)
                 self._ray.add(self._tp, wait=False)
                 return
+
+    def add_spare(self) -> None:
+        """A node for one group more than there are, unless it is there already."""
+        if len(self._ray.nodes) <= self.groups:
+            self._ray.add(self._tp)
+
+    def scale(self, groups: int) -> bool:
+        """`coatcheck scale`, to its end; whether it did so."""
+        command = [*self._serve_command[:1], "scale", "--groups", str(groups), "--drain-seconds", "2"]
+        command += ["--ray-address", self.ray_address]
+        with (self._scratch / "scale.log").open("ab") as output:
+            environment = {**os.environ, **self._ray.environment}
+            return not subprocess.run(command, stdout=output, stderr=output, env=environment, timeout=120).returncode
+
+    def drain(self, group: str, *, undo: bool = False) -> None:
+        """No new work for it, or work again; nothing where no router answers."""
+        with suppress(grpc.RpcError):
+            request = (
+                pb.DrainRequest(group=group, undo=True) if undo else pb.DrainRequest(group=group, timeout_seconds=0)
+            )
+            AdminStub(self._channel).Drain(request, timeout=5.0)  # type: ignore[no-untyped-call]
 
     def pids(self, kind: str) -> list[int]:
         """The processes of the router or the supervisor, whether they serve yet or not."""

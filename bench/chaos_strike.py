@@ -1,7 +1,8 @@
 """Strikes for bench/chaos.py: which process is killed or stopped, and at what moment of the streams.
 
-Between strikes every stream comes further: a request whose groups are lost three times without a token in between is
-refused as poison, by contract, whoever has killed them. It does not know what streams should answer.
+A process may also be made to fault, as by a defect of its own. Between strikes every stream comes further: a request
+whose groups end by themselves twice, or are lost three times, without a token in between is refused as poison, by
+contract. It does not know what streams should answer.
 """
 
 import asyncio
@@ -17,7 +18,8 @@ from coatcheck.bench.chaos_cluster import ChaosCluster
 from coatcheck.bench.chaos_load import LONG_PROMPT, ChaosLoad, Running
 from coatcheck.proto import coatcheck_pb2 as pb
 
-MOMENTS = ("any", "prefill", "any", "restore", "any", "failover")
+MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
+_SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # in which a kill comes, from the command on
 _BESIDE_GROUPS = ("router", "supervisor", "serve")
 _PATIENCE = 120.0
 _LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
@@ -59,6 +61,11 @@ class Striker:
             mine, running = begun or await self._begin_prefill()
             victim = next((group for group in groups if group.name == running.group), victim)
         began = time.monotonic()
+        if moment in _SCALING_SECONDS:
+            return await self._strike_scaling(kind, moment, victim)
+        if moment == "drain":
+            drained = self._rng.choice(groups).name
+            await asyncio.to_thread(self._cluster.drain, drained)
         if moment == "failover":
             # The group that streams leave first; they are then struck on their way, or where they arrive.
             made.append(("rank", "any"))
@@ -69,8 +76,30 @@ class Striker:
         await self._settle()
         if mine is not None:
             await asyncio.wait_for(mine, _PATIENCE)
-        stall = max((seconds for when, seconds in self._load.stalls if when > began), default=0.0)
-        return [Strike(name, when, stall, len(made) == 1) for name, when in made]
+        if moment == "drain":
+            await asyncio.to_thread(self._cluster.drain, drained, undo=True)
+        stall = self._longest_stall(began)
+        return [Strike(name, when, stall, len(made) == 1 and moment != "drain") for name, when in made]
+
+    async def _strike_scaling(self, kind: str, moment: str, victim: pb.GroupStatus) -> list[Strike]:
+        """One kill while a group comes, or while one goes; in the end there are as many as before. The command may end
+        with the supervisor, but no stream may."""
+        few, many = self._cluster.groups, self._cluster.groups + 1
+        await asyncio.to_thread(self._cluster.add_spare)
+        if moment == "scale in":
+            await _until(lambda: self._cluster.scale(many), "there is one group more")
+            victim = self._rng.choice(await asyncio.to_thread(self._cluster.serving) or [victim])
+        began = time.monotonic()
+        scaling = asyncio.create_task(asyncio.to_thread(self._cluster.scale, few if moment == "scale in" else many))
+        await asyncio.sleep(self._rng.uniform(0.0, _SCALING_SECONDS[moment]))
+        await self._hit(kind, victim)
+        await scaling
+        await self._settle()
+        await _until(lambda: self._cluster.scale(few), "there are as many groups as before")
+        return [Strike(kind, moment, self._longest_stall(began), alone=False)]
+
+    def _longest_stall(self, began: float) -> float:
+        return max((seconds for when, seconds in self._load.stalls if when > began), default=0.0)
 
     async def _hit(self, kind: str, group: pb.GroupStatus) -> None:
         pids = [rank.pid for rank in group.ranks]
@@ -90,6 +119,8 @@ class Striker:
                 self._cluster.kill_serve()
             case "node":
                 self._cluster.kill_node(pids[0])
+            case "fault":
+                _kill(self._rng.choice(pids), signal.SIGSEGV)
             case "stop":
                 await self._stop(self._rng.choice(pids), group.name)
 
@@ -153,9 +184,9 @@ async def _until(holds: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, how: signal.Signals = signal.SIGKILL) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
     except ProcessLookupError:
         return  # an earlier strike has ended it meanwhile
 

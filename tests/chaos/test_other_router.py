@@ -1,0 +1,66 @@
+"""A stream that loses its router goes on at another one, which never knew the first, with the very same answer."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coatcheck.bench.chaos_load import cases, difference, with_stop
+from coatcheck.cluster.answer import Answer
+from coatcheck.cluster.client import Client
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.server import Router
+from coatcheck.workers.group_config import GroupConfig
+from tests.router.tiny_tokenizer import write_model
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.rank_group import RankGroup
+
+
+@pytest.mark.timeout(120)
+async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) -> None:
+    """Greedy, sampled, n of 3, penalties, log-probabilities and stop strings: our client brings seed and token ids to
+    the next router by itself, and what it gets in all is what an undisturbed stream brings."""
+    model = write_model(tiny_checkpoint("llama", tmp_path, vocab_size=600, max_position_embeddings=2048))
+    group = RankGroup(GroupConfig("a", str(model), "tiny", kv_memory=8 << 20, dtype="float32", device="cpu", threads=1))
+    routers = [Router(RouterConfig(str(model), "tiny", name=f"router-{number}")) for number in range(2)]
+    addresses = [await router.start() for router in routers]
+    undisturbed, client = Client(addresses[1:]), Client(addresses)
+    try:
+        where = await asyncio.to_thread(group.wait_ready)
+        for router in routers:
+            await router.set_groups([GroupAddress("a", where)])
+            while not router.groups.serving():
+                await router.groups.next_change.wait()
+        requests = cases(600, tokens=120)[::2]
+        expected = list(await asyncio.gather(*(_answer(undisturbed, request) for request in requests)))
+        for request, answer in list(zip(requests, expected, strict=True))[:2]:
+            stopped = with_stop(request, answer)
+            assert stopped is not None
+            requests.append(stopped)
+            expected.append(await _answer(undisturbed, stopped))
+        begun = [asyncio.Event() for _ in requests]
+        streams = [asyncio.create_task(_answer(client, *pair)) for pair in zip(requests, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        assert not any(stream.done() for stream in streams)
+        await routers[0].stop()
+        for answer, before in zip(await asyncio.gather(*streams), expected, strict=True):
+            assert difference(before, answer) == ""
+        page = routers[1].metrics.render().decode()
+        assert f"coatcheck_resumes_total {len(requests):.1f}" in page
+    finally:
+        await client.close()
+        await undisturbed.close()
+        for router in routers[1:]:
+            await router.stop()
+        group.kill()
+
+
+async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> Answer:
+    answer = Answer(0.0)
+    async for event in client.generate_stream(request):
+        answer.add(event, 0.0)
+        if begun is not None and len(answer.choices) == (request.sampling.n or 1):
+            begun.set()
+    return answer

@@ -1,0 +1,93 @@
+"""AutoscaledRay: a Ray whose own autoscaler brings nodes and takes them away, all on this machine.
+
+Ray's provider for such tests starts raylets where a cloud's starts machines; the autoscaler is the real one. (Ray's own
+wrapper for it begins with `ray stop`, which ends everybody's.)
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final, Self
+
+from coatcheck.bench.ray_nodes import ENVIRONMENT, descendants, listens
+from coatcheck.bench.servers import free_port
+from tests.cluster.serving import until
+
+_HEAD: Final = "f" * 51 + "00000"  # as the provider names it
+
+
+class AutoscaledRay:
+    """A context manager: a head with so many CPUs, and up to `most` nodes with one each."""
+
+    def __init__(self, scratch: Path, *, head_cpus: int, most: int) -> None:
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        self.environment = {**ENVIRONMENT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        self._log = scratch / "autoscaled-ray.log"
+        # A node is taken away once nothing has run on it for two seconds.
+        config = {
+            "cluster_name": "here",
+            "max_workers": most,
+            "idle_timeout_minutes": 2 / 60,
+            "provider": {
+                "type": "external",  # under its own name its wheel lacks a file of defaults
+                "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+                "gcs_address": self.address,
+                "head_node_id": _HEAD,
+                "launch_multiple": True,
+            },
+            "available_node_types": {
+                "ray.head.default": {"resources": {"CPU": head_cpus}, "node_config": {}, "max_workers": 0},
+                "worker": {
+                    "resources": {"CPU": 1, "object_store_memory": 80 << 20},
+                    "node_config": {},
+                    "min_workers": 0,
+                    "max_workers": most,
+                },
+            },
+            "head_node_type": "ray.head.default",
+        }
+        file = scratch / "autoscaling.json"
+        file.write_text(json.dumps(config))
+        flags = [f"--port={port}", f"--num-cpus={head_cpus}", f"--temp-dir={self._folder}"]
+        flags += ["--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--autoscaling-config={file}"]
+        flags += ["--object-store-memory=83886080", f"--dashboard-agent-listen-port={free_port()}"]
+        self._command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", *flags]
+
+    def __enter__(self) -> Self:
+        autoscaler = {
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_CLOUD_INSTANCE_ID": _HEAD,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD,
+        }
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **self.environment, **autoscaler},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        until(lambda: listens(self.address), "the Ray head listens")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [self._process.pid, *descendants(self._process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def nodes(self) -> int:
+        """Raylets that run: the head's, and one for each node that was brought."""
+        return sum("/raylet/raylet " in command for command in descendants(self._process.pid).values())
