@@ -127,6 +127,8 @@ class ServeConfig(BaseModel):
     max_groups: int | None = Field(None, ge=1, le=4096)
     # What requests may wait, in seconds, before another group is wanted.
     queue_target: float = Field(2.0, gt=0, le=3600, allow_inf_nan=False)
+    # How long nobody has waited and some group was idle, in seconds, before one fewer is wanted: its cache goes, too.
+    scale_in_after: float = Field(600.0, gt=0, le=86400, allow_inf_nan=False)
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
     max_model_len: int | None = Field(None, ge=2, lt=2**31)
     deterministic: bool = False

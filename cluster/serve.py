@@ -85,6 +85,9 @@ def serve(
     queue_target: Annotated[
         float | None, typer.Option(help="With --max-groups: seconds that requests may wait. Default 2.")
     ] = None,
+    scale_in_after: Annotated[
+        float | None, typer.Option(help="With --max-groups: idle seconds before a group ends. Default 600.")
+    ] = None,
     eviction: Annotated[
         str | None,
         typer.Option(help="Which cached block goes first: cost (default; worth least, learned) or lru."),

@@ -106,7 +106,12 @@ class Supervisor:
 
     def _autoscaler(self, most: int) -> Autoscaler:
         config = self._config
-        rule = AutoscaleRule(least=config.groups, most=most, target_seconds=config.queue_target)
+        rule = AutoscaleRule(
+            least=config.groups,
+            most=most,
+            target_seconds=config.queue_target,
+            shrink_hold_seconds=config.scale_in_after,
+        )
         return Autoscaler(
             rule,
             pressure=self._routers.pressure,

@@ -2,7 +2,7 @@
 
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent
+from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent, KvEvents
 from coatcheck.router.event_trouble import EventTrouble
 
 from .conftest import Door, OpenDoor
@@ -73,3 +73,23 @@ async def _indexed(door: Door, entries: int) -> None:
     while door.router.groups.index.stats().entries != entries:
         await door.admin.Status(StatusRequest())
     door.router.groups.index.check()
+
+
+async def test_each_wrong_event_is_counted_and_makes_no_prefix(open_door: OpenDoor) -> None:
+    """Of an older epoch, below a parent never seen, without a tier, repeated, with a gap before it, from a stranger:
+    /metrics counts each by its kind, and none of them makes a prefix."""
+    group = FakeGroup()
+    door = await open_door(group)
+    first, second = blocks()[:2]
+    group.send_events(first, sequence=0, epoch="of an earlier incarnation")
+    group.send_events(second)
+    group.send_events(KvEvent(stored=True, block_hash=first.block_hash))
+    group.send_events(second, sequence=0)
+    group.send_events(first, sequence=1000)
+    await group.until(lambda: group.snapshot_requests == 1)
+    index = door.router.groups.index
+    index.apply("a stranger", KvEvents(epoch="e", sequence=0, events=[first]))
+    assert index.matched_blocks([first.block_hash, second.block_hash]) == {}
+    page = door.router.metrics.render().decode()
+    for kind in ("other_epoch", "no_parent", "unnamed", "repeated", "gap", "unknown_group"):
+        assert f'coatcheck_index_troubles_total{{kind="{kind}"}} 1.0' in page, kind
