@@ -138,7 +138,7 @@ def _decode(
             if KIND > 0:
                 k_scale, v_scale = _scales_of(
                     k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
-                    KIND, SIZE, BLOCK_N,
+                    KIND, SIZE, BLOCK_N, CONVERT,
                 )  # fmt: skip
             # Keys behind the end are block 0's; their scores are masked. Values could be NaN, so they are zeros.
             at_key = k + (block * k_stride + at)[:, None] + dims[None]

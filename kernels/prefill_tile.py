@@ -43,7 +43,8 @@ def _attend(
         at = (kv_head * SIZE + row) * WIDTH
         if KIND > 0:
             k_scale, v_scale = _scales_of(
-                k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride, KIND, SIZE, BLOCK_N
+                k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
+                KIND, SIZE, BLOCK_N, CONVERT,
             )  # fmt: skip
         # Keys behind the end are block 0's, whose scores are masked; values there could be NaN, so they are zero.
         at_key = k + (block * k_stride + at)[:, None] + dims[None]

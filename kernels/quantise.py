@@ -164,7 +164,7 @@ def _lift(KIND: tl.constexpr):
 @triton.jit
 def _scales_of(
     k_scales, v_scales, table, first, end, kv_head, k_stride, v_stride,
-    KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
     """float32 scales of the tile's keys and values, the values' times `_lift`; behind the end anything finite.
 
@@ -174,8 +174,12 @@ def _scales_of(
     block = tl.load(table + nth, first + pairs < end, other=0).to(tl.int64)
     at = (kv_head * SIZE + row) // 2
     k_scale = _halves(tl.load(k_scales + block * k_stride + at))
-    v_scale = _halves(tl.load(v_scales + block * v_stride + at))
-    return k_scale, tl.minimum(v_scale * _lift(KIND), 65504.0)
+    v_scale = _halves(tl.load(v_scales + block * v_stride + at)) * _lift(KIND)
+    if CONVERT == 1:  # the interpreter, where triton 3.6 lets a NaN through a minimum
+        v_scale = tl.where(v_scale < 65504.0, v_scale, 65504.0)
+    else:
+        v_scale = tl.minimum(v_scale, 65504.0)
+    return k_scale, v_scale
 
 
 @triton.jit
