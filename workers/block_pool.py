@@ -114,6 +114,14 @@ class BlockPool:
             self._events.append(KvEvent(True, block_hash, parent_hash, Tier.DEVICE))
         return known
 
+    def touch(self, block_hash: bytes) -> None:
+        """Something else is asked of this prefix: if nobody holds its block, it stands in line anew."""
+        block = self._by_hash.get(block_hash)
+        name = self._names[block] if block is not None else None
+        if name is not None and name in self._cold:
+            self._cold.remove(name)
+            self._cold.insert(name)
+
     def take_leftover(self, block: int) -> Prefix | None:
         """The evicted prefix whose bytes still lie in the block; ask before every write, it is told only once."""
         return self._leftovers.pop(block, None)

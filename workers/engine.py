@@ -115,6 +115,8 @@ class Engine:
         self.book.advance(self._clock())
         contents = content_chain(request.prompt_token_ids, self.block_size)
         self.book.want(chain, request.owner, request.retention, contents)
+        if request.retention is not None:
+            self.scheduler.tiers.touch(chain)
         choices = self._intake.sequences(request, chain)
         self._sequences[request.request_id] = choices
         if awaits and structured is not None:

@@ -94,7 +94,7 @@ class HostTier:
         self._settle(slot)
 
     def touch(self, block_hash: bytes) -> None:
-        """The block was wanted again, though not from here."""
+        """The block was wanted again, though not from here; or something else is asked of it."""
         name = self._names[self._by_hash[block_hash]]
         if name is not None and name in self._cold:
             self._cold.remove(name)

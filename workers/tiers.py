@@ -84,6 +84,13 @@ class Tiers:
             return found[: without_host + self._is_tried_again("restore")]  # one block tells the price as well
         return found
 
+    def touch(self, hashes: list[bytes]) -> None:
+        """A request has said how dearly it wants this chain kept: that counts from now on, also while it waits."""
+        for block_hash in reversed(hashes):
+            self.pool.touch(block_hash)
+            if self.host is not None and block_hash in self.host:
+                self.host.touch(block_hash)
+
     def explain(self, block_hash: bytes, index: int) -> PrefixMiss:
         """Why `find` ended before this block."""
         if self.host is not None and block_hash in self.host:

@@ -254,6 +254,25 @@ def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
     return said
 
 
+@pytest.mark.parametrize("host_blocks", [0, 12])
+def test_a_retention_counts_while_its_request_waits(host_blocks: int) -> None:
+    """What a request that has no room yet wants retained is not what makes room for those who run meanwhile."""
+    engine, runner = make_engine(24, host_blocks)
+    runner.seconds["restore"] = 10.0  # dear: what the host has is of no use
+    wanted = list(range(1, 21))
+    ask(engine, "older", [*wanted, 22], 1)
+    ask(engine, "newer", list(range(101, 122)), 1)
+    engine.submit(request("runs", list(range(201, 241)), 32, ignore_eos=True))
+    collector = Collector(engine)
+    collector.step()
+    waits = request("waits", [*wanted, *range(301, 332)], 1)
+    engine.submit(dataclasses.replace(waits, retention=Retention(50)))
+    while ("runs", 0) not in collector.ends:
+        collector.step()
+    assert engine.stats().device_evictions
+    assert collector.run().first["waits", 0].cached_device_tokens == 20
+
+
 def test_without_a_host_tier_nothing_is_copied() -> None:
     """Size 0 turns the tier off: no plan asks for a copy."""
     engine, runner = make_engine(host_blocks=0)
