@@ -40,7 +40,8 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.group_address import GroupAddress
 from coatcheck.router.group_load import GroupLoad
 from coatcheck.router.policy import choose
-from coatcheck.router.prefix_index import NOTHING, PrefixIndex
+from coatcheck.router.prefix_index import PrefixIndex
+from coatcheck.router.prefix_match import NOTHING
 from coatcheck.router.server import Router
 
 

@@ -18,7 +18,8 @@ from coatcheck.router.fair_queue import FairQueue
 from coatcheck.router.group_load import GroupLoad, Sent
 from coatcheck.router.line import due_at
 from coatcheck.router.policy import Decision, choose
-from coatcheck.router.prefix_index import NOTHING, PrefixIndex
+from coatcheck.router.prefix_index import PrefixIndex
+from coatcheck.router.prefix_match import NOTHING
 from coatcheck.router.tenant import ANYONE
 
 Placed = Iterator[tuple[Job, SimulatedGroup]]

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ..proto.errors import CoatcheckError, Unavailable
 from ..workers.group_config import GroupConfig
 from ..workers.rank_progress import Phase, RankProgress
-from . import launch
+from . import cluster_notes, launch
 from .cluster_state import GroupState
 from .rank_end import RankEnded, brief, cause_of
 from .rank_hosts import RankHosts
@@ -169,7 +169,7 @@ class GroupKeeper:
             self._kill()
         else:
             await self._end()
-        launch.forget_incarnations(self._config.name)
+        cluster_notes.forget_incarnations(self._config.name)
 
     async def _end(self) -> None:
         if self._actors:
@@ -184,7 +184,7 @@ class GroupKeeper:
         """Returns once every rank serves; raises RankEnded when one cannot."""
         config, incarnation = self._config, self.state.restarts
         await self._find_place()
-        launch.note_incarnation(config.name, incarnation)
+        cluster_notes.note_incarnation(config.name, incarnation)
         try:
             for rank in range(config.tp):
                 actor = launch.start_rank(

@@ -14,11 +14,12 @@ from ray.util.placement_group import PlacementGroup
 
 from ..proto.errors import InvalidConfig, NotFound, Unavailable
 from ..proto.plane_certificate import PlaneCertificate
-from . import launch
+from . import cluster_notes, launch
 from .cluster_state import GroupState
 from .config import ServeConfig, group_names
 from .counted import counted
 from .group_keeper import GroupKeeper
+from .member_config import group_config
 from .placement import Placement, choose_placement
 from .rank_hosts import RankHosts
 
@@ -83,7 +84,7 @@ class GroupSet:
         self._task_group = task_group
         async with self._changing:
             if not self._is_restarted:
-                launch.forget_group_count()
+                cluster_notes.forget_group_count()
             names = group_names(self._wished())
             # Those that need a whole node come first; what a scaling has added is there, and found by its name.
             strategies = [*self._placement.strategies, *["PACK"] * len(names)]
@@ -128,11 +129,11 @@ class GroupSet:
         for reserved in self._reserved.values():
             ray.util.remove_placement_group(reserved)
         for name in self._left:
-            launch.forget_incarnations(name)
-        launch.forget_group_count()
+            cluster_notes.forget_incarnations(name)
+        cluster_notes.forget_group_count()
 
     def _wished(self) -> int:
-        return launch.group_count() or self._config.groups
+        return cluster_notes.group_count() or self._config.groups
 
     async def _grow(self, groups: int) -> None:
         """Up to so many, or, where one finds no place or does not serve, as many as before.
@@ -145,7 +146,7 @@ class GroupSet:
         free = await asyncio.to_thread(launch.free_resources)
         added = choose_placement(self._placement.device, len(names), tp, free)
         try:
-            launch.note_group_count(groups)
+            cluster_notes.note_group_count(groups)
             for name, strategy in zip(names, added.strategies, strict=True):
                 await self._reserve(name, strategy, wait=True)
             self._growing.update(names)
@@ -161,7 +162,7 @@ class GroupSet:
         except BaseException:
             for name in reversed(names):
                 await self._remove(name)
-            launch.note_group_count(before)
+            cluster_notes.note_group_count(before)
             raise
         finally:
             self._growing.difference_update(names)
@@ -182,7 +183,7 @@ class GroupSet:
         for keeper in reversed(leaving):
             await self._remove(keeper.state.name)
             # Only now: a supervisor that is lost before finds the group, and nothing is left behind.
-            launch.note_group_count(len(self._keepers))
+            cluster_notes.note_group_count(len(self._keepers))
         _log.info("there are %s now", counted(groups, "group"))
 
     async def _remove(self, name: str) -> None:
@@ -196,7 +197,7 @@ class GroupSet:
                     await life
             await keeper.stop(now=False)
             # Ray may not have freed its ranks' names when a group of this name comes again: it takes the next ones.
-            launch.note_incarnation(name, keeper.state.restarts)
+            cluster_notes.note_incarnation(name, keeper.state.restarts)
             self._left.add(name)
         self._hosts.note(name, [])
         if (reserved := self._reserved.pop(name, None)) is not None:
@@ -212,7 +213,7 @@ class GroupSet:
 
     def _keeper(self, name: str, *, has_served: bool) -> GroupKeeper:
         return GroupKeeper(
-            launch.group_config(self._config, name, self._placement, self._plane),
+            group_config(self._config, name, self._placement, self._plane),
             self._reserved[name],
             self._hosts,
             loopback=self._config.ray_address is None,

@@ -19,31 +19,27 @@ from typing import Any
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import AuthenticationError, RayError
-from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..proto.errors import InvalidConfig, Unavailable
-from ..proto.plane_certificate import PlaneCertificate
 from ..router.actor import RouterActor
 from ..router.config import RouterConfig
 from ..workers.actor import CONCURRENCY, RankActor
 from ..workers.group_config import GroupConfig
+from . import cluster_notes
 from .authority import Authority, Plane
-from .config import FREE_SHARE, ServeConfig
+from .config import ServeConfig
 from .counted import counted
-from .exposure import absolute, needs_plane
+from .exposure import needs_plane
 from .placement import Placement, Resources
 
 NAMESPACE = "coatcheck"
 SUPERVISOR = "supervisor"
 ROUTER = "router-0"
-_GROUP_COUNT = f"{NAMESPACE}/groups"
 
 # Ray's smallest: no tensor and no token passes through its object store.
 _OBJECT_STORE_BYTES = 80 << 20
-# A larger step computes prompts no faster, and holds every running decode up for as long as it takes.
-_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
 _HEAD = "node:__internal_head__"  # a resource that Ray itself gives to the head
 # Of its node's resource; small, so that the next router need not wait until Ray has taken the last one's back.
@@ -204,54 +200,6 @@ def router_nodes(resource: str | None) -> list[str]:
     return [node["NodeID"] for node in nodes if resource is None or node["Resources"].get(resource, 0) > 0]
 
 
-def group_config(
-    config: ServeConfig, name: str, placement: Placement, plane: PlaneCertificate | None = None
-) -> GroupConfig:
-    """What one group is told."""
-    return GroupConfig(
-        name=name,
-        model=config.model_source,
-        served_model_name=config.model_name,
-        tp=config.tp,
-        device=placement.device,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        eviction=config.eviction,
-        block_size=config.block_size,
-        kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
-        host_kv_memory=config.host_kv_memory,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
-        max_model_len=config.max_model_len,
-        deterministic=config.deterministic,
-        log_format=config.log_format,
-        otlp_endpoint=config.otlp_endpoint,
-        plane=plane,
-    )
-
-
-def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
-    """What a router is told."""
-    return RouterConfig(
-        model=config.model_source,
-        served_model_name=config.model_name,
-        name=name,
-        host=config.grpc_host,
-        port=port,
-        http_host=config.http_host,
-        http_port=config.http_listen_port,
-        log_format=config.log_format,
-        otlp_endpoint=config.otlp_endpoint,
-        tls_cert=absolute(config.tls_cert),
-        tls_key=absolute(config.tls_key),
-        tls_client_ca=absolute(config.tls_client_ca),
-        keys_file=absolute(config.api_keys),
-        insecure=config.insecure,
-        plane=plane,
-        max_queued=config.max_queued,
-    )
-
-
 def rank_name(group: str, incarnation: int, rank: int) -> str:
     """An actor's name; each incarnation has its own, since Ray frees a dead actor's name only after a while."""
     return f"{group}.{incarnation}.rank-{rank}"
@@ -259,42 +207,11 @@ def rank_name(group: str, incarnation: int, rank: int) -> str:
 
 def find_ranks(group: str, tp: int) -> tuple[int | None, list[Actor]]:
     """The newest incarnation of a group (None: it has had none), and those of its ranks that still run, in order."""
-    noted: bytes | None = internal_kv._internal_kv_get(_incarnation_key(group))
-    if noted is None:
+    newest = cluster_notes.incarnation_of(group)
+    if newest is None:
         return None, []
-    newest = int(noted)
     found = [find_actor(rank_name(group, newest, rank)) for rank in range(tp)]
     return newest, [actor for actor in found if actor is not None]
-
-
-def note_incarnation(group: str, incarnation: int) -> None:
-    """Kept by Ray, for a supervisor that comes when no rank is left to ask."""
-    internal_kv._internal_kv_put(_incarnation_key(group), str(incarnation))
-
-
-def forget_incarnations(group: str) -> None:
-    """The group is no more."""
-    internal_kv._internal_kv_del(_incarnation_key(group))
-
-
-def note_group_count(groups: int) -> None:
-    """Kept by Ray too: how many groups a scaling has asked for."""
-    internal_kv._internal_kv_put(_GROUP_COUNT, str(groups))
-
-
-def group_count() -> int | None:
-    """None: no scaling has asked for any number."""
-    noted: bytes | None = internal_kv._internal_kv_get(_GROUP_COUNT)
-    return None if noted is None else int(noted)
-
-
-def forget_group_count() -> None:
-    """The next start has as many as it is told."""
-    internal_kv._internal_kv_del(_GROUP_COUNT)
-
-
-def _incarnation_key(group: str) -> str:
-    return f"{NAMESPACE}/{group}/incarnation"
 
 
 def _first_line(error: BaseException) -> str:

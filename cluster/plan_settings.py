@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..proto.errors import InvalidConfig
-from .config import FREE_SHARE, explain, parse_dtype, parse_kv_dtype, parse_memory
+from .config import FREE_SHARE, explain
+from .setting_values import parse_dtype, parse_kv_dtype, parse_memory
 
 
 def parse_bytes(value: object) -> float:

@@ -12,6 +12,7 @@ from ..proto.plane_certificate import PlaneCertificate
 from . import launch
 from .cluster_state import GroupState
 from .config import ServeConfig
+from .member_config import router_config
 from .router_keeper import RouterKeeper
 
 _LOOK_SECONDS = 1.0
@@ -134,7 +135,7 @@ class RouterSet:
     def _add(self, name: str, node: str | None) -> None:
         # Where others serve, one that cannot is tried again, and keeps nobody from serving.
         has_served = self._has_served or any(keeper.has_served for keeper in self._keepers.values())
-        config = launch.router_config(self._config, name, self._config.grpc_port, self._plane)
+        config = router_config(self._config, name, self._config.grpc_port, self._plane)
         resource = None if node else self._config.router_resource
         keeper = RouterKeeper(config, has_served=has_served, resource=resource, node=node)
         if self._groups is not None:

@@ -4,38 +4,21 @@ It only watches: on a cluster of its own choosing the supervisor goes on without
 again. A Ray that it started ends with it. Ray is imported once the settings are known to make sense.
 """
 
-import math
 import socket
 import sys
-import threading
-import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, Unavailable
+from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel
 from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
-from .counted import counted
-from .exposure import check_credentials, warn_of_exposure
+from .exposure import check_credentials
 from .machine_check import check_machine
 from .model_check import check_model
-from .own_ray import known_to_its_user, ray_folder
 from .ray_address import find_ray
-from .ray_environment import confine_local_ray, environment_token, quiet_driver
-from .ready_line import ready_line
-from .stop_signals import EXIT_STOPPED, Signals
-
-if TYPE_CHECKING:
-    from .cluster_state import ClusterState
-
-_POLL_SECONDS = 0.1
-_WATCH_SECONDS = 0.5
-_LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
-_STOP_SECONDS = 15.0
-_HESITATES_SECONDS = 10.0
+from .serving import Serving
+from .stop_signals import Signals
 
 
 def serve(
@@ -149,164 +132,6 @@ def serve(
     except CoatcheckError as error:
         _fail(str(error))
     raise typer.Exit(code)
-
-
-class Serving:
-    """One run of the command."""
-
-    def __init__(self, config: ServeConfig, signals: Signals) -> None:
-        self._config = config
-        self._signals = signals
-        self._console = Console(stderr=True, highlight=False)
-        self._supervisor: Any = None
-        self._notes = ExitStack()  # left for other commands; taken back at the end
-        self._has_served = False
-        self._began = time.monotonic()
-        if warning := warn_of_exposure(config):
-            self._say(f"warning: {warning}")
-
-    def run(self) -> int:
-        """Returns the exit status; raises CoatcheckError for what keeps the cluster from serving."""
-        quiet_driver()
-        if self._config.ray_address is None:
-            confine_local_ray()
-        import ray
-
-        try:
-            self._connect()
-            self._supervisor = self._find_or_start_supervisor()
-            state = self._wait_until_ready()
-            if state is not None:
-                self._has_served = True
-                self._say(ready_line(self._config, state))
-                for more in state.routers[1:]:
-                    self._say(f"another router at {more}")
-                self._watch(state)
-                self._drain()
-        finally:
-            self._notes.close()
-            self._stop()
-            ray.shutdown()
-        return 0 if self._has_served and not self._signals.forced.is_set() else EXIT_STOPPED
-
-    def _connect(self) -> None:
-        from . import launch
-
-        address = self._config.ray_address
-        self._say(f"connecting to Ray at {address}" if address else "starting Ray")
-        hesitates = f"{address or 'Ray'} has not answered for {_HESITATES_SECONDS:.0f} s; still trying"
-        timer = threading.Timer(_HESITATES_SECONDS, self._say, [hesitates])
-        timer.daemon = True
-        timer.start()
-        try:
-            launch.connect(self._config)
-        finally:
-            timer.cancel()
-        self._signals.install()
-        if address is None:
-            try:
-                self._notes.enter_context(known_to_its_user(ray_folder(), launch.ray_address(), environment_token()))
-            except OSError as error:
-                self._say(f"warning: `coatcheck restart` will not find this Ray: {error}")
-
-    def _find_or_start_supervisor(self) -> Any:
-        import ray
-
-        from . import launch
-        from .placement import choose_placement
-
-        config = self._config
-        if running := launch.find_actor(launch.SUPERVISOR):
-            found = ray.get(running.config.remote())
-            launch.require_same(found, config)
-            if found.groups != config.groups:
-                now = counted(found.groups, "group")
-                self._say(f"this cluster has {now}, which stay; `coatcheck scale --groups {config.groups}` changes it")
-            self._signals.ends_at_once = False
-            return running
-        placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
-        groups, ranks = counted(config.groups, "group"), counted(config.tp, "rank")
-        self._say(f"starting {groups} of {ranks} on {placement.device} ({self._elapsed()})")
-        self._signals.ends_at_once = False
-        return launch.start_supervisor(config, placement)
-
-    def _wait_until_ready(self) -> "ClusterState | None":
-        """Shows each rank's progress; None when told to stop before everything serves."""
-        from .progress_bars import ProgressBars
-
-        said = ""
-        with ProgressBars(self._console) as bars:
-            while not self._signals.asked.wait(_POLL_SECONDS):
-                state = self._state()
-                bars.show(state)
-                if state.failure:
-                    raise Unavailable(state.failure)
-                if state.is_ready:
-                    return state
-                if state.stage not in (said, ""):
-                    said = state.stage
-                    self._say(f"{said} ({self._elapsed()})")
-        return None
-
-    def _watch(self, state: "ClusterState") -> None:
-        """Says a line when a group is lost or serves again, until told to stop."""
-        known = {group.name: group.state for group in state.groups}
-        while not self._signals.asked.wait(_WATCH_SECONDS):
-            state = self._state()
-            if state.failure:
-                raise Unavailable(state.failure)
-            for group in state.groups:
-                if known.get(group.name) != group.state and group.state != "starting":
-                    known[group.name] = group.state
-                    reason = f": {group.reason}" if group.reason else ""
-                    self._say(f"{group.name} is {group.state}{reason}")
-
-    def _drain(self) -> None:
-        with self._console.status("draining: running requests end first; once more to stop at once"):
-            self._wait_for(self._supervisor.drain.remote())
-
-    def _stop(self) -> None:
-        """Ends everything that the supervisor holds, then the supervisor."""
-        import ray
-        from ray.exceptions import RayError
-
-        if self._supervisor is None:
-            return
-        with suppress(RayError):  # of a Ray that is gone: then so is all that ran on it
-            if self._has_served and not self._signals.forced.is_set():
-                self._wait_for(self._supervisor.stop.remote(), _STOP_SECONDS)
-            elif self._config.ray_address is not None:  # on our own Ray everything ends with it
-                ray.wait([self._supervisor.stop.remote(now=True)], timeout=_STOP_SECONDS)
-            ray.kill(self._supervisor)
-
-    def _wait_for(self, answer: Any, seconds: float = math.inf) -> None:
-        """Until the answer is there, a second signal comes or the time is up."""
-        import ray
-
-        deadline = time.monotonic() + seconds
-        while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
-            if self._signals.forced.is_set() or time.monotonic() > deadline:
-                return
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False)
-
-    def _elapsed(self) -> str:
-        return f"after {time.monotonic() - self._began:.1f} s"
-
-    def _state(self) -> "ClusterState":
-        import ray
-        from ray.exceptions import RayError
-
-        deadline = time.monotonic() + _LOST_SECONDS
-        while True:
-            try:
-                state: ClusterState = ray.get(self._supervisor.state.remote(), timeout=10.0)
-                return state
-            except RayError as error:  # Ray is starting the supervisor again
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"the supervisor does not answer: {type(error).__name__}") from None
-                time.sleep(_POLL_SECONDS)
 
 
 def _check_ports(config: ServeConfig) -> None:

@@ -30,9 +30,10 @@ from ..proto.errors import InvalidRequest, Unavailable
 from ..proto.tracing import NO_PARENT, Tracing
 from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
 from .config import RouterConfig
+from .eligibility import capacity
 from .explanation import explanation_of
 from .grammar_check import GrammarCheck
-from .groups import Groups, capacity
+from .groups import Groups
 from .limits import Limits
 from .passage import Passage
 from .policy import Decision

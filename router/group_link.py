@@ -1,7 +1,7 @@
 """GroupLink: the one long-lived stream between this router and a group.
 
-It attaches, sends submissions and aborts, hands outputs to their tickets and events to the prefix index, and keeps the
-group's last word on its load. When the stream breaks, or the group falls silent, every ticket fails at once and the
+It sends submissions and aborts, hands outputs to their tickets and events to the prefix index, and keeps the group's
+last word on its load. When the stream breaks, or the group falls silent, every ticket fails at once and the
 link attaches anew, with backoff, until it is closed. A group that is not the one it should be, or sends what cannot be,
 is ejected: its stream ends, with the reason. It does not know costs, text, or what becomes of a lost request.
 """
@@ -11,13 +11,11 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 import grpc
 
-from ..proto.contract import CONTRACT, VERSION, disagreement
+from ..proto.contract import CONTRACT, VERSION
 from ..proto.errors import Overloaded, error_of
-from ..proto.plane_certificate import plane_channel
 from ..proto.worker_pb2 import (
     Abort,
     FromGroup,
@@ -28,25 +26,19 @@ from ..proto.worker_pb2 import (
     SnapshotRequest,
     ToGroup,
 )
-from ..proto.worker_pb2_grpc import WorkerStub
-from .config import GROUP_MESSAGE_BYTES, RouterConfig
+from .config import RouterConfig
 from .delivery import Delivery
 from .group_address import GroupAddress
 from .group_load import GroupLoad
+from .group_stream import GroupStream, Silent
 from .losses import Cause, Losses
 from .prefix_index import Outcome, PrefixIndex
+from .registration_check import unfit
 from .request import Request
 from .ticket import Ejected, Ticket
 
 _log = logging.getLogger(__name__)
-_CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", GROUP_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", GROUP_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # so that a new attempt does not inherit the last one's backoff
-]
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
-
-Stream: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
 
 class GroupLink:
@@ -82,9 +74,8 @@ class GroupLink:
         self._recalled = asyncio.Event()
         self._silence = config.silence_seconds
         self.tickets = Delivery()
-        self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
+        self._stream = self._new_stream()
         self._last_id = 0
-        self._heard = 0.0
         self._task = asyncio.create_task(self._run(), name=f"link to {address.name}")
 
     @property
@@ -103,7 +94,7 @@ class GroupLink:
         self.tickets.open(ticket)
         now = asyncio.get_running_loop().time()
         ticket.sent = self.load.sent(uncached_tokens, now)
-        self._outbox.put_nowait(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens, now)))
+        self._stream.send(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens, now)))
         return ticket
 
     def close_ticket(self, ticket: Ticket, finished: bool) -> None:
@@ -138,7 +129,7 @@ class GroupLink:
         self._recalled.set()
 
     def _abort(self, id: int, choice: int | None) -> None:
-        self._outbox.put_nowait(ToGroup(abort=Abort(id=id, choice=choice)))
+        self._stream.send(ToGroup(abort=Abort(id=id, choice=choice)))
 
     async def _run(self) -> None:
         backoff = _FIRST_BACKOFF
@@ -159,17 +150,15 @@ class GroupLink:
 
     async def _attach(self) -> bool:
         """One stream from its beginning to its end; returns whether the group had registered. Raises Ejected."""
-        self._outbox = asyncio.Queue()
+        self._stream = self._new_stream()
         self._last_word = None
         try:
-            async with plane_channel(self.address.address, self._plane, _CHANNEL_OPTIONS) as channel:
-                stream: Stream = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
-                await self._converse(stream)
-                word = self._last_word
-                self.reason = f"it ended by itself: {word.reason}" if word else "the group ended the stream"
+            self._stream.send(ToGroup(hello=Hello(router=self._router, contract=CONTRACT, version=VERSION)))
+            await self._stream.read(self._receive)
+            self.reason = "the group ended the stream"
         except grpc.aio.AioRpcError as error:
             self.reason = f"{error.code().name}: {error.details()}"
-        except _Silent:
+        except Silent:
             self._eject(f"the group has said nothing for {self._silence:g} s")
         except Ejected as error:
             self._eject(str(error))
@@ -182,43 +171,8 @@ class GroupLink:
             attached = self._lose()
         return attached
 
-    async def _converse(self, stream: Stream) -> None:
-        self._outbox.put_nowait(ToGroup(hello=Hello(router=self._router, contract=CONTRACT, version=VERSION)))
-        clock = asyncio.get_running_loop().time
-        self._heard = clock()
-        helpers = [
-            asyncio.create_task(self._write(stream)),
-            asyncio.create_task(self._watch(stream), name=f"watch over {self.name}"),
-        ]
-        try:
-            while isinstance(message := await stream.read(), FromGroup):  # else it is EOF
-                self._heard = clock()
-                self._receive(message)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by `close`, perhaps just as the watch gave up
-                raise
-            raise _Silent from None
-        finally:
-            for helper in helpers:
-                helper.cancel()
-            stream.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
-
-    async def _write(self, stream: Stream) -> None:
-        while True:
-            await stream.write(await self._outbox.get())
-
-    async def _watch(self, stream: Stream) -> None:
-        """Ends the stream of a group that has fallen silent: a stopped process keeps its connections."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            before = clock()
-            await asyncio.sleep(self._silence / 5)
-            late = clock() - before - self._silence / 5  # of which we ourselves were too busy to listen
-            if clock() - self._heard - late > self._silence:
-                stream.cancel()
-                return
+    def _new_stream(self) -> GroupStream:
+        return GroupStream(self.address, self._plane, self._silence)
 
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):
@@ -250,20 +204,10 @@ class GroupLink:
             ticket.fail(error)
 
     def _register(self, registration: Registration) -> None:
-        if registration.group != self.name:
-            raise Ejected(f"{self.address.address} is group {registration.group!r}, not {self.name!r}")
-        if reason := disagreement("the group", registration.contract, registration.version):
-            raise Ejected(reason)
-        if registration.model.name != self._model_name:
-            raise Ejected(f"the group serves model {registration.model.name!r}, not {self._model_name!r}")
-        if not registration.model.block_size:
-            raise Ejected("the group registered without a block size")
         size = registration.model.block_size
-        if other := self._index.other_block_size(self.name, size):
-            raise Ejected(
-                f"the group's blocks hold {size} tokens, those of the groups beside it {other}; "
-                "serve all of them with one block size"
-            )
+        other = self._index.other_block_size(self.name, size)
+        if reason := unfit(registration, self.address, self._model_name, other):
+            raise Ejected(reason)
         self.registration = registration
         self.reason = ""
         self._paused = False
@@ -275,7 +219,7 @@ class GroupLink:
     def ask_snapshot(self, why: str) -> None:
         """What is known of the group's blocks is to be replaced."""
         _log.warning("group %s: %s; asking for a snapshot", self.name, why)
-        self._outbox.put_nowait(ToGroup(snapshot=SnapshotRequest()))
+        self._stream.send(ToGroup(snapshot=SnapshotRequest()))
 
     def _apply(self, outcome: Outcome) -> None:
         if outcome is Outcome.SNAPSHOT_NEEDED:
@@ -290,6 +234,8 @@ class GroupLink:
     def _lose(self) -> bool:
         """The stream is gone: fails every ticket, forgets every block. Returns whether the group had registered."""
         attached = self.registration is not None
+        if self._last_word is not None:
+            self.reason = f"it ended by itself: {self._last_word.reason}"
         self.registration = None
         self.load = GroupLoad(Registration())
         self._index.remove_group(self.name)
@@ -306,7 +252,3 @@ class GroupLink:
         if self._paused or self.address.state == "draining":  # whoever drains a group is about to end it
             return Cause.WANTED
         return Cause.UNKNOWN
-
-
-class _Silent(Exception):
-    pass

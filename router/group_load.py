@@ -10,7 +10,7 @@ from typing import Final
 
 from ..proto.worker_pb2 import Load, Registration
 from .policy import Candidate
-from .prefix_index import NOTHING, Match
+from .prefix_match import NOTHING, Match
 
 # A report may have been on its way when a submission was: only older ones are in it.
 _REPORT_LAG: Final = 0.05

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..proto.coatcheck_pb2 import GetModelResponse
-from ..proto.errors import DeadlineExceeded, NeverFits, Unavailable
+from ..proto.errors import Unavailable
 from ..proto.worker_pb2 import Registration
 from .audit import Audit
 from .config import RouterConfig
+from .eligibility import able_to_hold, equal, holds, require_time
 from .fair_queue import Served
 from .group_address import GroupAddress
 from .group_link import GroupLink
@@ -22,7 +23,8 @@ from .line import Line
 from .losses import Losses
 from .placement import Placement
 from .policy import Candidate, Decision, choose
-from .prefix_index import NOTHING, Match, PrefixIndex
+from .prefix_index import PrefixIndex
+from .prefix_match import NOTHING, Match
 from .quarantine import Quarantine
 from .request import Request
 from .retry_budget import RetryBudget
@@ -133,7 +135,7 @@ class Groups:
             serving = self._serving_like(request, like)
             if not serving:
                 return None
-            holding = serving if like is not None else _holding(serving, request)
+            holding = serving if like is not None else able_to_hold(serving, request)
             if not any(link.load.has_room for link, _ in holding):
                 return None
             full = {link.name for link, _ in holding if link.load.refuses}
@@ -190,7 +192,7 @@ class Groups:
         serving = self.serving()
         if like is None:
             return serving
-        return [(link, reg) for link, reg in serving if _equal(like, reg.model) and _holds(reg, request)]
+        return [(link, reg) for link, reg in serving if equal(like, reg.model) and holds(reg, request)]
 
     def _least_seconds(self, request: Request, like: GetModelResponse | None) -> float:
         """How long its prompt takes on the group that holds most of it; 0 while none serves."""
@@ -219,14 +221,14 @@ class Groups:
         passage = request.passage
         if passage is not None:
             passage.routing()
-        eligible = [(link, reg) for link, reg in _holding(serving, request) if link.name not in avoid]
-        decision = self._decide(request, eligible or _holding(serving, request))
+        eligible = [(link, reg) for link, reg in able_to_hold(serving, request) if link.name not in avoid]
+        decision = self._decide(request, eligible or able_to_hold(serving, request))
         link = self._links[decision.group]
         assert link.registration is not None, "what serves is attached"
         model = link.registration.model
         chosen = decision.chosen
         if not attempt and not delivered:
-            _require_time(request, decision, asyncio.get_running_loop().time())
+            require_time(request, decision, asyncio.get_running_loop().time())
         if passage is not None:
             passage.routed(decision, attempt)
         uncached = len(request.prompt_token_ids) - chosen.cached_tokens
@@ -239,7 +241,7 @@ class Groups:
         serving = self.serving()
         if not serving:
             raise Unavailable(_NO_GROUP)
-        return self._decide(request, _holding(serving, request))
+        return self._decide(request, able_to_hold(serving, request))
 
     def _decide(self, request: Request, eligible: list[tuple[GroupLink, Registration]]) -> Decision:
         # Groups of one model share their block names; one walk along the chain matches them all.
@@ -281,48 +283,6 @@ class Groups:
         peers = [
             other.load.last.status.slowness
             for other, registration in self.serving()
-            if other is not link and _equal(registration.model, link.registration.model)
+            if other is not link and equal(registration.model, link.registration.model)
         ]
         return self._laggards.judge(link.name, status.slowness, peers, asyncio.get_running_loop().time())
-
-
-def _require_time(request: Request, decision: Decision, now: float) -> None:
-    """Raises DeadlineExceeded where no group could begin to answer in time: full steps of prompts, at the speed of
-    steps that have none."""
-    if request.deadline is None:
-        return
-    soonest = min(term.decode for term in decision.terms)
-    if now + soonest > request.deadline:
-        raise DeadlineExceeded(
-            f"the first token would take {soonest:.1f} s at the least, and its deadline is in "
-            f"{max(request.deadline - now, 0.0):.1f} s; allow more time"
-        )
-
-
-def capacity(registration: Registration) -> int:
-    """Most tokens that one sequence can come to on a group."""
-    model = registration.model
-    return min(model.max_model_len, registration.num_blocks * model.block_size)
-
-
-def _holding(serving: list[tuple[GroupLink, Registration]], request: Request) -> list[tuple[GroupLink, Registration]]:
-    """Those that can hold it; raises NeverFits when none can."""
-    holding = [(link, registration) for link, registration in serving if _holds(registration, request)]
-    if not holding:
-        most = max(capacity(registration) for _, registration in serving)
-        raise NeverFits(
-            f"prompt and max_tokens make {request.max_len} tokens; this server holds {most} tokens per sequence, "
-            "prompt and answer together: shorten the prompt or lower max_tokens"
-        )
-    return holding
-
-
-def _holds(registration: Registration, request: Request) -> bool:
-    return request.max_len <= capacity(registration)
-
-
-def _equal(one: GetModelResponse, other: GetModelResponse) -> bool:
-    """Whether a stream may move from one group to another: both then compute the same tokens."""
-    return (one.name, one.fingerprint, one.dtype, one.kv_dtype, one.block_size) == (
-        (other.name, other.fingerprint, other.dtype, other.kv_dtype, other.block_size)
-    )

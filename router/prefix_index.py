@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..proto.block_hash import HASH_BYTES
 from ..proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents, SnapshotChunk
 from .event_trouble import EventTrouble
 from .expectations import Expectation, Expectations
+from .prefix_match import Match, walk
 from .regret import Regret
 
 _TIERS: Final = (TIER_DEVICE, TIER_HOST)
@@ -31,22 +32,6 @@ class Outcome(Enum):
     IGNORED = "ignored"  # old, or of a group that is waiting for its snapshot
     SNAPSHOT_NEEDED = "snapshot needed"
     IMPOSSIBLE = "impossible"  # it holds more blocks than it has
-
-
-class Match(NamedTuple):
-    """Blocks of a chain that one group holds from its start without a break, by where they are."""
-
-    device: int
-    host: int  # there alone
-    expected: int  # nowhere yet, but to be computed there before anything that is sent now
-
-    @property
-    def blocks(self) -> int:
-        """All of them."""
-        return self.device + self.host + self.expected
-
-
-NOTHING: Final = Match(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,37 +161,8 @@ class PrefixIndex:
         """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups
         that hold not even the first are left out."""
         on_device, on_host = self._where
-        expected = self._expectations.where
-        length: dict[int, int] = {}
-        host_only: dict[int, int] = {}
-        coming: dict[int, int] = {}
-        alive = self._live
-        for depth, block in enumerate(chain):
-            if not (missing := alive & ~on_device.get(block, 0)):
-                continue
-            lost = missing
-            if on_host and (there := missing & on_host.get(block, 0)):
-                for bit in _bits(there):
-                    host_only[bit] = host_only.get(bit, 0) + 1
-                lost ^= there
-            if expected and (there := lost & expected.get(block, 0)):
-                for bit in _bits(there):
-                    coming[bit] = coming.get(bit, 0) + 1
-                lost ^= there
-            if lost:
-                for bit in _bits(lost):
-                    length[bit] = depth
-                alive ^= lost
-                if not alive:
-                    break
-        for bit in _bits(alive):
-            length[bit] = len(chain)
-        matches = {}
-        for bit, blocks in length.items():
-            if blocks:
-                host, soon = host_only.get(bit, 0), coming.get(bit, 0)
-                matches[self._names[bit]] = Match(blocks - host - soon, host, soon)
-        return matches
+        matches = walk(chain, self._live, on_device, on_host, self._expectations.where)
+        return {self._names[bit]: match for bit, match in matches}
 
     def stats(self) -> PrefixIndexStats:
         """Counts as of now."""
@@ -299,11 +255,3 @@ def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
         bits[block] = value
     else:
         del bits[block]
-
-
-def _bits(mask: int) -> Iterable[int]:
-    """Each set bit by itself."""
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cluster.config import ServeConfig, parse_memory
+from coatcheck.cluster.config import ServeConfig
 from coatcheck.cluster.launch import require_same
 from coatcheck.cluster.machine_check import check_machine
 from coatcheck.cluster.model_check import check_model
+from coatcheck.cluster.setting_values import parse_memory
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from tests.cluster.model_configs import LLAMA, write_config
 

@@ -5,7 +5,7 @@ import pytest
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.worker_pb2 import Load, Registration
 from coatcheck.router.group_load import GroupLoad
-from coatcheck.router.prefix_index import Match
+from coatcheck.router.prefix_match import Match
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
 

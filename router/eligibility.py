@@ -1,0 +1,52 @@
+"""Eligibility: which groups could take a request at all, whatever that would cost. Pure."""
+
+from ..proto.coatcheck_pb2 import GetModelResponse
+from ..proto.errors import DeadlineExceeded, NeverFits
+from ..proto.worker_pb2 import Registration
+from .group_link import GroupLink
+from .policy import Decision
+from .request import Request
+
+
+def require_time(request: Request, decision: Decision, now: float) -> None:
+    """Raises DeadlineExceeded where no group could begin to answer in time: full steps of prompts, at the speed of
+    steps that have none."""
+    if request.deadline is None:
+        return
+    soonest = min(term.decode for term in decision.terms)
+    if now + soonest > request.deadline:
+        raise DeadlineExceeded(
+            f"the first token would take {soonest:.1f} s at the least, and its deadline is in "
+            f"{max(request.deadline - now, 0.0):.1f} s; allow more time"
+        )
+
+
+def capacity(registration: Registration) -> int:
+    """Most tokens that one sequence can come to on a group."""
+    model = registration.model
+    return min(model.max_model_len, registration.num_blocks * model.block_size)
+
+
+def able_to_hold(
+    serving: list[tuple[GroupLink, Registration]], request: Request
+) -> list[tuple[GroupLink, Registration]]:
+    """Those that can hold it; raises NeverFits when none can."""
+    able = [(link, registration) for link, registration in serving if holds(registration, request)]
+    if not able:
+        most = max(capacity(registration) for _, registration in serving)
+        raise NeverFits(
+            f"prompt and max_tokens make {request.max_len} tokens; this server holds {most} tokens per sequence, "
+            "prompt and answer together: shorten the prompt or lower max_tokens"
+        )
+    return able
+
+
+def holds(registration: Registration, request: Request) -> bool:
+    return request.max_len <= capacity(registration)
+
+
+def equal(one: GetModelResponse, other: GetModelResponse) -> bool:
+    """Whether a stream may move from one group to another: both then compute the same tokens."""
+    return (one.name, one.fingerprint, one.dtype, one.kv_dtype, one.block_size) == (
+        (other.name, other.fingerprint, other.dtype, other.kv_dtype, other.block_size)
+    )
