@@ -52,6 +52,14 @@ class AutoscaledRay:
                 },
             },
             "head_node_type": "ray.head.default",
+            "auth": {},
+            "docker": {},
+            "file_mounts": {},
+            **{f"{where}setup_commands": [] for where in ("", "head_", "worker_")},
+            **{f"{where}_start_ray_commands": [] for where in ("head", "worker")},
+            "initialization_commands": [],
+            "cluster_synced_files": [],
+            "upscaling_speed": 1.0,
         }
         file = scratch / "autoscaling.json"
         file.write_text(json.dumps(config))
