@@ -41,6 +41,7 @@ class AutoscaledRay:
                 "gcs_address": self.address,
                 "head_node_id": _HEAD,
                 "launch_multiple": True,
+                "disable_node_updaters": True,  # nothing is to be installed on them
             },
             "available_node_types": {
                 "ray.head.default": {"resources": {"CPU": head_cpus}, "node_config": {}, "max_workers": 0},
