@@ -2,8 +2,8 @@
 
     python bench/turns.py [--json bench/results/turns.json]
 
-The 82M checkpoint; every turn adds 48 tokens to all that has been said, and 32 are answered. Turns 2 to 6 and the last
-five are compared. `alone`: nobody else asks. `between`: before each of those turns somebody else's prompt drives the
+The 82M checkpoint; every turn adds 48 tokens to all that has been said, and 16 are answered. Turns 2 to 4 and the last
+three are compared. `alone`: nobody else asks. `between`: before each of those turns somebody else's prompt drives the
 chat out of the pool, so that it comes back from the host. `uncached`: each of them under a salt of its own, as it
 would be without a cache.
 """
@@ -26,9 +26,9 @@ from coatcheck.bench.servers import CoatcheckServer
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 
-_TURNS, _NEW, _ANSWERED = 40, 48, 32
+_TURNS, _NEW, _ANSWERED = 40, 48, 16
 _CONTEXT = 4096
-_EARLY, _LATE = range(1, 6), range(_TURNS - 5, _TURNS)
+_EARLY, _LATE = range(1, 4), range(_TURNS - 3, _TURNS)
 _POOL = "--kv-memory 44MiB --host-kv-memory 512MiB --eviction lru"  # hardly more than the chat at its end
 _OTHER = 3650
 
@@ -65,7 +65,7 @@ def chat(server: CoatcheckServer, name: str) -> dict[str, Any]:
         ttft.append(seconds * 1e3)
         host += usage.cached_host_tokens
     early, late = (statistics.median(ttft[turn] for turn in turns) for turns in (_EARLY, _LATE))
-    return {"turns_2_to_6": early, "turns_36_to_40": late, "creep": late / early, "from_host": host, "ttft_ms": ttft}
+    return {"turns_2_to_4": early, "turns_38_to_40": late, "creep": late / early, "from_host": host, "ttft_ms": ttft}
 
 
 def ask(

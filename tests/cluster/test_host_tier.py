@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -21,7 +22,7 @@ from tests.cluster.serving import Serving, kill, until
 
 pytestmark = pytest.mark.ray
 
-HOST_BYTES = 33 << 20  # so much is mapped by itself, and found in a process
+HOST_BYTES = 11_271 * 3072  # so much is mapped by itself, and its size found again in the process's memory
 PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
 
 
@@ -36,12 +37,15 @@ def serving(tiny_model: Path) -> Iterator[Serving]:
         yield serving
 
 
-def ask(serving: Serving, prompt: list[int], max_tokens: int = 6, name: str = "") -> tuple[list[int], Any]:
+def ask(
+    serving: Serving, prompt: list[int], max_tokens: int = 6, name: str = "", salt: str = ""
+) -> tuple[list[int], Any]:
     """Greedy tokens, and the final word."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     with grpc.insecure_channel(serving.address) as channel:
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling, request_id=name)
+        ids = pb.TokenIds(ids=prompt)
+        request = pb.GenerateRequest(token_ids=ids, sampling=sampling, request_id=name, cache_salt=salt)
         answer = stub.Generate(request, timeout=60)
     return list(answer.choices[0].token_ids), answer.final
 
@@ -84,11 +88,9 @@ def test_a_prefix_comes_back_from_the_host(serving: Serving) -> None:
 
 def flip_bits(pid: int, bytes_per_block: int) -> int:
     """One bit of every block in a process's host memory that is not zero there; returns how many that are."""
-    mapped = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in mapped if len(line) == 5]  # of no file
-    (start,) = [begin for begin, end in ranges if HOST_BYTES <= end - begin < HOST_BYTES + (1 << 16)]
     flipped = 0
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        start = host_memory(pid, memory)
         # The allocator's own bytes come first, less than half a block.
         for at in range(start + bytes_per_block // 2, start + HOST_BYTES, bytes_per_block):
             memory.seek(at)
@@ -96,6 +98,21 @@ def flip_bits(pid: int, bytes_per_block: int) -> int:
                 memory.seek(at)
                 flipped += memory.write(bytes([byte ^ 4]))
     return flipped
+
+
+def host_memory(pid: int, memory: FileIO) -> int:
+    """Where it begins: with a page whose second word is the allocator's, the size of what it has mapped for this."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        ends, *about = line.split()
+        start, end = (int(end, 16) for end in ends.split("-"))
+        if len(about) > 4 or not about[0].startswith("rw") or end - start < HOST_BYTES:  # a file's, or too small
+            continue
+        memory.seek(start)
+        held = memory.read(end - start)
+        for page in range(0, len(held), 4096):
+            if HOST_BYTES <= int.from_bytes(held[page + 8 : page + 16], "little") < HOST_BYTES + (1 << 14):
+                return start + page
+    raise AssertionError("there is no such memory")
 
 
 def logged(pid: int, request_id: str) -> dict[str, Any]:
@@ -124,6 +141,20 @@ def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
     assert now["prefix_misses"]["broken"] == before["prefix_misses"]["broken"] + 1
     said = logged(int(now["ranks"][0]["pid"]), "flipped")
     assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_host_tokens"]) == ("broken", 0, 0)
+
+
+def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
+    """A prompt that is new, one of which only the beginning is known, and one that another salt alone has asked for are
+    told apart in the group's log."""
+    prompt = [(i * 53 + 7) % 590 + 5 for i in range(200)]
+    _, final = ask(serving, prompt, 1, "a-new-one")
+    with all_work_for(serving, final.group):
+        ask(serving, [*prompt[:64], *[598] * 100], 1, "its-beginning")
+        ask(serving, prompt, 1, "another-salt", "somebody")
+        leader = int(serving.group(final.group)["ranks"][0]["pid"])
+    said = [logged(leader, name) for name in ("a-new-one", "its-beginning", "another-salt")]
+    found = [(one["prefix_miss"], one["prefix_miss_block"]) for one in said]
+    assert found == [("never_seen", 0), ("never_seen", 4), ("other_salt", 0)]
 
 
 def test_metrics_say_what_status_says(serving: Serving) -> None:
