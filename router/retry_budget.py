@@ -34,9 +34,10 @@ class RetryBudget:
         self._level += _EACH
 
     def closed(self) -> None:
-        """It is over, and what is left of its share is gone."""
+        """It is over, and what is left of its share is gone. If it waited, nobody waits behind it any more."""
+        left, self._filled = self.left, self._clock()
         self._open -= 1
-        self._level = min(self._level, self._size)
+        self._level = min(max(left, -float(self._open)), self._size)
 
     def take(self) -> float:
         """Spends one retry; returns in how many seconds it may be sent: mostly 0, and never more than ten."""

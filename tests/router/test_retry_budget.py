@@ -54,6 +54,20 @@ def test_a_bucket_neither_overflows_nor_owes_for_ever(does: list[str]) -> None:
     assert budget.left == 20 + 2 * opened
 
 
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_who_gives_up_is_waited_for_no_more(streams: int, gone: int) -> None:
+    """When many that had to wait are gone, those that are left wait no longer than ten seconds."""
+    budget = RetryBudget(_Clock())
+    for _ in range(streams + gone + 1):
+        budget.opened()
+    for _ in range(20 + 3 * (streams + gone + 1)):  # all of the budget, and then each waits
+        budget.take()
+    for _ in range(gone):
+        budget.closed()
+        budget.check()
+    assert 0.0 < budget.take() <= 10.0
+
+
 async def test_a_lost_group_costs_no_stream_and_is_counted(open_door: OpenDoor) -> None:
     """Fifty streams of one group are lost at once: all go on, none is held back, and /metrics says what it took."""
     _, ids = await undisturbed(open_door, ask())
