@@ -8,6 +8,7 @@ ran there may have ended it, or whether somebody pulled the plug. It does not kn
 import faulthandler
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from .peer_lost import PeerLost
@@ -42,7 +43,8 @@ class CrashRecord:
     def note(self, error: BaseException) -> None:
         """This rank ends for this error."""
         if self._file is not None and (words := _words(error)):
-            os.write(self._file, words.encode())
+            with suppress(OSError):  # a full disk is no reason to live on
+                os.write(self._file, words.encode())
 
     def cause(self, error: BaseException) -> str:
         """Why the group ends by itself, when this rank ends for this error; "" where that is not known: it has only

@@ -8,6 +8,7 @@ asynchronous, as on GPUs). It does not know how many ranks compute, nor who read
 one thread owns it.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -121,6 +122,8 @@ class Engine:
         self._sequences[request.request_id] = choices
         if awaits and structured is not None:
             self._awaited.hold(structured, choices)
+            for sequence in choices:
+                self._deadlines.note(sequence)
         else:
             self._queue(choices)
 
@@ -134,7 +137,7 @@ class Engine:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
         self.book.advance(started)
-        for request_id in self._deadlines.overdue(self.scheduler.waiting, started):
+        for request_id in self._deadlines.overdue(itertools.chain(self.scheduler.waiting, self._awaited), started):
             self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
         plan, sequences = self.scheduler.schedule()
         plan.grammars = self._awaited.announce()
@@ -165,7 +168,8 @@ class Engine:
         )
 
     def not_begun(self) -> set[str]:
-        """Requests of which no choice was ever part of a step."""
+        """Requests of which no choice was ever part of a step; not those whose grammar is being compiled, which may be
+        what ends the group."""
         waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
         return waiting - {s.request.request_id for s in self.scheduler.running}
 

@@ -116,10 +116,12 @@ class Leader:
 
     def _die(self, error: BaseException) -> NoReturn:
         """The engine has failed, and with it the group; routers are to know whether what ran may have done it."""
-        self._record.note(error)
-        if cause := self._record.cause(error):
-            self._service.say_last(cause, self.engine.not_begun())
-        die(self._name, error)
+        try:
+            self._record.note(error)
+            if cause := self._record.cause(error):
+                self._service.say_last(cause, self.engine.not_begun())
+        finally:  # whatever goes wrong with its last word
+            die(self._name, error)
 
 
 def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: Reservation) -> wire.Registration:

@@ -1,5 +1,7 @@
 """How a group that ends by itself says so, and what it leaves behind: real processes that really crash."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,3 +103,15 @@ def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
         Path(f"{base}.rank-{rank}.crash").write_text("Fatal Python error: Aborted\n\nThread 0x1:\n" if rank else "")
     assert crash_of(base, [0, 1], 2) is None
     assert crash_of(base, [1], 1) == "rank 1: Aborted"
+
+
+def test_a_full_disk_keeps_no_rank_alive(tmp_path: Path) -> None:
+    """A rank that cannot write down how it ends does not fail at that."""
+    Path(f"{tmp_path}/g.0.rank-0.crash").symlink_to("/dev/full")
+    code = (
+        "import sys; from coatcheck.workers.crash_record import CrashRecord;"
+        "record = CrashRecord(sys.argv[1], 0, 1); record.keep(); record.note(ValueError('a defect'));"
+        "print(record.cause(ValueError('a defect')))"
+    )
+    told = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/g.0"], capture_output=True, text=True, check=True)
+    assert told.stdout == "rank 0: ValueError: a defect\n" and not told.stderr

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coatcheck.proto.errors import CoatcheckError, InvalidRequest
+from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
@@ -25,6 +25,7 @@ from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.fake_runner import SPEC, FakeRunner
 from tests.workers.ranks import run_ranks
 
 EOS = 0
@@ -198,6 +199,17 @@ def test_nobody_waits_for_another_s_grammar(make: Make) -> None:
     assert len(steps) > 2 and all("free" in names for names in said[:199]) and "two" in said[-1]
     engine.abort("free")
     assert run(engine, mine[2])["gone.0"] == run(make(), mine[2])["gone.0"]
+
+
+def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
+    """A request whose deadline comes while its grammar is being compiled is refused as any other that has not begun."""
+    grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+    engine = Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars)  # none is ever compiled
+    engine.submit(Request("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
+    ((name, refused),) = engine.step().refused
+    assert name == "late" and isinstance(refused, DeadlineExceeded)
+    engine.check()
+    assert not engine.has_work
 
 
 def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: Path) -> None:
