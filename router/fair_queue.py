@@ -124,6 +124,13 @@ class FairQueue(Generic[Waiting]):
         """Who is next; None when nobody waits."""
         return self._entries[self._next()].what if self._entries else None
 
+    def oldest(self) -> Waiting | None:
+        """Of those of the next one's tenant and priority, who has waited longest: it may be due later."""
+        if not self._entries:
+            return None
+        next = self._entries[self._next()]
+        return self._entries[self._shares[next.tenant].levels[next.priority].oldest()].what
+
     def take(self) -> tuple[Waiting, Served]:
         """Removes whoever is next, and charges its tenant."""
         id = self._next()

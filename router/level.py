@@ -42,6 +42,10 @@ class Level:
             heapq.heappop(self._heap)
         return self._heap[0]
 
+    def oldest(self) -> int:
+        """Of at least one."""
+        return next(iter(self._due))
+
     def newest(self) -> int:
         """Of at least one."""
         return next(reversed(self._due))

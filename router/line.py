@@ -67,10 +67,10 @@ class Line:
         return self._queue.stats()
 
     def queue_seconds(self, now: float) -> float:
-        """How long requests wait now: the longest of those here, or what the last one that was placed had waited."""
-        head = self._queue.peek()
+        """How long requests wait now: the longest beside the next one, or what the last one that was placed had."""
+        oldest = self._queue.oldest()
         when, waited = self._last_wait
-        return max(now - head.since if head is not None else 0.0, waited if now - when < 1.0 else 0.0)
+        return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)
 
     def require_room(self, tenant: Tenant, priority: int, now: float, deadline: float | None = None) -> None:
         """Raises Overloaded where a request of this tenant would find no room, and DeadlineExceeded where its turn

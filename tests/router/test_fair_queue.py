@@ -78,7 +78,9 @@ def test_the_first_due_of_a_tenant_is_next() -> None:
     assert queue.ahead(LIGHT, 0) == 4 and queue.ahead(LIGHT, 0, 5.0) == 2 and queue.ahead(LIGHT, 0, 4.9) == 0
     placed = queue.put("dropped", LIGHT, due=1.0)
     assert placed is not None and queue.drop(placed[0])
+    assert queue.peek() == "short" and queue.oldest() == "long", "who waits longest is not who is next"
     assert [queue.take()[0] for _ in range(4)] == ["short", "short too", "long", "late"]
+    assert queue.oldest() is None
 
 
 def test_who_fills_the_queue_gives_way() -> None:

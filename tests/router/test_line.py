@@ -115,8 +115,10 @@ async def test_short_prompts_do_not_wait_for_long_ones(open_door: OpenDoor) -> N
     long = GenerateRequest(token_ids=TokenIds(ids=[100] * 200), sampling=SamplingParams(max_tokens=2, seed=1))
     asked = [send(door, long)]
     await waiting(door, 1)
+    came = asyncio.get_running_loop().time()
     asked.append(send(door, ask(7)))
     await waiting(door, 2)
+    assert door.router.groups.line.queue_seconds(came + 60.0) > 60.0, "of the long one, though it is not next"
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [7, 100]
