@@ -167,25 +167,26 @@ class Groups:
         delivered = delivered or {}
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_seconds
-        with self._quarantine.turn(suspicion, sum(map(len, delivered.values()))) as turn:
-            while True:
-                change = self.next_change
-                serving = self._serving_like(request, like)
-                if suspicion:
-                    levels = [((link, reg), link.tickets.suspicion) for link, reg in serving]
-                    serving = self._quarantine.places(suspicion, turn, levels)
-                if serving:
-                    placement = self._place(request, attempt, delivered, serving, avoid)
-                    placement.ticket.suspicion = suspicion
-                    break
-                try:
-                    async with asyncio.timeout_at(until):
-                        await change.wait()
-                except TimeoutError:
-                    raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
-        if self._quarantine.waiting:  # there may be a place for the next one, too
-            self.notify()
-        return placement
+        try:
+            with self._quarantine.turn(suspicion, sum(map(len, delivered.values()))) as turn:
+                while True:
+                    change = self.next_change
+                    serving = self._serving_like(request, like)
+                    if suspicion:
+                        levels = (((link, reg), link.tickets.suspicion) for link, reg in serving)
+                        serving = self._quarantine.places(suspicion, turn, levels)
+                    if serving:
+                        placement = self._place(request, attempt, delivered, serving, avoid)
+                        placement.ticket.suspicion = suspicion
+                        return placement
+                    try:
+                        async with asyncio.timeout_at(until):
+                            await change.wait()
+                    except TimeoutError:
+                        raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
+        finally:
+            if self._quarantine.waiting:  # there may be a place for the next one, also where this one's client has gone
+                self.notify()
 
     def _serving_like(self, request: Request, like: GetModelResponse | None) -> list[tuple[GroupLink, Registration]]:
         """Those that serve; for one that has begun on `like`, only those that can go on with it."""

@@ -55,6 +55,9 @@ class Losses:
         """That incarnation of a group is lost."""
         self.counts[cause] += 1
         loss = Loss(group, reason, cause)
+        # One that was lost from sight before, and attached again, has not ended then: how it ends now says nothing.
+        self._unknown.discard((group, incarnation))
+        self._open.pop((group, incarnation), None)
         if cause is Cause.UNKNOWN:
             self._open[group, incarnation] = loss
             self._unknown = {key for key in self._unknown if key[0] != group} | {(group, incarnation)}

@@ -7,7 +7,7 @@ does not know what a request asks for, nor who else runs.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Final, TypeVar
@@ -43,10 +43,13 @@ class Quarantine:
         finally:
             self._turns.remove(turn)
 
-    def places(self, level: int, turn: Turn | None, groups: Sequence[tuple[_T, int]]) -> list[_T]:
-        """Of groups, each with the level of its most suspicious request, those where this one may run now."""
+    def places(self, level: int, turn: Turn | None, groups: Iterable[tuple[_T, int]]) -> list[_T]:
+        """Of groups, each with the level of its most suspicious request, those where this one may run now. They are
+        not looked at for one whose turn it is not: after a crash many wait, and all are woken by each that is placed.
+        """
         if turn is not None and turn != self._turns[0]:
             return []
+        groups = list(groups)
         free = [group for group, other in groups if not other]
         if level < _TOGETHER and not free:  # rather alone as well, so that few are on two lost groups together
             return [group for group, other in groups if level + other <= _TOGETHER]

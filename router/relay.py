@@ -125,6 +125,7 @@ class Relay:
             self._served = served
         else:
             served.settle(0)  # it has been charged already
+        self._placement.suspect(self._suspicion.level)  # the line sends suspects anywhere; they stay what they are
         return self._placed(self._placement)
 
     async def _return(self, placement: Placement) -> Placement:

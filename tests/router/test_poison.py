@@ -7,6 +7,9 @@ import grpc
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, TokenIds
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.router.placement import Placement
+from coatcheck.router.request import Request
 
 from .conftest import OpenDoor
 from .fake_group import FakeGroup
@@ -110,6 +113,43 @@ async def test_streams_that_had_come_far_go_first(open_door: OpenDoor) -> None:
         assert stream.ids == ids
 
 
+async def test_a_suspect_that_comes_back_into_the_line_is_one_still(open_door: OpenDoor) -> None:
+    """A full group refuses what another one's end has made suspect: sent from the line, it is as suspect as before."""
+    group, full = FakeGroup("a", hold_after=0), FakeGroup("b", refuse=(8, "full"))
+    door = await open_door(group, full)
+    _, ids = await undisturbed(open_door, ask())
+    stream = Stream(door, ask())
+    await group.until(lambda: len(group.submits) == 1)
+    group.crash(CRASH)
+    await group.until(lambda: len(group.submits) == 2)
+    assert full.submits
+    link = door.router.groups.link("a")
+    assert link is not None and link.tickets.suspicion == 2
+    group.go()
+    await stream.finish()
+    assert stream.ids == ids
+
+
+async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor) -> None:
+    """Of suspects that wait for a group the first is cancelled just as there is a place: the next one gets it."""
+    group = FakeGroup(hold_after=0)
+    groups = (await open_door(group)).router.groups
+
+    def place(delivered: int) -> "asyncio.Task[Placement]":
+        request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
+        return asyncio.create_task(groups.place(request, 1, {0: [9] * delivered}, wait_seconds=60.0, suspicion=2))
+
+    there = await place(0)
+    waits, first = place(1), place(2)
+    await group.until(lambda: len(group.submits) == 1)  # by then both wait
+    assert not waits.done() and not first.done()
+    there.close(finished=False)
+    first.cancel()
+    async with asyncio.timeout(10):
+        (await waits).close(finished=False)
+    assert first.cancelled()
+
+
 async def test_who_had_not_begun_has_no_part_in_it(open_door: OpenDoor) -> None:
     """A group that ends names the requests that only waited there: those are no suspects, and run together at once."""
     group = FakeGroup(hold_after=0)
@@ -117,6 +157,7 @@ async def test_who_had_not_begun_has_no_part_in_it(open_door: OpenDoor) -> None:
     streams = [Stream(door, ask()) for _ in range(6)]
     for stream in streams:
         await stream.read()
+    await group.until(lambda: len(group.submits) == 6)
     group.crash(CRASH, unbegun=range(2, 7))
     await group.until(lambda: len(group.submits) == 12)
     group.go()

@@ -69,6 +69,16 @@ def test_a_cause_that_becomes_known_later_counts() -> None:
     assert losses.counts == {Cause.UNKNOWN: 2} and losses.learned == {Cause.CRASH: 2}
 
 
+def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
+    """How a group ends is no sign against what had lost it before while it lived on: that may stay unknown."""
+    losses = Losses()
+    suspicion = suspected(Cause.CRASH)
+    suspicion.lost(losses.lost("b", 3, "group b is lost", Cause.UNKNOWN), apart=True)
+    losses.lost("b", 3, "group b is lost again", Cause.CRASH)
+    losses.learn("b", 3, "rank 0: Segmentation fault")
+    assert not suspicion.refusal and not losses.learned
+
+
 def test_progress_clears_a_request() -> None:
     """After a word of an answer two crashes are not in a row; after many none is remembered. A request that gets a
     little further on each group it ends is refused at the third."""
@@ -108,3 +118,5 @@ def test_who_was_answered_most_goes_first() -> None:
         assert little is None and quarantine.places(1, little, [("a", 0)]) == ["a"]
         assert quarantine.places(2, new, [("a", 0)]) == []
         assert quarantine.places(2, far, [("a", 0), ("b", 1)]) == ["a"]
+        looked_at = iter([("a", 0)])
+        assert quarantine.places(2, new, looked_at) == [] and next(looked_at), "of the others none looks at any group"
