@@ -8,8 +8,10 @@ than its step has time for. It does not know which prefix a block holds, nor why
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Protocol
 
 import torch
@@ -20,7 +22,7 @@ from .communicator import Communicator
 from .copy_report import CopyReport, CopyStatus
 from .step_plan import StepPlan
 
-_MEMORY = 0.8  # of the running averages, per plan
+_PLANS = 5  # so many with copies are what "lately" is
 _NANO = 1e9
 Pairs = Sequence[tuple[int, int]]
 
@@ -48,7 +50,7 @@ class CopyLog:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._copies: list[Copy] = []  # those that no report has said to be ended, oldest first
-        self._demote = self._restore = 0.0
+        self._demote, self._restore = deque[float](maxlen=_PLANS), deque[float](maxlen=_PLANS)
 
     def begin(self, count: int) -> list[Copy]:
         """The next copies."""
@@ -58,13 +60,13 @@ class CopyLog:
 
     def demoted(self, copies: list[Copy], seconds: float) -> None:
         """They lie in host memory."""
-        self._demote = _mix(self._demote, seconds / len(copies))
+        self._demote.append(seconds / len(copies))
         for copy in copies:
             copy.status = CopyStatus.DONE
 
     def restored(self, copies: list[Copy], intact: list[bool], seconds: float) -> None:
         """They lie in the pool, or are not what they were."""
-        self._restore = _mix(self._restore, seconds / len(copies))
+        self._restore.append(seconds / len(copies))
         for copy, good in zip(copies, intact, strict=True):
             copy.status = CopyStatus.DONE if good else CopyStatus.BROKEN
 
@@ -73,7 +75,7 @@ class CopyLog:
         if not self._copies:
             return None
         mine = [copy.status for copy in self._copies]
-        seconds = [-int(self._demote * _NANO), -int(self._restore * _NANO)]
+        seconds = [-int(_usual(lately) * _NANO) for lately in (self._demote, self._restore)]
         *statuses, demote, restore = self._communicator.least([*mine, *seconds])
         agreed = tuple(map(CopyStatus, statuses))
         self._copies = [
@@ -115,5 +117,6 @@ def columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _mix(average: float, sample: float) -> float:
-    return sample if average == 0.0 else _MEMORY * average + (1 - _MEMORY) * sample
+def _usual(lately: deque[float]) -> float:
+    """The median, of two the lower: one bad moment of the machine, be it the first, is no price."""
+    return median_low(lately) if lately else 0.0

@@ -2,6 +2,8 @@
 
 import pytest
 
+from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.copier import CopyLog
 from coatcheck.workers.copy_prices import CopyPrices
 
 CHEAP = CopyPrices(16, demote=1e-4, restore=1e-4, prefill=1e-3, step=0.02)
@@ -43,3 +45,18 @@ def test_a_loss_is_the_cheaper_of_copying_and_computing() -> None:
     """Whole blocks are copied out and back, or computed; the tokens behind the last whole block are computed."""
     assert CHEAP.loss(36) == pytest.approx(2 * 2e-4 + 4e-3)
     assert DEAR.loss(36) == pytest.approx(36e-3)
+
+
+def test_one_bad_moment_is_no_price() -> None:
+    """A copy that took a second among others of a millisecond changes nothing, be it the first; several of them do."""
+    log = CopyLog(Communicator())
+
+    def price(*seconds: float) -> float:
+        for taken in seconds:
+            log.demoted(log.begin(2), 2 * taken)
+        report = log.report()
+        assert report is not None and report.restore_seconds == 0
+        return report.demote_seconds
+
+    assert price(1.0, 0.001) == price(0.001, 1.0, 0.001) == pytest.approx(0.001)
+    assert price(1.0, 1.0) == pytest.approx(1.0)
