@@ -51,8 +51,13 @@ def _too_small(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> 
     if len(offering) > _SHOWN_NODES:
         shown.append(f"others on {len(offering) - _SHOWN_NODES} more")
     where = f" ({', '.join(shown)})" if shown else ""
+    remedy = (
+        "lower --groups or --tp, or add nodes"
+        if there or resource == "CPU"
+        else "add nodes with GPUs, or use --device cpu"
+    )
     return (
         f"{counted(groups, 'group')} with tp {tp} {'needs' if groups == 1 else 'need'} {counted(needed, resource)}, "
         f"and this Ray cluster has {there} free on {counted(len(free), 'node')}{where}: {needed - there} missing; "
-        "lower --groups or --tp, or add nodes"
+        f"{remedy}"
     )

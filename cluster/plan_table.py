@@ -47,7 +47,9 @@ def _answer(sizing: Sizing) -> Text:
     ranks = "one GPU" if cache.tp == 1 else f"{cache.tp} GPUs"
     text.append(f" on {ranks} of {size(settings.gpu_memory)}, kv-dtype {cache.whole.kv_dtype}.\n")
     if fits:
-        text.append(f"The {settings.concurrency:,} asked for fit; each could have {sizing.longest_context:,} tokens.")
+        text.append(
+            f"The {settings.concurrency:,} asked for fit; there is room for {sizing.longest_context:,} tokens each."
+        )
     else:
         text.append(f"The {settings.concurrency:,} asked for do not fit", "bold red")
         text.append(f": so many could have {sizing.longest_context:,} tokens each. ")

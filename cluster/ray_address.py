@@ -23,16 +23,17 @@ _ASK = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty question will do
 def find_ray(written: str, *, own: bool = False) -> str:
     """HOST:PORT of a cluster whose head listens; raises InvalidConfig or Unavailable with what to do.
 
-    `own`: `auto` may mean a Ray that `coatcheck serve` has started for itself.
+    `own`: it is to be one where something serves already, and `auto` may mean a Ray that `coatcheck serve` has started
+    for itself; where several listen, the person must choose, since the last one need not be theirs.
     """
     address, source = _resolve(written, own)
     try:
         _connect(address)
     except OSError as error:
-        raise _no_ray(address, source, error.strerror or str(error)) from None
+        raise _no_ray(address, source, error.strerror or str(error), own) from None
     # Ray's head speaks gRPC; towards anything else Ray itself would try for minutes.
     if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-        _greet(address, source, (token_of(ray_folder(), address) if own else None) or environment_token())
+        _greet(address, source, own)
     return address
 
 
@@ -41,13 +42,14 @@ def _connect(address: str) -> None:
     socket.create_connection((host.strip("[]"), port), timeout=_ANSWER_SECONDS).close()
 
 
-def _greet(address: str, source: str, token: str) -> None:
+def _greet(address: str, source: str, own: bool) -> None:
     """Raises Unavailable unless a Ray is there and lets us in: it would let nobody know for minutes."""
+    token = (token_of(ray_folder(), address) if own else None) or environment_token()
     with grpc.insecure_channel(address) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
         except grpc.FutureTimeoutError:
-            raise _no_ray(address, source, "something listens there, but does not speak gRPC") from None
+            raise _no_ray(address, source, "something listens there, but does not speak gRPC", own) from None
         shown = (("authorization", f"Bearer {token}"),) if token else None
         try:
             channel.unary_unary(_ASK, bytes, bytes)(b"", timeout=_ANSWER_SECONDS, metadata=shown)
@@ -61,11 +63,13 @@ def _greet(address: str, source: str, token: str) -> None:
             ) from None
 
 
-def _no_ray(address: str, source: str, reason: str) -> Unavailable:
-    return Unavailable(
-        f"no Ray cluster answers at {address}{source}: {reason}; start one with `ray start --head`, "
-        "give another --ray-address, or leave it out for a Ray of our own"
+def _no_ray(address: str, source: str, reason: str, own: bool) -> Unavailable:
+    other = (
+        "give another --ray-address, or leave it out for what serves on this host"
+        if own
+        else "start one with `ray start --head`, give another --ray-address, or leave it out for a Ray of our own"
     )
+    return Unavailable(f"no Ray cluster answers at {address}{source}: {reason}; {other}")
 
 
 def _resolve(written: str, own: bool) -> tuple[str, str]:
@@ -80,17 +84,22 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     started = [(when, address) for when, address in started if _listens(address)]
     with suppress(OSError):
         started.append((file.stat().st_mtime_ns, file.read_text().strip()))
+    if own and len(running := sorted({address for _, address in started if _listens(address)})) > 1:
+        raise InvalidConfig(
+            f"{len(running)} Ray clusters run on this host: {', '.join(running)}; say which with --ray-address "
+            "(`coatcheck serve` says its own as it starts)"
+        )
     if not started:
         other = " and no `coatcheck serve` of this user with a Ray of its own" if own else ""
         raise InvalidConfig(
             f"--ray-address auto finds no Ray cluster on this host{other} (RAY_ADDRESS is not set, and there is no "
-            f"{file}); start one with `ray start --head`, or give HOST:PORT"
+            f"{file}); start one with `{'coatcheck serve' if own else 'ray start --head'}`, or give HOST:PORT"
         )
     return max(started)[1], f", the last one started on this host (says {file.parent})"
 
 
 def _listens(address: str) -> bool:
-    with suppress(OSError):
+    with suppress(OSError, InvalidConfig):
         _connect(address)
         return True
     return False

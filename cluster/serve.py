@@ -60,8 +60,12 @@ def serve(
             " Default 0: none."
         ),
     ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences that run at once in a group.")] = None,
-    max_queued: Annotated[int | None, typer.Option(help="Most requests that wait for room in a group.")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences that run at once in a group. Default 256.")
+    ] = None,
+    max_queued: Annotated[
+        int | None, typer.Option(help="Most requests that wait for room in a group. Default 1024.")
+    ] = None,
     max_groups: Annotated[
         int | None, typer.Option(help="Up to so many groups while requests wait long. Default: no more than asked for.")
     ] = None,

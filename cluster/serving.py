@@ -105,7 +105,8 @@ class Serving:
             return running
         placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
         groups, ranks = counted(config.groups, "group"), counted(config.tp, "rank")
-        self._say(f"starting {groups} of {ranks} on {placement.device} ({self._elapsed()})")
+        where = f", on a Ray at {launch.ray_address()}" if config.ray_address is None else ""
+        self._say(f"starting {groups} of {ranks} on {placement.device}{where} ({self._elapsed()})")
         self._signals.ends_at_once = False
         return launch.start_supervisor(config, placement)
 

@@ -1,5 +1,6 @@
 """SupervisorCall: how a command reaches the supervisor of a cluster that runs. It does not know what is asked then."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from .ray_address import find_ray
 from .ray_environment import quiet_driver, show_token
 
 RayAddress = Annotated[
-    str, typer.Option(help="The Ray cluster, HOST:PORT or auto: the last one started on this host, by `serve` or Ray.")
+    str, typer.Option(help="The Ray cluster, HOST:PORT or auto: the one on this host, by `serve` or Ray.")
 ]
 
 
@@ -19,6 +20,8 @@ RayAddress = Annotated[
 def supervisor_at(ray_address: str) -> Iterator[Any]:
     """The supervisor's actor. Whatever Ray raises inside comes out as an error of ours."""
     address = find_ray(ray_address, own=True)
+    if ray_address == "auto":
+        print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
     quiet_driver()
     show_token(address)
     import ray

@@ -1,8 +1,10 @@
 """A Ray of our own: its token is for the same user on the same host."""
 
+import socket
 from pathlib import Path
 
 from coatcheck.cluster.own_ray import known_to_its_user, own_rays, token_of
+from tests.cluster.serving import coatcheck
 
 _ADDRESS = "127.0.0.1:4711"
 
@@ -35,3 +37,22 @@ def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> Non
         assert token_of(tmp_path, _ADDRESS) == "secret" and victim.read_text() == "mine"
         place.chmod(0o644)
         assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == []
+
+
+def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
+    """`coatcheck scale` without an address touches none of two that listen, and names both; with one of them it goes
+    there. One that has ended by kill -9 does not count."""
+    (folder := tmp_path / "ray").mkdir()
+    environment = {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        known_to_its_user(folder, "127.0.0.1:1", "secret"),
+        known_to_its_user(folder, first := f"127.0.0.1:{one.getsockname()[1]}", "secret"),
+    ):
+        with known_to_its_user(folder, second := f"127.0.0.1:{other.getsockname()[1]}", "secret"):
+            done = coatcheck("scale", "--groups", "2", environment=environment)
+            assert done.returncode == 1 and done.stderr.startswith("error: 2 Ray clusters run on this host: ")
+            assert first in done.stderr and second in done.stderr and "say which with --ray-address" in done.stderr
+        done = coatcheck("scale", "--groups", "2", environment=environment)
+        assert f"no Ray cluster answers at {first}, the last one started on this host" in done.stderr

@@ -50,7 +50,7 @@ def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], grou
 @pytest.mark.parametrize(
     ("device", "nodes", "message"),
     [
-        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 node: 8 missing; lower --groups"),
+        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 node: 8 missing; .*use --device cpu"),
         ("auto", [CPU_NODE], r"need 8 CPUs, and this Ray cluster has 4 free on 1 node \(4 on node-0\): 4 missing"),
         ("auto", [{**GPU_NODE, "GPU": 6.0}, CPU_NODE], r"has 6 free on 2 nodes \(6 on node-0\): 2 missing"),
         ("auto", [CPU_NODE, {"CPU": 1.0}], r"5 free on 2 nodes \(4 on node-0, 1 on node-1\): 3 missing"),
