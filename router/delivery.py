@@ -67,6 +67,7 @@ class Delivery:
         """Nothing more comes for anyone. The tickets in `unbegun` have no part in that."""
         tickets, self._tickets = self._tickets, {}
         self._idle.set()
+        unbegun = frozenset(unbegun)  # as it comes it would be searched from its beginning for each ticket
         suspects = sum(ticket.suspicion > 0 for ticket in tickets.values())
         innocent = Loss(loss.group, loss.reason, Cause.WANTED)
         for id, ticket in tickets.items():
