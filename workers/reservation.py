@@ -86,9 +86,13 @@ def choose_blocks(
         max_model_len=config.max_model_len,
     )
     claimants = ranks_on_host if config.host_kv_memory <= 1 else mine
+    left = host_bytes - (fits * block * mine if on_cpu else 0)
+    others = fits * block * (claimants - mine) if on_cpu else 0
+    if config.kv_memory > 1 and others >= left:  # then what is theirs is not among what is free: they have it already
+        others = 0
     host_fits = choose_host_blocks(
         config.host_kv_memory,
-        free_bytes=host_bytes - (fits * block * claimants if on_cpu else 0),
+        free_bytes=left - others,
         sharing_ranks=claimants,
         bytes_per_block=block,
     )

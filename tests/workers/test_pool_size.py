@@ -67,5 +67,8 @@ def test_a_group_starts_again_beside_those_that_have_their_memory() -> None:
     assert choose(7 * gib, **sizes) == (gib // block, 2 * gib // block)  # the other group's 6 GiB are gone already
     with pytest.raises(InvalidConfig, match="host-kv-memory asks for 2,147,483,648 bytes for each of 2 ranks"):
         choose(5 * gib, **sizes)
+    share = {"kv_memory": 1.0 * gib, "host_kv_memory": 0.5}
+    assert choose(8 * gib, **share) == (gib // block, gib // 2 // block)  # nobody has anything yet
+    assert choose(4 * gib, **share) == (gib // block, gib // 4 // block)  # the other group has its pools
     shares = choose(8 * gib, kv_memory=0.5, host_kv_memory=0.5)
     assert shares == (gib // block, gib // 2 // block)
