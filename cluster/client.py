@@ -150,6 +150,8 @@ def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckE
         )
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None and _OWN_DEADLINE in details:
         return CoatcheckError(f"gave up after {timeout:g} s")
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        details += "; here it is taken from COATCHECK_API_KEY, or --api-key"
     return error_of(error.code().value[0], details)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from coatcheck.cluster.client import Client
 from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unavailable
+from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from coatcheck.tests.cluster.fake_router import FakeRouter, token
 
 
@@ -114,6 +114,14 @@ async def test_refusal_is_not_retried(code: grpc.StatusCode, kind: type[Coatchec
         with pytest.raises(kind, match="temperature is -1"):
             await gather(client, request())
     assert (len(router.requests), len(other.requests)) == (1, 0)
+
+
+async def test_who_has_no_key_is_told_where_to_put_one() -> None:
+    """The server speaks of a header, which a command has no other way to send."""
+    async with FakeRouter() as router, Client([router.address]) as client:
+        router.refusal = (grpc.StatusCode.UNAUTHENTICATED, "this server asks for a key")
+        with pytest.raises(Unauthenticated, match="asks for a key; here it is taken from COATCHECK_API_KEY"):
+            await gather(client, request())
 
 
 async def test_begun_stream_outwaits_a_full_router() -> None:
