@@ -84,10 +84,12 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     started = [(when, address) for when, address in started if _listens(address)]
     with suppress(OSError):
         started.append((file.stat().st_mtime_ns, file.read_text().strip()))
-    if own and len(running := sorted({address for _, address in started if _listens(address)})) > 1:
+    # By port: Ray may have noted one of them under another address of this host.
+    ports = {address.rpartition(":")[2]: address for _, address in reversed(started) if own and _listens(address)}
+    if len(ports) > 1:
         raise InvalidConfig(
-            f"{len(running)} Ray clusters run on this host: {', '.join(running)}; say which with --ray-address "
-            "(`coatcheck serve` says its own as it starts)"
+            f"{len(ports)} Ray clusters run on this host: {', '.join(sorted(ports.values()))}; say which with "
+            "--ray-address (`coatcheck serve` says its own as it starts)"
         )
     if not started:
         other = " and no `coatcheck serve` of this user with a Ray of its own" if own else ""
