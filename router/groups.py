@@ -168,7 +168,8 @@ class Groups:
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_seconds
         try:
-            with self._quarantine.turn(suspicion, sum(map(len, delivered.values()))) as turn:
+            kind = (like.name, like.fingerprint, like.block_size) if like is not None else None
+            with self._quarantine.turn(suspicion, sum(map(len, delivered.values())), kind) as turn:
                 while True:
                     change = self.next_change
                     serving = self._serving_like(request, like)

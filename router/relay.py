@@ -45,6 +45,7 @@ class Relay:
         self._moves = 0
         self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
         self._suspicion = Suspicion()
+        self._answered_here = False  # something, by the group that has it now
         groups.retries.opened()
 
     @property
@@ -88,6 +89,7 @@ class Relay:
                 placement = await self._return(placement)
                 continue
             events = self._advance(outputs, placement)
+            self._answered_here = self._answered_here or bool(events)
             if events and self._suspicion.is_any:
                 self._suspicion.answered(sum(len(output.token_ids) for output in outputs))
                 placement.suspect(self._suspicion.level)
@@ -153,6 +155,7 @@ class Relay:
 
     def _placed(self, placement: Placement) -> Placement:
         self._decision = placement.decision
+        self._answered_here = False
         for choice in self._choices:
             if choice.finish_reason:  # a group cannot know where a stop string ended a choice
                 placement.ticket.abort(choice.index)
@@ -179,7 +182,7 @@ class Relay:
         if self.request.passage is not None:
             self.request.passage.lost(placement.ticket.group, str(lost))
         self._scored = 0
-        self._suspicion.lost(lost.loss, apart=lost.apart)
+        self._suspicion.lost(lost.loss, apart=lost.apart, answered=self._answered_here)
         if len(losses := self._suspicion.losses) > 1:
             await self._learn(losses)
         if refusal := self._suspicion.refusal:

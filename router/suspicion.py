@@ -2,10 +2,12 @@
 
 Two groups that ended by themselves, one after the other, while they ran a request and before the second had answered
 any of it, are the evidence: it is refused, and no third one sees it. So that the second tells on whom it is evidence,
-what ran on the first runs where no other suspect does. Whether a group was ended by what ran on it cannot always be
-known (one that hangs, one that was killed, perhaps by the kernel for its memory): such a loss leaves what ran there
-under suspicion, but it takes three in a row, the last one apart, to refuse it. Nobody is refused for a loss that it
-shared with another suspect. Pure; it does not know groups.
+what the first had not answered yet runs where no other suspect does: a request that ends groups mostly does so in its
+prompt. Streams that it had begun to answer are many, and would wait for each other: they may share a group, and one of
+them that ends it too, which is rarer, is told from the others by having got nothing there. Whether a group was ended by
+what ran on it cannot always be known (one that hangs, one that was killed, perhaps by the kernel for its memory): such
+a loss leaves what ran there under suspicion, but it takes three in a row, the last one apart, to refuse it. Nobody is
+refused for a loss that it shared with another suspect. Pure; it does not know groups.
 """
 
 from typing import Final
@@ -22,14 +24,15 @@ class Suspicion:
     """One request's."""
 
     def __init__(self) -> None:
-        self._row: list[tuple[Loss, bool]] = []  # nothing was answered in between; and whether it ran apart
+        # Nothing was answered in between; whether it ran apart; and whether that group had answered any of it.
+        self._row: list[tuple[Loss, bool, bool]] = []
         self._crashes = 0  # before that, each with a little answered in between
         self._tokens = 0  # answered since
 
     @property
     def losses(self) -> list[Loss]:
         """In a row."""
-        return [loss for loss, _ in self._row]
+        return [loss for loss, _, _ in self._row]
 
     @property
     def is_any(self) -> bool:
@@ -40,7 +43,8 @@ class Suspicion:
     def level(self) -> int:
         """How many other suspects the request must have beside it at most: 0: it is none; 1: one that is as little
         suspect; 2: it runs apart from all."""
-        if self._in_row(Cause.CRASH) or len(self._row) > 1 or self._crashes > 1:
+        in_prompt = any(loss.cause is Cause.CRASH and not answered for loss, _, answered in self._row)
+        if in_prompt or len(self._row) > 1 or self._crashes > 1:
             return _APART
         return len(self._row)
 
@@ -57,10 +61,10 @@ class Suspicion:
             return f"{len(self._row)} groups in a row were lost while they ran this request ({last.reason})"
         return ""
 
-    def lost(self, loss: Loss, *, apart: bool) -> None:
-        """Its group is lost, on which it ran `apart` from other suspects."""
+    def lost(self, loss: Loss, *, apart: bool, answered: bool = False) -> None:
+        """Its group is lost, on which it ran `apart` from other suspects, and which had `answered` some of it."""
         if loss.cause is not Cause.WANTED:
-            self._row.append((loss, apart))
+            self._row.append((loss, apart, answered))
             self._tokens = 0
 
     def answered(self, tokens: int) -> None:
@@ -72,4 +76,4 @@ class Suspicion:
             self._crashes = 0
 
     def _in_row(self, cause: Cause) -> int:
-        return sum(loss.cause is cause for loss, _ in self._row)
+        return sum(loss.cause is cause for loss, _, _ in self._row)

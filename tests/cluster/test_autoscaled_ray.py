@@ -14,7 +14,7 @@ from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.autoscaled_ray import AutoscaledRay
 from tests.cluster.serving import Serving, until
 
-_CLIENTS = 4
+_CLIENTS = 12  # one is answered, four are ready behind it, the others wait in line
 
 
 class Clients:
@@ -44,8 +44,8 @@ class Clients:
 @pytest.mark.full  # a minute: ten seconds of queue, a node, a group, and all of it back
 @pytest.mark.timeout(300)
 def test_a_queue_brings_a_node_and_idleness_takes_it_away(tiny_model: Path, tmp_path: Path) -> None:
-    """One group on a head with room for no more; four clients wait for each other. Ray is asked for a node, brings one,
-    a second group starts there and answers; with one client left it goes again, and the node with it. Nobody is
+    """One group on a head with room for no more; twelve clients wait for each other. Ray is asked for a node, brings
+    one, a second group starts there and answers; with one client left it goes again, and the node with it. Nobody is
     refused, nothing fails."""
     with AutoscaledRay(tmp_path, head_cpus=1, most=1) as ray, ThreadPoolExecutor(_CLIENTS) as pool:
         flags = "--groups 1 --max-groups 2 --queue-target 0.05 --scale-in-after 5 --max-num-seqs 1 --kv-memory 4MiB"

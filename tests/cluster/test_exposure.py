@@ -9,7 +9,7 @@ import pytest
 from coatcheck.cluster.authority import Authority, Plane
 from coatcheck.cluster.config import ServeConfig
 from coatcheck.cluster.exposure import check_credentials, is_loopback, needs_plane, warn_of_exposure
-from coatcheck.cluster.launch import group_config, router_config
+from coatcheck.cluster.member_config import group_config, router_config
 from coatcheck.cluster.placement import Placement
 from coatcheck.proto.errors import InvalidConfig
 

@@ -95,6 +95,23 @@ def test_progress_clears_a_request() -> None:
     assert suspicion.level == 0 and not suspicion.is_any and not suspicion.refusal
 
 
+def test_streams_that_were_being_answered_need_not_run_apart() -> None:
+    """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
+    having got anything there does from then on, and is refused if it was the only suspect there."""
+    suspicion = Suspicion()
+    suspicion.lost(loss(Cause.CRASH), apart=True, answered=True)
+    assert suspicion.level == 1 and not suspicion.refusal
+    other = Suspicion()
+    other.lost(loss(Cause.CRASH), apart=True, answered=True)
+    suspicion.lost(loss(Cause.CRASH), apart=False)
+    assert suspicion.level == 2 and not suspicion.refusal
+    other.answered(3)
+    other.lost(loss(Cause.CRASH), apart=False, answered=True)
+    assert other.level == 1 and not other.refusal, "it was answered in between: it ended neither"
+    suspicion.lost(loss(Cause.CRASH), apart=True)
+    assert suspicion.refusal
+
+
 @given(st.lists(st.tuples(st.integers(1, 2), st.sampled_from("ab"), st.booleans()), max_size=30))
 def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) -> None:
     """Whoever comes and goes: beside a request that is very suspect there is no other suspect."""
@@ -108,6 +125,15 @@ def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) 
         assert all(2 not in there or len(there) == 1 for there in groups.values())
         if leaves:
             groups[preferred].clear()
+    assert not quarantine.waiting
+
+
+def test_who_waits_for_a_kind_of_group_holds_no_other_kind_up() -> None:
+    """A very suspect request without a group that fits it leaves the next turn to those that have one."""
+    quarantine = Quarantine()
+    with quarantine.turn(2, 90, "old"), quarantine.turn(2, 0, "new") as new, quarantine.turn(2, 0, "new") as next_one:
+        assert quarantine.waiting and quarantine.places(2, new, [("a", 0)]) == ["a"]
+        assert quarantine.places(2, next_one, [("a", 0)]) == []
     assert not quarantine.waiting
 
 
