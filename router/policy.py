@@ -7,8 +7,8 @@
     decode   = chunks that the queue and the prompt take × seconds of a step at the group's batch
     eviction = tokens of cold blocks that it takes × the chance that they are wanted again / prefill rate,
                and of blocks in use × 1
-    stall    = prefill × streams that are answered there, which stand still meanwhile × a price that grows with how busy
-               the groups are
+    stall    = prefill × streams that are answered there, which stand still meanwhile × a small price that grows with
+               how busy the groups are
     delay    = (prefill + restore + eviction) × requests that will wait behind it
 
 The first four are what the one who asks waits for, the last three what others will. Every second of work that a choice
@@ -37,6 +37,13 @@ _BEHIND: Final = 3.0
 _BUSIEST: Final = 0.97
 # Seconds that a stream's second of standing still is worth, at a busy share of a half: tuned by bench/routing.py.
 _STALL: Final = 0.005
+# And so much while all are idle: of groups that are alike the one with fewer streams is taken.
+_STALL_IDLE: Final = 0.4
+# A group's own prefill rate counts for half where it spends such a share of its time on prompts, and the more the
+# busier it is; else the mean of all, by how busy they are: one that once measured badly, and is passed over for that,
+# measures no more.
+_BUSY_ENOUGH: Final = 0.05
+_IDLE: Final = 0.001  # the weight of one that does nothing
 _NAMED: Final = 3  # groups, in words
 
 
@@ -124,12 +131,13 @@ def choose(
 ) -> Decision:
     """The cheapest of at least one candidate. `regret` is the chance that a cold block is wanted again; so many
     requests wait `in_line` for a group. Among equals a session keeps to its own, others go anywhere."""
-    measured = [c.prefill_tokens_per_second for c in candidates if c.prefill_tokens_per_second > 0]
-    assumed = fmean(measured) if measured else _GUESSED_PREFILL_RATE
+    measured = [(c.prefill_tokens_per_second, c.busy + _IDLE) for c in candidates if c.prefill_tokens_per_second > 0]
+    weights = sum([weight for _, weight in measured])
+    assumed = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
     busy = min(fmean([c.busy for c in candidates]), _BUSIEST)
     more = busy / (1 - busy)
     behind = (fmean([c.queued_requests for c in candidates]) + in_line / len(candidates)) * (_BEHIND + more)
-    stall = _STALL * more
+    stall = _STALL * (_STALL_IDLE + more)
     terms = tuple([_terms(candidate, prompt_tokens, assumed, behind, stall, regret) for candidate in candidates])
     ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
     open_terms = [term for term in terms if term.has_room or term.cached_tokens > ready]
@@ -148,10 +156,10 @@ def _terms(
     candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, stall: float, regret: float
 ) -> Terms:
     (
-        group, queued, _, rate, restore_rate, step, chunk, _, free, cold, device, host, expected,
+        group, queued, _, rate, restore_rate, step, chunk, busy, free, cold, device, host, expected,
         streams, has_room,
     ) = candidate  # fmt: skip
-    rate = rate or assumed_rate
+    rate = assumed_rate + (rate - assumed_rate) * busy / (busy + _BUSY_ENOUGH) if rate else assumed_rate
     cached = device + host + expected
     uncached = max(prompt_tokens - cached, 0)
     queue = queued / rate

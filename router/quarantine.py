@@ -39,7 +39,7 @@ class Quarantine:
 
     @contextmanager
     def turn(self, level: int, tokens: int, kind: Hashable = None) -> Iterator[Turn | None]:
-        """A place among those that wait for groups of this kind, for a request that has so many tokens of its answer."""
+        """A place among those that wait for groups of this kind, for one that has so many tokens of its answer."""
         if level < _TOGETHER:
             yield None
             return

@@ -155,14 +155,14 @@ def test_decodes_weigh_too() -> None:
 
 def test_prompts_are_drawn_to_where_few_are_answered() -> None:
     """Of two groups alike but for the streams that would stand still, the one with fewer is cheaper, the more so the
-    busier both are; a free and idle cluster does not care."""
+    busier both are, and a little where both are idle."""
     many, few = a_group("many", streams=40), a_group("few", streams=10)
 
     def gap(busy: float) -> float:
         costs = {t.group: t for t in choose([g._replace(busy=busy) for g in (many, few)], 1000, DICE).terms}
         return costs["many"].stall - costs["few"].stall
 
-    assert gap(0.0) == 0.0 < gap(0.5) < gap(0.9) < gap(1.0) < float("inf")
+    assert 0.0 < gap(0.0) < gap(0.5) < gap(0.9) < gap(1.0) < float("inf")
     assert choose([g._replace(busy=0.5) for g in (many, few)], 1000, DICE).group == "few"
     cached = many._replace(busy=0.5, device_tokens=1000)
     assert choose([cached, few._replace(busy=0.5)], 1000, DICE).group == "many"  # what is cached makes nobody wait
@@ -188,6 +188,15 @@ def test_who_waits_in_line_waits_behind_as_well() -> None:
     other = a_group("other", queued_prefill_tokens=1000)
     assert choose([holder, other], 1000, DICE).group == "other"
     assert choose([holder, other], 1000, DICE, in_line=4).group == "holder"
+
+
+def test_an_idle_group_is_not_known_by_what_it_once_measured() -> None:
+    """A slow measurement counts the less the less a group computes: one that did it at its start gets the requests
+    that would measure it anew, and one that is slow at work is passed over."""
+    fast = a_group("fast", streams=1, busy=0.5)
+    once = a_group("slow", prefill_tokens_per_second=700.0)
+    assert choose([fast, once], 64, DICE).group == "slow"
+    assert choose([fast, once._replace(busy=0.5)], 64, DICE).group == "fast"
 
 
 def test_a_group_without_measurements_is_assumed_average() -> None:
