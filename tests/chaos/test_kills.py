@@ -20,8 +20,6 @@ _STRIKES = [
     ("serve", "any"),
     ("rank 0", "restore"),
     ("node", "failover"),
-    ("group", "drain"),
-    ("fault", "any"),
     ("stop", "any"),
 ]
 
@@ -63,19 +61,20 @@ async def test_no_stream_ends_or_changes_whatever_is_killed(cluster: ChaosCluste
         await load.close()
     assert not load.faults
     assert load.counts["started"] == load.counts["ended"] and load.counts["moved"] > 0
-    assert {strike.kind for strike in struck} == set(cluster.kinds)
+    assert {strike.kind for strike in struck} == set(cluster.kinds) - {"fault"}  # for which see below
     assert max(striker.found) < 5.0
 
 
 @pytest.mark.full  # half a minute for each: a group has to come first
 @pytest.mark.timeout(400)
 async def test_no_stream_ends_or_changes_while_groups_come_and_go(cluster: ChaosCluster) -> None:
-    """Ranks and the supervisor are killed while a group is added, and while one is taken away."""
+    """Ranks and the supervisor are killed while a group is added, while one is taken away, and while one drains; a rank
+    ends itself by a fault."""
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     striker = Striker(cluster, load, random.Random(11))
     keeping = asyncio.create_task(load.keep(3))
-    strikes = [("rank 0", "scale out"), ("supervisor", "scale in"), ("fault", "scale in")]
+    strikes = [("rank 0", "scale out"), ("supervisor", "scale in"), ("fault", "scale in"), ("group", "drain")]
     try:
         for kind, moment in strikes:
             await striker.strike(kind, moment)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.ray_head import ENVIRONMENT, ray_head
-from tests.cluster.serving import Serving, coatcheck, kill
+from tests.cluster.serving import Serving, coatcheck, kill, until
 
 pytestmark = pytest.mark.ray
 
@@ -25,6 +25,7 @@ def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> N
     arguments = [str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-address", ray_address]
     with Serving(*arguments, environment=ENVIRONMENT) as first:
         first.wait_ready()
+        until(lambda: bool(first.group("group-0")["ranks"]), "the group has said who its ranks are")
         rank = first.group("group-0")["ranks"][0]["pid"]
         kill(first.process.pid)
         first.process.wait()
@@ -34,6 +35,7 @@ def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> N
         assert other.process.wait() == 1
     with Serving(*arguments, environment=ENVIRONMENT) as again:
         again.wait_ready()
+        until(lambda: bool(again.group("group-0")["ranks"]), "the group has said who its ranks are")
         assert again.address == first.address and again.group("group-0")["ranks"][0]["pid"] == rank
         again.process.send_signal(signal.SIGTERM)
         assert again.process.wait(30) == 0

@@ -157,13 +157,12 @@ def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
     assert found == [("never_seen", 0), ("never_seen", 4), ("other_salt", 0)]
 
 
-def test_metrics_say_what_status_says(serving: Serving) -> None:
-    """Occupancy, hits by tier, evictions by reason, copies, their bytes, failures and misses: /metrics and the API
-    agree on them, and they add up."""
+def _found(serving: Serving) -> dict[tuple[str, ...], float]:
+    """What /metrics says of the first group, by name and labels."""
     with urlopen(f"{serving.url}/metrics", timeout=20) as answer:
         page = answer.read().decode()
     families = text_string_to_metric_families(page)
-    found = {
+    return {
         (
             sample.name.removeprefix("coatcheck_group_"),
             *(v for k, v in sorted(sample.labels.items()) if k != "group"),
@@ -172,9 +171,12 @@ def test_metrics_say_what_status_says(serving: Serving) -> None:
         for sample in family.samples
         if sample.labels.get("group") == "group-0"
     }
-    group = serving.group("group-0")
+
+
+def _said(group: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    """The same from its status."""
     free = group["blocks_total"] - group["blocks_used"] - group["blocks_cached"]
-    said = {
+    said: dict[tuple[str, ...], float] = {
         ("blocks", "device", "used"): group["blocks_used"],
         ("blocks", "device", "cached"): group["blocks_cached"],
         ("blocks", "device", "free"): free,
@@ -192,7 +194,21 @@ def test_metrics_say_what_status_says(serving: Serving) -> None:
     said |= {("evicted_blocks_total", reason, "device"): n for reason, n in group["device_evictions"].items()}
     said |= {("evicted_blocks_total", reason, "host"): n for reason, n in group["host_evicted"].items()}
     said |= {("prefix_misses_total", reason): n for reason, n in group["prefix_misses"].items()}
-    assert {key: found[key] for key in said} == said
+    return said
+
+
+def test_metrics_say_what_status_says(serving: Serving) -> None:
+    """Occupancy, hits by tier, evictions by reason, copies, their bytes, failures and misses: /metrics and the API
+    agree on them, and they add up."""
+    group: dict[str, Any] = {}
+
+    def agree() -> bool:
+        group.update(serving.group("group-0"))
+        said = _said(group)
+        found = _found(serving)
+        return {key: found[key] for key in said} == said
+
+    until(agree, "the page and the status are of the same report")
     assert group["demotions"] <= sum(group["device_evictions"].values())
 
 
