@@ -19,6 +19,7 @@ _STRIKES = [
     ("supervisor", "failover"),
     ("serve", "any"),
     ("rank 0", "restore"),
+    ("group", "any"),
     ("node", "failover"),
     ("stop", "any"),
 ]
