@@ -61,7 +61,8 @@ class Autoscaler:
             self._samples.clear()
             self._seen = groups
         self._samples.append(Sample(now, queue_seconds, busy))
-        while self._samples[0].time < now - self._rule.shrink_hold_seconds - 2 * _LOOK_SECONDS:
+        longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
+        while self._samples[0].time < now - longest - 2 * _LOOK_SECONDS:
             self._samples.popleft()
         wished = self._rule.wished(self._samples, groups, now)
         if wished != self._asked:

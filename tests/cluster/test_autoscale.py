@@ -84,3 +84,26 @@ async def test_room_is_asked_for_until_there_is_some() -> None:
     assert asked == [2, 3, 2]
     assert tries == [(10.0, 3), (25.0, 3), (100.0, 2)]
     assert groups == 2
+
+
+async def test_idleness_may_be_shorter_than_a_queue() -> None:
+    """A group that is to go soon after it has nothing to do still comes when requests wait: neither forgets the
+    other's time."""
+    groups, queue = 2, 5.0
+
+    async def pressure() -> tuple[float, int]:
+        return queue, 2
+
+    async def scale(wished: int, _: float) -> None:
+        nonlocal groups
+        groups = wished
+
+    rule = AutoscaleRule(least=2, most=3, target_seconds=1.0, shrink_hold_seconds=3.0)
+    autoscaler = Autoscaler(rule, pressure=pressure, size=lambda: groups, ask_room=lambda _: None, scale=scale)
+    for clock in range(12):
+        await autoscaler.look(float(clock))
+    assert groups == 3
+    queue = 0.0
+    for clock in range(12, 18):
+        await autoscaler.look(float(clock))
+    assert groups == 2
