@@ -8,7 +8,6 @@ import asyncio
 import json
 import secrets
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..proto import coatcheck_pb2 as pb
-from ..proto.errors import CoatcheckError, InvalidConfig, Unavailable
+from ..proto.errors import InvalidConfig, Unavailable
 from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .client import Client
@@ -86,35 +85,31 @@ def bench(
         raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own times")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
     access = access_of(tls_ca, tls_cert, tls_key, api_key)
-    try:
-        if plot is not None:
-            check_plot(plot)  # now, and not when the run is over
-        model = asyncio.run(_model(addresses, access))
-        salt = "" if reuse_cache else secrets.token_hex(8)
-        workload = Workload(
-            vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
-            num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
-        )  # fmt: skip
-        if trace is not None:
-            entries = read_trace(trace, num_requests)
-            jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
-        else:
-            jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
-        # Its prompts come from another seed, so that they leave nothing in a cache for those that count.
-        warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
-        open_loop = rate is not None or trace is not None
-        report, samples = asyncio.run(
-            _run(addresses, access, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
-        )
-        if as_json:
-            print(json.dumps(report.to_json()))
-        else:
-            Console().print(report_table(report))
-        if plot is not None:
-            plot_report(report, samples, plot)
-    except CoatcheckError as error:
-        print(f"coatcheck bench: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    if plot is not None:
+        check_plot(plot)  # now, and not when the run is over
+    model = asyncio.run(_model(addresses, access))
+    salt = "" if reuse_cache else secrets.token_hex(8)
+    workload = Workload(
+        vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
+        num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
+    )  # fmt: skip
+    if trace is not None:
+        entries = read_trace(trace, num_requests)
+        jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
+    else:
+        jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
+    # Its prompts come from another seed, so that they leave nothing in a cache for those that count.
+    warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
+    open_loop = rate is not None or trace is not None
+    report, samples = asyncio.run(
+        _run(addresses, access, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
+    )
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        Console().print(report_table(report))
+    if plot is not None:
+        plot_report(report, samples, plot)
     if report.unfinished:
         raise typer.Exit(_EXIT_INTERRUPTED)
     if not report.succeeded:

@@ -34,7 +34,6 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
     app = typer.Typer(
         cls=CommandGroup,
         help="Coatcheck: a distributed serving cluster for large language models.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
@@ -58,12 +57,13 @@ def main() -> None:
     """The console script."""
     # Nothing is to be put away until a command says so: Ctrl-C ends it at once, also amid the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from .command import fail
     from .foreign_flags import find_hint
 
-    arguments = sys.argv[1:]
+    arguments = sys.argv[1:] or ["--help"]
     if hint := find_hint(arguments):
-        sys.exit(_refuse(hint))
-    build_app(arguments)()
+        sys.exit(fail(hint, 2))
+    build_app(arguments)(arguments, prog_name="coatcheck")
 
 
 def _show_version(wanted: bool) -> None:
@@ -74,8 +74,3 @@ def _show_version(wanted: bool) -> None:
 
         print(f"coatcheck {__version__}")
         raise typer.Exit
-
-
-def _refuse(hint: str) -> int:
-    print(f"error: {hint}", file=sys.stderr)
-    return 2

@@ -50,8 +50,7 @@ def explain(
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
             told: pb.Explanation = stub.Explain(request, timeout=_ASK_SECONDS, metadata=access.metadata)
         except grpc.RpcError as error:
-            print(f"coatcheck explain: {explain_error(error, address, _ASK_SECONDS)}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            raise explain_error(error, address, _ASK_SECONDS) from None
     if as_json:
         answer = MessageToDict(told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         print(json.dumps(answer))

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..proto import coatcheck_pb2 as pb
-from ..proto.errors import CoatcheckError, InvalidRequest
+from ..proto.errors import InvalidRequest
 from ..proto.retention import DEFAULT_TTL_SECONDS, Retention
 from ..proto.sampling import SamplingParams
 from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
@@ -83,11 +83,11 @@ def generate(
     if retain_seconds is not None and retain is None:
         raise typer.BadParameter("--retain-seconds needs --retain")
     streams_text = not as_json and (n is None or n == 1)
+    request.sampling.CopyFrom(_sampling(given))
+    if retain is not None:
+        ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
+        request.retention.CopyFrom(Retention(retain, ttl).to_message())
     try:
-        request.sampling.CopyFrom(_sampling(given))
-        if retain is not None:
-            ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
-            request.retention.CopyFrom(Retention(retain, ttl).to_message())
         show: Callable[[str], None] = _write if streams_text else lambda text: None
         answer = asyncio.run(_stream(addresses, access, request, timeout, show))
         if as_json:
@@ -96,9 +96,6 @@ def generate(
         else:
             _write("\n" if streams_text else _labelled(answer))
             print(answer.summary(), file=sys.stderr)
-    except CoatcheckError as error:
-        print(f"coatcheck generate: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     except BrokenPipeError:
         # The reader has left (`| head`); Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,13 +1,11 @@
 """`coatcheck plan`: what of a model will fit, before there is a GPU. It reads config.json and starts nothing."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..proto.errors import CoatcheckError
 from .plan_settings import PlanSettings
 from .sizing import Sizing
 
@@ -70,20 +68,16 @@ def plan(
     """
     flags = dict(locals())
     as_json, plot = flags.pop("as_json"), flags.pop("plot")
-    try:
-        sizing = Sizing.of(PlanSettings.build(flags))
-        if plot is not None:
-            from .plan_plot import plot_sizing
+    sizing = Sizing.of(PlanSettings.build(flags))
+    if plot is not None:
+        from .plan_plot import plot_sizing
 
-            plot_sizing(sizing, plot)
-        if as_json:
-            print(json.dumps(sizing.to_json()))
-        else:
-            from rich.console import Console
+        plot_sizing(sizing, plot)
+    if as_json:
+        print(json.dumps(sizing.to_json()))
+    else:
+        from rich.console import Console
 
-            from .plan_table import plan_tables
+        from .plan_table import plan_tables
 
-            Console(highlight=False).print(plan_tables(sizing))
-    except CoatcheckError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        Console(highlight=False).print(plan_tables(sizing))

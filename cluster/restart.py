@@ -3,14 +3,12 @@
 An upgrade is this, once every node has the new version installed.
 """
 
-import sys
 import time
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from ..proto.errors import CoatcheckError
 from .supervisor_call import RayAddress, supervisor_at
 
 _ADOPT_SECONDS = 30.0
@@ -30,12 +28,8 @@ def restart(
     ] = False,
 ) -> None:
     """Start the groups again, one at a time, while the others serve: with whatever version is installed now."""
-    try:
-        with supervisor_at(ray_address) as supervisor:
-            _roll(supervisor, groups or [], drain_seconds, routers=routers)
-    except CoatcheckError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    with supervisor_at(ray_address) as supervisor:
+        _roll(supervisor, groups or [], drain_seconds, routers=routers)
 
 
 def _roll(supervisor: Any, groups: list[str], drain_seconds: float, *, routers: bool) -> None:

@@ -1,12 +1,10 @@
 """`coatcheck scale`: more or fewer groups while they serve, and no request is lost. Knows only the supervisor."""
 
-import sys
 import time
 from typing import Annotated, Any
 
 import typer
 
-from ..proto.errors import CoatcheckError
 from .counted import counted
 from .supervisor_call import RayAddress, supervisor_at
 
@@ -19,12 +17,8 @@ def scale(
     ] = 30.0,
 ) -> None:
     """Have more or fewer groups. The last ones go first; what does not fit is refused, and nothing changes."""
-    try:
-        with supervisor_at(ray_address) as supervisor:
-            _scale(supervisor, groups, drain_seconds)
-    except CoatcheckError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    with supervisor_at(ray_address) as supervisor:
+        _scale(supervisor, groups, drain_seconds)
 
 
 def _scale(supervisor: Any, groups: int, drain_seconds: float) -> None:

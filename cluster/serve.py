@@ -5,13 +5,12 @@ again. A Ray that it started ends with it. Ray is imported once the settings are
 """
 
 import socket
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel
+from ..proto.errors import InvalidConfig
 from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
 from .exposure import check_credentials
 from .machine_check import check_machine
@@ -118,24 +117,15 @@ def serve(
     flags = dict(locals())
     file = flags.pop("config")
     signals = Signals()
-    try:
-        settings = ServeConfig.build(flags, file)
-        settings.check_model_directory()
-        check_model(settings)
-        check_machine(settings)
-        _check_ports(settings)
-        check_credentials(settings)
-        if settings.ray_address is not None:
-            settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
-    except (InvalidConfig, InvalidModel) as error:
-        _fail(str(error), code=2)
-    except CoatcheckError as error:
-        _fail(str(error))
-    try:
-        code = Serving(settings, signals).run()
-    except CoatcheckError as error:
-        _fail(str(error))
-    raise typer.Exit(code)
+    settings = ServeConfig.build(flags, file)
+    settings.check_model_directory()
+    check_model(settings)
+    check_machine(settings)
+    _check_ports(settings)
+    check_credentials(settings)
+    if settings.ray_address is not None:
+        settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
+    raise typer.Exit(Serving(settings, signals).run())
 
 
 def _check_ports(config: ServeConfig) -> None:
@@ -150,8 +140,3 @@ def _check_ports(config: ServeConfig) -> None:
         except OSError as error:
             reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
             raise InvalidConfig(f"cannot listen on {host}:{port}: {reason}; choose another --{flag}-port") from None
-
-
-def _fail(message: str, *, code: int = 1) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)  # one line, whatever a library has to say
-    raise typer.Exit(code)

@@ -79,15 +79,14 @@ def drain(
 
 
 def ask_router(access: Access, address: str, method: str, request: Any, timeout: float | None) -> Any:
-    """One call; a failure becomes one line and exit 1."""
+    """One call; raises the CoatcheckError of its failure."""
     check_addresses([address])
     with access.blocking_channel(address) as channel:
         try:
             stub = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
             return getattr(stub, method)(request, timeout=timeout, metadata=access.metadata)
         except grpc.RpcError as error:
-            print(f"error: {explain_error(error, address, timeout)}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            raise explain_error(error, address, timeout) from None
 
 
 def as_json_object(answer: pb.StatusResponse) -> Any:

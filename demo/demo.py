@@ -64,7 +64,7 @@ def main() -> None:
         console.print(f"serving after {time.perf_counter() - began:.1f} s\n")
         answers = asyncio.run(converse(f"127.0.0.1:{port}"))
     except CoatcheckError as error:
-        sys.exit(f"demo: {error}")
+        sys.exit(f"error: {error}")
     finally:
         server.send_signal(signal.SIGINT)
         code = server.wait(60)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 from pathlib import Path
 
 import grpc
@@ -14,8 +13,7 @@ from coatcheck.cluster.report import Sample, latency, measure, summarize
 from coatcheck.cluster.workload import Workload
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import FakeRouter
-
-COMMAND = "import typer; from coatcheck.cluster.bench import bench; typer.run(bench)"
+from tests.cluster.serving import COMMAND
 
 
 def recording(due: float, times: list[float], counts: list[int], **final: int) -> Recording:
@@ -123,7 +121,7 @@ async def test_open_loop_with_a_limit() -> None:
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", COMMAND, *arguments, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(*COMMAND, "bench", *arguments, stdout=pipe, stderr=pipe)
 
 
 async def run(*arguments: str) -> tuple[int, str, str]:
@@ -175,12 +173,12 @@ async def test_command_replays_a_trace(tmp_path: Path) -> None:
 
 
 async def test_command_refuses_to_measure_errors() -> None:
-    """When the warm-up is refused, or no server is there, one line says so and the exit code is 1."""
+    """When the warm-up is refused, or no server is there, one line says so."""
     async with FakeRouter() as router:
         router.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is too long")
         code, out, err = await run("--address", router.address)
-    assert (code, out) == (1, "")
-    assert err == "coatcheck bench: the warm-up was refused (INVALID_ARGUMENT): the prompt is too long\n"
+    assert (code, out) == (2, "")
+    assert err == "error: the warm-up was refused (INVALID_ARGUMENT): the prompt is too long\n"
     code, out, err = await run("--address", "127.0.0.1:1")
     assert (code, err.count("\n")) == (1, 1)
     assert "no server answers at 127.0.0.1:1" in err
@@ -216,7 +214,7 @@ async def test_a_plot_that_cannot_be_is_refused_first(tmp_path: Path, name: str)
     """A picture that could not be written is refused before anything is sent."""
     async with FakeRouter() as router:
         code, out, err = await run("--address", router.address, "--plot", str(tmp_path / name))
-    assert (code, out, router.requests) == (1, "", []) and "--plot" in err
+    assert (code, out, router.requests) == (2, "", []) and "--plot" in err
 
 
 async def test_command_refuses_two_models() -> None:
@@ -224,7 +222,7 @@ async def test_command_refuses_two_models() -> None:
     async with FakeRouter() as one, FakeRouter() as other:
         other.fingerprint = "g"
         code, _, err = await run("--address", one.address, "--address", other.address)
-    assert code == 1
+    assert code == 2
     assert "different models" in err
 
 

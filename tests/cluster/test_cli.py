@@ -56,7 +56,33 @@ def test_nobody_there_is_said_alike(command: list[str]) -> None:
     """Every command says in the same words that no server answers."""
     done = coatcheck(*command, "--address", "127.0.0.1:1")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "no server answers at 127.0.0.1:1; is `coatcheck serve` running there?" in done.stderr
+    assert "error: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nope"], "no such command 'nope'; see `coatcheck --help`"),
+        (["generate"], "missing argument 'PROMPT'; see `coatcheck generate --help`"),
+        (["serve", "m", "--nope"], "no such option: --nope"),
+        (["serve", "m", "--groups", "x"], "invalid value for '--groups'"),
+        (["generate", "x", "--system", "y"], "--system needs --chat; see `coatcheck generate --help`"),
+        (["serve"], "model is missing"),
+        (["serve", "m", "--port", "80"], "coatcheck serve has no --port"),
+        (["plan", "nowhere"], "there is no nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+    """Whoever finds what is written wrongly, it is said in one line that begins alike, and the exit status is 2."""
+    done = coatcheck(*arguments)
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    assert done.stderr.startswith(f"error: {said}")
+
+
+def test_no_word_at_all_is_a_wish_for_help() -> None:
+    """`coatcheck` alone lists the commands."""
+    done = coatcheck()
+    assert (done.returncode, done.stderr) == (0, "") and " serve " in done.stdout
 
 
 @pytest.mark.parametrize("command", [["status"], ["drain"], ["bench"], ["explain", "x"]])

@@ -76,11 +76,11 @@ def test_scripts_get_every_field(router: Explaining) -> None:
 def test_a_refusal_is_one_line(router: Explaining) -> None:
     """What the router says of a bad request, and exit 1."""
     status, printed = run("", "--address", router.address)
-    assert (status, printed) == (1, "coatcheck explain: the prompt is empty; give at least one token\n")
+    assert (status, printed) == (1, "error: the prompt is empty; give at least one token\n")
 
 
 def test_nobody_there_is_one_line() -> None:
     """Where no router listens the address is named."""
     status, printed = run("hello", "--address", "127.0.0.1:1")
-    refusal = "coatcheck explain: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?\n"
+    refusal = "error: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?\n"
     assert (status, printed) == (1, refusal)

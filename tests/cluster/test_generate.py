@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 from coatcheck.cluster.answer import Answer
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import PIECES, FakeRouter, token
-
-COMMAND = "import typer; from coatcheck.cluster.generate import generate; typer.run(generate)"
+from tests.cluster.serving import COMMAND
 
 
 @dataclass
@@ -26,7 +24,7 @@ class Ran:
 
 async def run(*arguments: str, stdin: str = "") -> Ran:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", COMMAND, *arguments,
+        *COMMAND, "generate", *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, err = await process.communicate(stdin.encode())
@@ -123,7 +121,7 @@ async def test_refusal_is_one_line(router: FakeRouter) -> None:
     router.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is empty; send at least one token")
     ran = await run("", "--address", router.address)
     assert (ran.code, ran.out) == (1, "")
-    assert ran.err == "coatcheck generate: the prompt is empty; send at least one token\n"
+    assert ran.err == "error: the prompt is empty; send at least one token\n"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None
     """A bad value, or no server, is one clear line and exit code 1."""
     ran = await run("x", *arguments)
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
-    assert ran.err.startswith(f"coatcheck generate: {message}")
+    assert ran.err.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize(

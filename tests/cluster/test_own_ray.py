@@ -52,7 +52,7 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
     ):
         with known_to_its_user(folder, second := f"127.0.0.1:{other.getsockname()[1]}", "secret"):
             done = coatcheck("scale", "--groups", "2", environment=environment)
-            assert done.returncode == 1 and done.stderr.startswith("error: 2 Ray clusters run on this host: ")
+            assert done.returncode == 2 and done.stderr.startswith("error: 2 Ray clusters run on this host: ")
             assert first in done.stderr and second in done.stderr and "say which with --ray-address" in done.stderr
         done = coatcheck("scale", "--groups", "2", environment=environment)
         assert f"no Ray cluster answers at {first}, the last one started on this host" in done.stderr

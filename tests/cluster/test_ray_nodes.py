@@ -75,11 +75,11 @@ def test_what_cannot_serve_is_refused(nodes: RayNodes, tiny_model: Path) -> None
     """Too small a cluster is refused with what is missing and where there is room; one that another version of Ray or
     Python has started at once, with both versions, and so is a node that joins it."""
     small = coatcheck("serve", str(tiny_model), *_FLAGS, "--ray-address", nodes.address, environment=nodes.environment)
-    assert small.returncode == 1
+    assert small.returncode == 2
     assert re.search(r"has 1 free on 1 node \(1 on .*\): 3 missing; .* or add nodes", small.stderr)
     nodes.pretend({"ray_version": "2.9.0", "python_version": "3.9.1"})
     done = coatcheck("serve", str(tiny_model), *_FLAGS, "--ray-address", nodes.address, environment=nodes.environment)
-    assert done.returncode == 1 and "2.9.0" in done.stderr and "3.9.1" in done.stderr
+    assert done.returncode == 2 and "2.9.0" in done.stderr and "3.9.1" in done.stderr
     assert "the same versions of Ray and Python on every node" in done.stderr
     late = nodes.add(1, wait=False)
     until(lambda: not late.runs(), "the node of another version ends")

@@ -94,7 +94,7 @@ def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
             assert clients.states() == {"group-0": "serving", "group-1": "serving"}
 
             refused = scaled.scale(4).result()
-            assert refused.returncode == 1
+            assert refused.returncode == 2
             assert "2 groups with tp 1 need 2 CPUs, and this Ray cluster has 0 free on 1 node" in refused.stderr
             assert set(clients.states()) == {"group-0", "group-1"}
 

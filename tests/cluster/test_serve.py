@@ -73,7 +73,7 @@ def test_a_taken_port_is_named(tiny_model: Path) -> None:
 def test_what_the_cluster_lacks_is_named(tiny_model: Path) -> None:
     """More GPUs than there are is refused with both numbers, not waited for."""
     done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: 2 groups with tp 2 need 4 GPUs, and this Ray cluster has 0 free" in done.stderr
 
 
