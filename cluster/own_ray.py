@@ -1,11 +1,13 @@
 """OwnRay: a Ray that `coatcheck serve` has started, as commands of the same user on the same host find it again.
 
 Such a Ray lets in whoever shows its token. The token lies in a file beside Ray's sessions that nobody else may read,
-named by the port where the Ray's head listens; it ends with the command. It does not import Ray.
+named by the port where the Ray's head listens; it ends with the command, and what kill -9 has left with the next one.
+It does not import Ray.
 """
 
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,7 @@ _PREFIX: Final = "coatcheck-"
 _SUFFIX: Final = ".token"
 _HOST: Final = "127.0.0.1"
 _LOOPBACK: Final = (_HOST, "localhost")
+_ANSWER_SECONDS: Final = 1.0
 
 
 def ray_folder() -> Path:
@@ -37,6 +40,19 @@ def known_to_its_user(folder: Path, address: str, token: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             file.unlink()
+
+
+def forget_ended(folder: Path) -> None:
+    """Takes away what this user's commands have left that could not end by themselves: a Ray that is known listens."""
+    for _, address in own_rays(folder):
+        port = address.rpartition(":")[2]
+        try:
+            socket.create_connection((_HOST, int(port)), timeout=_ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            with suppress(OSError):
+                _file_of(folder, port).unlink()
+        except (OSError, ValueError, OverflowError):  # it may live, or is no port: not ours to judge
+            continue
 
 
 def token_of(folder: Path, address: str) -> str | None:

@@ -15,7 +15,7 @@ from ..proto.errors import Unavailable
 from .config import ServeConfig
 from .counted import counted
 from .exposure import warn_of_exposure
-from .own_ray import known_to_its_user, ray_folder
+from .own_ray import forget_ended, known_to_its_user, ray_folder
 from .ray_environment import confine_local_ray, environment_token, quiet_driver
 from .ready_line import ready_line
 from .stop_signals import EXIT_STOPPED, Signals
@@ -54,6 +54,7 @@ class Serving:
         try:
             self._connect()
             self._supervisor = self._find_or_start_supervisor()
+            self._note_own_ray()  # after that, since until then a signal ends all at once and puts nothing away
             state = self._wait_until_ready()
             if state is not None:
                 self._has_served = True
@@ -82,11 +83,6 @@ class Serving:
         finally:
             timer.cancel()
         self._signals.install()
-        if address is None:
-            try:
-                self._notes.enter_context(known_to_its_user(ray_folder(), launch.ray_address(), environment_token()))
-            except OSError as error:
-                self._say(f"warning: `coatcheck restart` will not find this Ray: {error}")
 
     def _find_or_start_supervisor(self) -> Any:
         import ray
@@ -109,6 +105,17 @@ class Serving:
         self._say(f"starting {groups} of {ranks} on {placement.device}{where} ({self._elapsed()})")
         self._signals.ends_at_once = False
         return launch.start_supervisor(config, placement)
+
+    def _note_own_ray(self) -> None:
+        from . import launch
+
+        if self._config.ray_address is not None:
+            return
+        try:
+            forget_ended(ray_folder())
+            self._notes.enter_context(known_to_its_user(ray_folder(), launch.ray_address(), environment_token()))
+        except OSError as error:
+            self._say(f"warning: `coatcheck restart` will not find this Ray: {error}")
 
     def _wait_until_ready(self) -> "ClusterState | None":
         """Shows each rank's progress; None when told to stop before everything serves."""

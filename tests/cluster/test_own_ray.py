@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from coatcheck.cluster.own_ray import known_to_its_user, own_rays, token_of
+from coatcheck.cluster.own_ray import forget_ended, known_to_its_user, own_rays, token_of
 from tests.cluster.serving import coatcheck
 
 _ADDRESS = "127.0.0.1:4711"
@@ -37,6 +37,23 @@ def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> Non
         assert token_of(tmp_path, _ADDRESS) == "secret" and victim.read_text() == "mine"
         place.chmod(0o644)
         assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == []
+
+
+def test_what_a_killed_command_has_left_goes(tmp_path: Path) -> None:
+    """Where nobody listens any more the token goes; one of a Ray that listens stays, and what is no token of ours."""
+    (note := tmp_path / "coatcheck-notes.token").write_text("of something else")
+    note.chmod(0o600)
+    (strange := tmp_path / "coatcheck-4712.token").symlink_to(note)
+    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_server(("127.0.0.1", 0)) as gone:
+        ended = f"127.0.0.1:{gone.getsockname()[1]}"
+        gone.close()
+        with (
+            known_to_its_user(tmp_path, ended, "secret"),
+            known_to_its_user(tmp_path, address := f"127.0.0.1:{head.getsockname()[1]}", "secret"),
+        ):
+            forget_ended(tmp_path)
+            assert token_of(tmp_path, ended) is None and token_of(tmp_path, address) == "secret"
+    assert sorted(tmp_path.iterdir()) == sorted([note, strange])
 
 
 def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
