@@ -42,11 +42,15 @@ def able_to_hold(
 
 
 def holds(registration: Registration, request: Request) -> bool:
+    """Whether a group can hold it, all else being gone."""
     return request.max_len <= capacity(registration)
+
+
+def kind(model: GetModelResponse) -> tuple[str, str, str, str, int]:
+    """What groups must have in common that compute the same tokens."""
+    return model.name, model.fingerprint, model.dtype, model.kv_dtype, model.block_size
 
 
 def equal(one: GetModelResponse, other: GetModelResponse) -> bool:
     """Whether a stream may move from one group to another: both then compute the same tokens."""
-    return (one.name, one.fingerprint, one.dtype, one.kv_dtype, one.block_size) == (
-        (other.name, other.fingerprint, other.dtype, other.kv_dtype, other.block_size)
-    )
+    return kind(one) == kind(other)

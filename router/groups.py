@@ -14,7 +14,7 @@ from ..proto.errors import Unavailable
 from ..proto.worker_pb2 import Registration
 from .audit import Audit
 from .config import RouterConfig
-from .eligibility import able_to_hold, equal, holds, require_time
+from .eligibility import able_to_hold, equal, holds, kind, require_time
 from .fair_queue import Served
 from .group_address import GroupAddress
 from .group_link import GroupLink
@@ -168,8 +168,8 @@ class Groups:
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_seconds
         try:
-            kind = (like.name, like.fingerprint, like.block_size) if like is not None else None
-            with self._quarantine.turn(suspicion, sum(map(len, delivered.values())), kind) as turn:
+            tokens = sum(map(len, delivered.values()))
+            with self._quarantine.turn(suspicion, tokens, kind(like) if like is not None else None) as turn:
                 while True:
                     change = self.next_change
                     serving = self._serving_like(request, like)
@@ -251,12 +251,12 @@ class Groups:
         candidates: list[Candidate] = []
         for link, registration in eligible:
             model = registration.model
-            kind = (model.name, model.fingerprint, model.block_size)
-            if kind not in matched:
+            named = (model.name, model.fingerprint, model.block_size)
+            if named not in matched:
                 # A prompt whose log-probabilities are wanted is computed whole, whatever is cached.
                 whole = request.sampling.prompt_logprobs is not None
-                matched[kind] = {} if whole else self.index.matched_blocks(request.chain(model))
-            candidates.append(link.load.candidate(link.name, matched[kind].get(link.name, NOTHING)))
+                matched[named] = {} if whole else self.index.matched_blocks(request.chain(model))
+            candidates.append(link.load.candidate(link.name, matched[named].get(link.name, NOTHING)))
         return choose(
             candidates,
             len(request.prompt_token_ids),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, TokenIds
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.placement import Placement
 from coatcheck.router.request import Request
@@ -148,6 +148,29 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor)
     async with asyncio.timeout(10):
         (await waits).close(finished=False)
     assert first.cancelled()
+
+
+async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(open_door: OpenDoor) -> None:
+    """Groups that differ in their KV elements alone have turns of their own: who waits for one of them leaves the other
+    to those that had begun there."""
+    one = FakeGroup("a", hold_after=0)
+    model = GetModelResponse()
+    model.CopyFrom(one.model)
+    model.kv_dtype = "int8"
+    other = FakeGroup("b", hold_after=0, model=model)
+    groups = (await open_door(one, other)).router.groups
+
+    def place(like: GetModelResponse) -> "asyncio.Task[Placement]":
+        request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
+        return asyncio.create_task(groups.place(request, 1, wait_seconds=60.0, like=like, suspicion=2))
+
+    there = await place(one.model)
+    waits = place(one.model)
+    async with asyncio.timeout(10):
+        elsewhere = await place(model)
+    assert elsewhere.ticket.group == "b" and not waits.done()
+    there.close(finished=False)
+    assert (await waits).ticket.group == "a"
 
 
 async def test_who_had_not_begun_has_no_part_in_it(open_door: OpenDoor) -> None:
