@@ -8,7 +8,6 @@ nobody saves up. One of every few taken is so without regard to priority: nobody
 fills it most for their weight gives way. Pure: it does not know groups, clocks or what a request is.
 """
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
@@ -85,7 +84,7 @@ class FairQueue(Generic[Waiting]):
         """Whether one more of this tenant would be taken in now."""
         return len(self._entries) < self.most or self._victim(tenant, priority) is not None
 
-    def ahead(self, tenant: Tenant, priority: int, due: float = math.inf) -> int:
+    def ahead(self, tenant: Tenant, priority: int, due: float) -> int:
         """How many would in any case be taken before one more of this tenant that is due then: its own that are no
         less urgent and due no later."""
         share = self._shares.get(tenant.name)

@@ -1,5 +1,6 @@
 """The queue is fair by weight, keeps priorities, starves nobody, and is bounded."""
 
+import math
 import random
 
 import hypothesis.strategies as st
@@ -75,7 +76,7 @@ def test_the_first_due_of_a_tenant_is_next() -> None:
     queue: FairQueue[str] = FairQueue(1000)
     for name, due in (("long", 30.0), ("short", 5.0), ("short too", 5.0), ("late", 40.0)):
         queue.put(name, LIGHT, due=due)
-    assert queue.ahead(LIGHT, 0) == 4 and queue.ahead(LIGHT, 0, 5.0) == 2 and queue.ahead(LIGHT, 0, 4.9) == 0
+    assert queue.ahead(LIGHT, 0, math.inf) == 4 and queue.ahead(LIGHT, 0, 5.0) == 2 and queue.ahead(LIGHT, 0, 4.9) == 0
     placed = queue.put("dropped", LIGHT, due=1.0)
     assert placed is not None and queue.drop(placed[0])
     assert queue.peek() == "short" and queue.oldest() == "long", "who waits longest is not who is next"
