@@ -9,19 +9,20 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from .groups import Groups
-from .losses import Cause
+from .losses import Cause, Losses
+from .retry_budget import RetryBudget
 
 
 class LossMetrics(Collector):
-    """To be registered once for a router's groups."""
+    """To be registered once for a router."""
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, losses: Losses, retries: RetryBudget) -> None:
+        self._losses = losses
+        self._retries = retries
 
     def collect(self) -> Iterator[Metric]:
         """Every family, also where nothing has happened yet."""
-        losses, retries = self._groups.losses, self._groups.retries
+        losses, retries = self._losses, self._retries
         for name, text, counts in (
             ("losses", "Groups that were lost, by why, as far as it was known then.", losses.counts),
             ("losses_explained", "Those whose cause became known later, by what it was.", losses.learned),

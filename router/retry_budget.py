@@ -1,4 +1,4 @@
-"""RetryBudget: how often this router sends requests again, of all that it carries; see RetryBudget.
+"""RetryBudget: how many requests that have lost their group this router sends again at once; the others wait a little.
 
 Without it groups that come and go would have everything computed again and again, and the more is lost, the more is
 computed. It does not know what is sent, nor why.

@@ -72,7 +72,7 @@ class Router:
         self.groups = Groups(config)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
-        registry.register(LossMetrics(self.groups))
+        registry.register(LossMetrics(self.groups.losses, self.groups.retries))
         measures = Measures(registry)
         self._gate = Gate(config.keys_file, on_refused=measures.refused)
         self.traffic = Traffic(measures)

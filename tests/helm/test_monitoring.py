@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.bench.metrics import busy_status, exercise
-from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups import Groups
 from coatcheck.router.loss_metrics import LossMetrics
+from coatcheck.router.losses import Losses
 from coatcheck.router.measures import Measures
 from coatcheck.router.metrics import Metrics
+from coatcheck.router.retry_budget import RetryBudget
 from tests.helm.chart import render
 
 ON = ("grafana.dashboard=true", "serviceMonitor.enabled=true")
@@ -27,7 +27,7 @@ def page() -> str:
     measures.moved("group-0", begun=True)
     measures.moved("group-0", begun=False)
     measures.resumed()
-    registry.register(LossMetrics(Groups(RouterConfig(model="tiny"))))
+    registry.register(LossMetrics(Losses(), RetryBudget()))
     return Metrics(lambda: busy_status(2, 2), registry).render().decode()
 
 
