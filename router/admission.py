@@ -88,7 +88,7 @@ def admit(
     sampling = SamplingParams.from_message(message.sampling)
     sampling.check_model(vocab_size)
     retention = Retention.from_message(message.retention) if message.HasField("retention") else None
-    for name in ("request_id", "cache_salt"):  # they are kept, logged and sent on
+    for name in ("request_id", "cache_salt", "session_id"):  # they are kept, logged, sent on, or hashed for each group
         if len(getattr(message, name)) > _LONGEST_NAME:
             raise InvalidRequest(
                 f"{name} has {len(getattr(message, name))} characters; at most {_LONGEST_NAME} are taken"

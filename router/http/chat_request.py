@@ -123,6 +123,7 @@ class ChatRequest(SamplingFields):
             ),
             cache_salt=self.cache_salt,
             priority=self.priority,
+            session_id=self.session_id,
         )
 
     def _grammar(self, form: Form) -> Grammar | None:

@@ -70,6 +70,7 @@ class CompletionRequest(SamplingFields):
                 sampling=sampling,
                 cache_salt=self.cache_salt,
                 priority=self.priority,
+                session_id=self.session_id,
             )
             for index, prompt in enumerate(prompts)
         ]

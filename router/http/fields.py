@@ -17,8 +17,8 @@ from .structured import ResponseFormat, StructuredOutputs, grammar_of
 # They name, bill, store or speed up; the answer is the same without them.
 HARMLESS: Final = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "session_id",
-    "custom_labels", "stream_interval",
+    "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
+    "stream_interval",
 })  # fmt: skip
 # Not implemented, and accepted where they say what happens anyway.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -106,6 +106,7 @@ class SamplingFields(Body):
     prompt_logprobs: Count | None = None
     cache_salt: str = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    session_id: str = ""
     return_token_ids: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None

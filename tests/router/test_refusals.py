@@ -67,6 +67,7 @@ BAD = {
     "long stop": (sampled(stop=["a" * 1025]), "stop is 1025 characters long"),
     "long request id": (GenerateRequest(text="a", request_id="r" * 257), "request_id has 257 characters"),
     "long salt": (GenerateRequest(text="a", cache_salt="s" * 257), "cache_salt has 257 characters"),
+    "long session": (GenerateRequest(text="a", session_id="s" * 257), "session_id has 257 characters"),
     "retention over": (GenerateRequest(text="a", retention=Retention(priority=101)), "retention.priority is 101"),
     "retention of nothing": (GenerateRequest(text="a", retention=Retention()), "retention has no priority"),
     "retention too long": (

@@ -134,6 +134,24 @@ async def test_every_field_reaches_the_group(open_web: OpenWeb) -> None:
     assert (submit.cache_salt, submit.priority, round(sampling.top_p, 3)) == ("tenant", -3, 0.9)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_session_keeps_to_its_group(open_web: OpenWeb, path: str) -> None:
+    """Of groups that cost equally much each request of a session goes to the same one, and sessions go to all."""
+    groups = [FakeGroup("a"), FakeGroup("b")]
+    web = await open_web(*groups)
+    prompt: dict[str, Any] = {"prompt": "a"} if "chat" not in path else {"messages": [{"role": "user", "content": "a"}]}
+    homes = set()
+    for session in ("s1", "s2", "s3", "s4", "s5", "s6"):
+        before = [len(group.submits) for group in groups]
+        for _ in range(4):
+            status, _, text = await web.ask("POST", path, {**prompt, "max_tokens": 1, "session_id": session})
+            assert status == 200, text
+        gained = [len(group.submits) - count for group, count in zip(groups, before, strict=True)]
+        assert sorted(gained) == [0, 4]
+        homes.add(gained.index(4))
+    assert homes == {0, 1}
+
+
 async def test_token_ids_come_back_when_asked_for(open_web: OpenWeb) -> None:
     """return_token_ids gives the prompt's and each choice's ids."""
     web = await open_web(FakeGroup())
