@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..proto import coatcheck_pb2 as pb
+from .counted import counted
 
 
 @dataclass(slots=True)
@@ -71,21 +72,20 @@ class Answer:
         return later / (self.ended_at - self.first_token_at) if later > 0 else None
 
     def summary(self) -> str:
-        """One line for a person: what it took, what was reused, who answered and why."""
+        """A sentence for a person: where it ran, and what it took."""
         usage = self.final.usage
-        parts = [
-            f"{usage.prompt_tokens} prompt + {usage.completion_tokens} completion tokens",
-            f"cached {usage.cached_device_tokens} on the device, {usage.cached_host_tokens} in host memory",
-        ]
-        if self.final.moves:
-            parts.append(f"moved {self.final.moves}×")
+        cached = usage.cached_device_tokens + usage.cached_host_tokens
+        parts = [f"{counted(usage.prompt_tokens, 'prompt token')}, {cached or 'none'} cached"]
+        if usage.cached_host_tokens:
+            parts[0] += f" ({usage.cached_host_tokens} in host memory)"
+        parts.append(f"{usage.completion_tokens} generated")
         if self.ttft is not None:
-            parts.append(f"TTFT {self.ttft * 1000:.0f} ms")
+            parts[-1] += f", the first after {self.ttft * 1000:.0f} ms"
         if self.decode_rate is not None:
-            parts.append(f"{self.decode_rate:.1f} tokens/s")
-        group, why = self.final.group, self.final.routed_by
-        parts.append(why if why.startswith(group) else f"{group}: {why}")
-        return "; ".join(parts)
+            parts[-1] += f", then {self.decode_rate:.0f} a second"
+        if self.final.moves:
+            parts.append(f"moved {counted(self.final.moves, 'time')} to another group")
+        return f"{self.final.group}: {'; '.join(parts)}"
 
     def to_json(self, *, logprobs: bool, prompt_logprobs: bool) -> dict[str, Any]:
         """The object of --json; with n > 1 its text, ids and reason are the first choice's, and `choices` has all."""

@@ -95,7 +95,7 @@ def generate(
             _write(json.dumps(wanted, ensure_ascii=False) + "\n")
         else:
             _write("\n" if streams_text else _labelled(answer))
-            print(answer.summary(), file=sys.stderr)
+            typer.secho(answer.summary(), err=True, dim=True)  # beside the text in a terminal, and not of it
     except BrokenPipeError:
         # The reader has left (`| head`); Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
