@@ -36,8 +36,8 @@ class RouterConfig:
     # The latter is no less than a start may take (GroupConfig.meeting_seconds), since all may be lost together.
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 600.0
-    # How long one that has lost two groups in a row waits to learn whether they ended by themselves: what the next
-    # incarnation says of the last, once its processes are up.
+    # How long a request waits to learn whether the groups that it has lost ended by themselves, where that decides
+    # whether it goes on: what the next incarnation says of the last, once its processes are up.
     cause_wait_seconds: float = 3.0
     # Requests that wait here while no group has room; more are refused.
     max_queued: int = 1024

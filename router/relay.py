@@ -16,7 +16,6 @@ from .config import RouterConfig
 from .detokenizer import Detokenizer
 from .fair_queue import Served
 from .groups import Groups
-from .losses import Loss
 from .placement import Placement
 from .policy import Decision
 from .request import Request
@@ -183,8 +182,7 @@ class Relay:
             self.request.passage.lost(placement.ticket.group, str(lost))
         self._scored = 0
         self._suspicion.lost(lost.loss, apart=lost.apart, answered=self._answered_here)
-        if len(losses := self._suspicion.losses) > 1:
-            await self._learn(losses)
+        await self._learn()
         if refusal := self._suspicion.refusal:
             raise Poisoned(f"{refusal}; it is not sent to another") from lost
         if delay := self._groups.retries.take():
@@ -192,12 +190,12 @@ class Relay:
         self._moves += 1
         return await self._place(self._config.move_wait_seconds, placement)
 
-    async def _learn(self, losses: Sequence[Loss]) -> None:
-        """Waits a moment for what is not known yet of how they came about."""
+    async def _learn(self) -> None:
+        """Waits a moment for what is not known yet of how groups were lost, where that decides."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.cause_wait_seconds):
-                for loss in losses:
-                    await loss.known()
+                while undecided := self._suspicion.undecided:
+                    await undecided[0].known()
 
     def _advance(self, outputs: Sequence[SequenceOutput], placement: Placement) -> list[GenerateEvent]:
         """All that came at once, as one delta per choice."""

@@ -95,6 +95,44 @@ def test_progress_clears_a_request() -> None:
     assert suspicion.level == 0 and not suspicion.is_any and not suspicion.refusal
 
 
+def test_what_becomes_known_after_an_answer_counts() -> None:
+    """A request that gets a little further on each group which it faults is refused at the third, though how the first
+    two had ended became known only when it was being answered again; had they been killed, it would go on."""
+    for crash in ("rank 0: Segmentation fault", ""):
+        losses, suspicion = Losses(), Suspicion()
+        for name in ("a", "b"):
+            suspicion.lost(losses.lost(name, 0, f"group {name} is lost", Cause.UNKNOWN), apart=True)
+            assert not suspicion.undecided, "it goes on whatever the cause was"
+            suspicion.answered(5)
+            losses.learn(name, 0, crash)
+        assert suspicion.level == (2 if crash else 0)
+        third = losses.lost("c", 0, "group c is lost", Cause.UNKNOWN)
+        suspicion.lost(third, apart=True)
+        assert not suspicion.refusal and suspicion.undecided == ([third] if crash else [])
+        losses.learn("c", 0, "rank 0: Segmentation fault")
+        assert suspicion.refusal.startswith("3 groups in a row ended by themselves") == bool(crash)
+        assert not suspicion.undecided
+
+
+def test_only_what_decides_is_waited_for() -> None:
+    """Of two losses in a row nothing is to be learned once one is known to have been killed, nor of those that were
+    shared with another suspect; what was answered far is not held against a request, whatever becomes known."""
+    losses, suspicion = Losses(), Suspicion()
+    first, second = (losses.lost(name, 0, "lost", Cause.UNKNOWN) for name in ("a", "b"))
+    suspicion.lost(first, apart=True)
+    suspicion.lost(second, apart=False)
+    assert not suspicion.undecided
+    suspicion.answered(64)
+    suspicion.lost(second, apart=True)
+    losses.learn("a", 0, "rank 0: Segmentation fault")
+    assert not suspicion.undecided and suspicion.level == 1
+    third = losses.lost("c", 0, "lost", Cause.UNKNOWN)
+    suspicion.lost(third, apart=True)
+    assert suspicion.undecided == [second, third]
+    losses.learn("b", 0, "")
+    assert not suspicion.undecided and not suspicion.refusal
+
+
 def test_streams_that_were_being_answered_need_not_run_apart() -> None:
     """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
     having got anything there does from then on, and is refused if it was the only suspect there."""
