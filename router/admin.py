@@ -13,6 +13,7 @@ from ..proto.contract import VERSION
 from ..proto.errors import InvalidRequest, NotFound
 from .admission import refuse_unknown_fields
 from .config import RouterConfig
+from .dispatch import Dispatch
 from .group_address import GroupAddress
 from .group_link import GroupLink
 from .groups import Groups
@@ -22,9 +23,10 @@ from .traffic import Traffic
 class Admin:
     """Reads groups and traffic."""
 
-    def __init__(self, config: RouterConfig, groups: Groups, traffic: Traffic) -> None:
+    def __init__(self, config: RouterConfig, groups: Groups, dispatch: Dispatch, traffic: Traffic) -> None:
         self._config = config
         self._groups = groups
+        self._dispatch = dispatch
         self._traffic = traffic
 
     async def status(self, message: StatusRequest) -> StatusResponse:
@@ -52,7 +54,7 @@ class Admin:
             active_streams=self._traffic.active,
             hit_ratio=self._traffic.hit_ratio,
             version=VERSION,
-            queue_seconds=self._groups.line.queue_seconds(asyncio.get_running_loop().time()),
+            queue_seconds=self._dispatch.line.queue_seconds(asyncio.get_running_loop().time()),
         )
         if self._groups.model is not None:
             response.model.CopyFrom(self._groups.model)
@@ -92,7 +94,7 @@ class Admin:
 
     def _link_status(self, link: GroupLink) -> GroupStatus:
         status = _link_status(link, link.name in self._groups.draining)
-        audit = self._groups.audit.stats(link.name)
+        audit = self._dispatch.audit.stats(link.name)
         status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
         return status
 

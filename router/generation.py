@@ -30,6 +30,7 @@ from ..proto.errors import InvalidRequest, Unavailable
 from ..proto.tracing import NO_PARENT, Tracing
 from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
 from .config import RouterConfig
+from .dispatch import Dispatch
 from .eligibility import capacity
 from .explanation import explanation_of
 from .grammar_check import GrammarCheck
@@ -58,12 +59,14 @@ class Generation:
         config: RouterConfig,
         tokenizer: TokenizerJson,
         groups: Groups,
+        dispatch: Dispatch,
         traffic: Traffic,
         tracing: Tracing | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._groups = groups
+        self._dispatch = dispatch
         self._traffic = traffic
         self._tracing = tracing
         self._limits = Limits()
@@ -102,7 +105,7 @@ class Generation:
                 request = await self._admit(message, tenant, passage, deadline)
                 self._limits.tokens(tenant, len(request.prompt_token_ids))
                 skip = request.sampling.skip_special_tokens
-                relay = Relay(request, self._groups, self._config, lambda: self._tokenizer.detokenizer(skip))
+                relay = Relay(request, self._dispatch, self._config, lambda: self._tokenizer.detokenizer(skip))
                 try:
                     async for event in relay.events():
                         if event.HasField("delta"):
@@ -152,7 +155,7 @@ class Generation:
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
         """Where the request would go now, and what each group would cost it; it is not sent."""
-        return explanation_of(self._groups.explain(await self._admit(message, tenant)))
+        return explanation_of(self._dispatch.explain(await self._admit(message, tenant)))
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """A text's or a chat's token ids."""
@@ -188,7 +191,7 @@ class Generation:
         if not message.resume:  # else it was taken before
             self._limits.request(tenant)
             now = asyncio.get_running_loop().time()
-            self._groups.line.require_room(tenant, tenant.ranked(message.priority), now, deadline)
+            self._dispatch.line.require_room(tenant, tenant.ranked(message.priority), now, deadline)
 
     async def _admit(
         self,

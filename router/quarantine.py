@@ -7,6 +7,7 @@ kind of group has turns of its own: who waits for one that is not there holds no
 request asks for, nor who else runs.
 """
 
+import asyncio
 from bisect import insort
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,49 +19,53 @@ _TOGETHER: Final = 2  # each two of level 1, or one of level 2
 _T = TypeVar("_T")
 
 
-class Turn(NamedTuple):
-    """A place among those that wait for groups of one kind; the least is next."""
-
-    kind: Hashable
-    place: tuple[int, int]
+class _Turn(NamedTuple):
+    tokens: int  # below 0: the least is next
+    number: int
+    is_next: asyncio.Event
 
 
 class Quarantine:
-    """`waiting` while some could run now or later, but for other suspects."""
+    """After a crash many wait: only who is next looks whether there is a place, and wakes the one behind it."""
 
     def __init__(self) -> None:
-        self._turns: dict[Hashable, list[tuple[int, int]]] = {}  # by kind, in order
+        self._turns: dict[Hashable, list[_Turn]] = {}  # by level and kind, in order
         self._numbers = count()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether somebody waits."""
-        return bool(self._turns)
+    def __len__(self) -> int:
+        return sum(map(len, self._turns.values()))
 
     @contextmanager
-    def turn(self, level: int, tokens: int, kind: Hashable = None) -> Iterator[Turn | None]:
-        """A place among those that wait for groups of this kind, for one that has so many tokens of its answer."""
-        if level < _TOGETHER:
-            yield None
-            return
-        turn = Turn(kind, (-tokens, next(self._numbers)))
-        turns = self._turns.setdefault(kind, [])
-        insort(turns, turn.place)
+    def turn(self, level: int, tokens: int, kind: Hashable = None) -> Iterator[asyncio.Event]:
+        """A place among those as suspect that wait for groups of this kind, for one that has so many tokens of its
+        answer. The event is set while it is next."""
+        turns = self._turns.setdefault((level, kind), [])
+        mine = _Turn(-tokens, next(self._numbers), asyncio.Event())
+        insort(turns, mine)
+        if turns[0] is mine:
+            mine.is_next.set()
+            if len(turns) > 1:
+                turns[1].is_next.clear()
         try:
-            yield turn
+            yield mine.is_next
         finally:
-            turns.remove(turn.place)
-            if not turns:
-                del self._turns[kind]
+            turns.remove(mine)
+            if turns:
+                turns[0].is_next.set()
+            else:
+                del self._turns[level, kind]
 
-    def places(self, level: int, turn: Turn | None, groups: Iterable[tuple[_T, int]]) -> list[_T]:
-        """Of groups, each with the level of its most suspicious request, those where this one may run now. They are
-        not looked at for one whose turn it is not: after a crash many wait, and all are woken by each that is placed.
-        """
-        if turn is not None and turn.place != self._turns[turn.kind][0]:
-            return []
-        groups = list(groups)
-        free = [group for group, other in groups if not other]
-        if level < _TOGETHER and not free:  # rather alone as well, so that few are on two lost groups together
-            return [group for group, other in groups if level + other <= _TOGETHER]
-        return free
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        for turns in self._turns.values():
+            assert turns == sorted(turns), "they are in order"
+            assert [turn.is_next.is_set() for turn in turns] == [True, *[False] * (len(turns) - 1)], "one is next"
+
+
+def places(level: int, groups: Iterable[tuple[_T, int]]) -> list[_T]:
+    """Of groups, each with the level of its most suspicious request, those where one so suspect may run now."""
+    groups = list(groups)
+    free = [group for group, other in groups if not other]
+    if level < _TOGETHER and not free:  # rather alone as well, so that few are on two lost groups together
+        return [group for group, other in groups if level + other <= _TOGETHER]
+    return free

@@ -14,8 +14,8 @@ from ..proto.worker_pb2 import SequenceOutput
 from .choice import Choice
 from .config import RouterConfig
 from .detokenizer import Detokenizer
+from .dispatch import Dispatch
 from .fair_queue import Served
-from .groups import Groups
 from .placement import Placement
 from .policy import Decision
 from .request import Request
@@ -27,11 +27,11 @@ class Relay:
     """`async for event in relay.events()`, then `close()` whatever happened. The counts are for whoever measures."""
 
     def __init__(
-        self, request: Request, groups: Groups, config: RouterConfig, detokenizer: Callable[[], Detokenizer]
+        self, request: Request, dispatch: Dispatch, config: RouterConfig, detokenizer: Callable[[], Detokenizer]
     ) -> None:
         self.request = request
         self.usage = Usage(prompt_tokens=len(request.prompt_token_ids))
-        self._groups = groups
+        self._dispatch = dispatch
         self._config = config
         self._detokenizer = detokenizer
         self._choices: list[Choice] = []
@@ -45,7 +45,7 @@ class Relay:
         self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
         self._suspicion = Suspicion()
         self._answered_here = False  # something, by the group that has it now
-        groups.retries.opened()
+        dispatch.retries.opened()
 
     @property
     def decision(self) -> Decision | None:
@@ -101,12 +101,12 @@ class Relay:
         self.usage.completion_tokens = self.completion_tokens
         if self._served is not None:
             found = self.usage.cached_device_tokens + self.usage.cached_host_tokens
-            self._groups.line.ended(self._served, max(self.usage.prompt_tokens - found, 0), self.completion_tokens)
+            self._dispatch.line.ended(self._served, max(self.usage.prompt_tokens - found, 0), self.completion_tokens)
             self._served = None
         if self._placement is not None:
             self._placement.close(finished=self._finished)
             self._placement = None
-        self._groups.retries.closed()
+        self._dispatch.retries.closed()
 
     @property
     def _finished(self) -> bool:
@@ -114,7 +114,7 @@ class Relay:
 
     async def _enter(self, lost: Placement | None = None, wait_seconds: float = 0.0) -> Placement:
         """Into the line; one that is back with nothing answered may be refused there as if it came now."""
-        self._placement, served = await self._groups.enter(
+        self._placement, served = await self._dispatch.enter(
             self.request,
             self._moves,
             self._delivered,
@@ -137,7 +137,7 @@ class Relay:
         return await self._enter(placement)
 
     async def _place(self, wait_seconds: float, lost: Placement | None = None) -> Placement:
-        self._placement = await self._groups.place(
+        self._placement = await self._dispatch.place(
             self.request,
             self._moves,
             self._delivered,
@@ -185,7 +185,7 @@ class Relay:
         await self._learn()
         if refusal := self._suspicion.refusal:
             raise Poisoned(f"{refusal}; it is not sent to another") from lost
-        if delay := self._groups.retries.take():
+        if delay := self._dispatch.retries.take():
             await asyncio.sleep(delay)
         self._moves += 1
         return await self._place(self._config.move_wait_seconds, placement)

@@ -26,6 +26,7 @@ from ..proto.log_lines import configure_logging
 from ..proto.tracing import Tracing
 from .admin import Admin
 from .config import MESSAGE_BYTES, RouterConfig
+from .dispatch import Dispatch
 from .edge import Edge
 from .gate import Gate
 from .generation import Generation
@@ -35,6 +36,7 @@ from .http.api import Api
 from .http.guards import guarded
 from .http.server import HttpServer
 from .index_metrics import IndexMetrics
+from .line import Line
 from .loss_metrics import LossMetrics
 from .measures import Measures
 from .metrics import Metrics
@@ -69,18 +71,20 @@ class Router:
         """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
         self.config = config
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self.groups = Groups(config)
+        line = Line(config.max_queued)
+        self.groups = Groups(config, eased=line.move)
+        self.dispatch = Dispatch(self.groups, line)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
-        registry.register(LossMetrics(self.groups.losses, self.groups.retries))
+        registry.register(LossMetrics(self.groups.losses, self.dispatch.retries))
         measures = Measures(registry)
         self._gate = Gate(config.keys_file, on_refused=measures.refused)
         self.traffic = Traffic(measures)
         self.http_address = ""  # host:port once it listens, if it does
         self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
         tokenizer = tokenizer or TokenizerJson.load(config.model)
-        self.generation = Generation(config, tokenizer, self.groups, self.traffic, self._tracing)
-        self.admin = Admin(config, self.groups, self.traffic)
+        self.generation = Generation(config, tokenizer, self.groups, self.dispatch, self.traffic, self._tracing)
+        self.admin = Admin(config, self.groups, self.dispatch, self.traffic)
         self.metrics = Metrics(self.admin.counts, registry)
         api = Api(self.generation, self.admin, tokenizer, self.metrics)
         self._http = HttpServer(

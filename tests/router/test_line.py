@@ -31,9 +31,9 @@ def send(door: Door, message: GenerateRequest, tenant: Tenant = ANYONE) -> "asyn
 async def waiting(door: Door, count: int) -> None:
     """Waits until so many are in line; each look lets them come."""
     async with asyncio.timeout(10):
-        while len(door.router.groups.line) != count:
+        while len(door.router.dispatch.line) != count:
             await door.admin.Status(StatusRequest())
-    door.router.groups.line.check()
+    door.router.dispatch.line.check()
 
 
 def full_group(name: str = "g0", **settings: object) -> FakeGroup:
@@ -71,7 +71,7 @@ async def test_tenants_share_a_full_cluster_by_weight(open_door: OpenDoor) -> No
     assert 10 <= first.count(200) <= 13  # 12 by weight
     urgent = [submit.priority == 0 for submit in group.submits if submit.prompt_token_ids[0] == 200]
     assert sum(urgent[:9]) >= 7  # one of eight goes whatever its priority
-    door.router.groups.line.check()
+    door.router.dispatch.line.check()
 
 
 async def test_a_group_is_not_given_more_than_it_can_begin(open_door: OpenDoor) -> None:
@@ -101,7 +101,7 @@ async def test_how_long_the_line_is_now_is_told(open_door: OpenDoor) -> None:
     assert float(line.split()[1]) > second
     group.report(waiting=0)
     await asked
-    line_now = door.router.groups.line
+    line_now = door.router.dispatch.line
     assert line_now.queue_seconds(asyncio.get_running_loop().time() + 2.0) == 0
 
 
@@ -118,7 +118,7 @@ async def test_short_prompts_do_not_wait_for_long_ones(open_door: OpenDoor) -> N
     came = asyncio.get_running_loop().time()
     asked.append(send(door, ask(7)))
     await waiting(door, 2)
-    assert door.router.groups.line.queue_seconds(came + 60.0) > 60.0, "of the long one, though it is not next"
+    assert door.router.dispatch.line.queue_seconds(came + 60.0) > 60.0, "of the long one, though it is not next"
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [7, 100]
@@ -173,7 +173,7 @@ async def test_those_in_line_outlive_a_group(open_door: OpenDoor) -> None:
     await waiting(door, 5)
     await group.kill()
     await door.serving(0)
-    assert len(door.router.groups.line) == 5
+    assert len(door.router.dispatch.line) == 5
     group.load.status.waiting = 0
     await group.start()
     answers = await asyncio.gather(*asked)
@@ -191,7 +191,7 @@ async def test_what_a_full_group_refuses_waits_with_the_router(open_door: OpenDo
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert len(group.submits) == refused + 3
-    assert door.router.groups.line.stats().waiting == 0
+    assert door.router.dispatch.line.stats().waiting == 0
 
 
 async def test_a_limited_tenant_is_told_when_to_come(open_door: OpenDoor) -> None:
@@ -232,7 +232,7 @@ async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(open_door: Open
     """Judged by how fast the line moves, by those who are ahead in any case, and only once it has moved a while."""
     group = full_group(max_num_seqs=4, hold_after=0)
     door = await open_full(open_door, group)
-    line, now = door.router.groups.line, asyncio.get_running_loop().time
+    line, now = door.router.dispatch.line, asyncio.get_running_loop().time
     asked = [send(door, ask(100)) for _ in range(12)]
     await waiting(door, 12)
     line.require_room(ANYONE, 0, now() + 80, now() + 80)  # it has not moved yet

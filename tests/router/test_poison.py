@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
+from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.placement import Placement
 from coatcheck.router.request import Request
@@ -133,11 +134,11 @@ async def test_a_suspect_that_comes_back_into_the_line_is_one_still(open_door: O
 async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor) -> None:
     """Of suspects that wait for a group the first is cancelled just as there is a place: the next one gets it."""
     group = FakeGroup(hold_after=0)
-    groups = (await open_door(group)).router.groups
+    dispatch = (await open_door(group)).router.dispatch
 
     def place(delivered: int) -> "asyncio.Task[Placement]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        return asyncio.create_task(groups.place(request, 1, {0: [9] * delivered}, wait_seconds=60.0, suspicion=2))
+        return asyncio.create_task(dispatch.place(request, 1, {0: [9] * delivered}, wait_seconds=60.0, suspicion=2))
 
     there = await place(0)
     waits, first = place(1), place(2)
@@ -158,11 +159,11 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(ope
     model.CopyFrom(one.model)
     model.kv_dtype = "int8"
     other = FakeGroup("b", hold_after=0, model=model)
-    groups = (await open_door(one, other)).router.groups
+    dispatch = (await open_door(one, other)).router.dispatch
 
     def place(like: GetModelResponse) -> "asyncio.Task[Placement]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        return asyncio.create_task(groups.place(request, 1, wait_seconds=60.0, like=like, suspicion=2))
+        return asyncio.create_task(dispatch.place(request, 1, wait_seconds=60.0, like=like, suspicion=2))
 
     there = await place(one.model)
     waits = place(one.model)
@@ -171,6 +172,25 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(ope
     assert elsewhere.ticket.group == "b" and not waits.done()
     there.close(finished=False)
     assert (await waits).ticket.group == "a"
+
+
+async def test_a_suspect_that_fits_no_group_holds_nobody_up(open_door: OpenDoor) -> None:
+    """A suspect that is too large for every group that serves waits for one; a smaller one goes on meanwhile."""
+    small = FakeGroup("a", hold_after=0, num_blocks=8)
+    dispatch = (await open_door(small)).router.dispatch
+
+    def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Placement]":
+        request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
+        return asyncio.create_task(
+            dispatch.place(request, 1, {0: [9]}, wait_seconds=wait_seconds, like=small.model, suspicion=2)
+        )
+
+    there = await place(20, 10.0)
+    large, next_one = place(100, 0.05), place(20, 10.0)
+    there.close(finished=False)
+    assert (await next_one).ticket.group == "a"
+    with pytest.raises(Unavailable, match="none that could go on with it is serving"):
+        await large
 
 
 async def test_who_had_not_begun_has_no_part_in_it(open_door: OpenDoor) -> None:

@@ -1,11 +1,14 @@
 """What lost groups say of a request, as pure decisions."""
 
+import asyncio
+from contextlib import ExitStack
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.router.losses import Cause, Loss, Losses
-from coatcheck.router.quarantine import Quarantine
+from coatcheck.router.quarantine import Quarantine, places
 from coatcheck.router.suspicion import Suspicion
 
 
@@ -153,34 +156,46 @@ def test_streams_that_were_being_answered_need_not_run_apart() -> None:
 @given(st.lists(st.tuples(st.integers(1, 2), st.sampled_from("ab"), st.booleans()), max_size=30))
 def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) -> None:
     """Whoever comes and goes: beside a request that is very suspect there is no other suspect."""
-    quarantine = Quarantine()
     groups: dict[str, list[int]] = {"a": [], "b": []}
     for level, preferred, leaves in requests:
-        with quarantine.turn(level, 0) as turn:
-            places = quarantine.places(level, turn, [(name, max(there, default=0)) for name, there in groups.items()])
-        if places:
-            groups[preferred if preferred in places else places[0]].append(level)
+        free = places(level, [(name, max(there, default=0)) for name, there in groups.items()])
+        if free:
+            groups[preferred if preferred in free else free[0]].append(level)
         assert all(2 not in there or len(there) == 1 for there in groups.values())
         if leaves:
             groups[preferred].clear()
-    assert not quarantine.waiting
 
 
-def test_who_waits_for_a_kind_of_group_holds_no_other_kind_up() -> None:
-    """A very suspect request without a group that fits it leaves the next turn to those that have one."""
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(1, 2), st.integers(0, 3), st.sampled_from(["old", "new"])),
+            st.integers(0, 9).map(lambda number: (number,)),
+        ),
+        max_size=30,
+    )
+)
+def test_one_is_next_of_each_level_and_kind(steps: list[tuple[int, ...]]) -> None:
+    """Whoever comes, and whoever leaves: of those that are as suspect and wait for groups of one kind just that one is
+    next of whose answer most is delivered, and of these the one that came first."""
     quarantine = Quarantine()
-    with quarantine.turn(2, 90, "old"), quarantine.turn(2, 0, "new") as new, quarantine.turn(2, 0, "new") as next_one:
-        assert quarantine.waiting and quarantine.places(2, new, [("a", 0)]) == ["a"]
-        assert quarantine.places(2, next_one, [("a", 0)]) == []
-    assert not quarantine.waiting
+    waiting: list[tuple[tuple[object, ...], int, asyncio.Event, ExitStack]] = []
+    for step in steps:
+        if len(step) == 3:
+            level, tokens, kind = step
+            stack = ExitStack()
+            waiting.append(((level, kind), tokens, stack.enter_context(quarantine.turn(level, tokens, kind)), stack))
+        elif waiting:
+            waiting.pop(step[0] % len(waiting))[3].close()
+        quarantine.check()
+        assert len(quarantine) == len(waiting)
+        for key in {key for key, *_ in waiting}:
+            there = [(tokens, is_next.is_set()) for other, tokens, is_next, _ in waiting if other == key]
+            first = max(range(len(there)), key=lambda n: (there[n][0], -n))
+            assert [number for number, (_, is_next) in enumerate(there) if is_next] == [first]
 
 
-def test_who_was_answered_most_goes_first() -> None:
-    """Of very suspect requests that wait for one place, that one is next of whose answer most is delivered."""
-    quarantine = Quarantine()
-    with quarantine.turn(2, 0) as new, quarantine.turn(2, 30) as far, quarantine.turn(1, 0) as little:
-        assert little is None and quarantine.places(1, little, [("a", 0)]) == ["a"]
-        assert quarantine.places(2, new, [("a", 0)]) == []
-        assert quarantine.places(2, far, [("a", 0), ("b", 1)]) == ["a"]
-        looked_at = iter([("a", 0)])
-        assert quarantine.places(2, new, looked_at) == [] and next(looked_at), "of the others none looks at any group"
+def test_few_are_together_on_two_lost_groups() -> None:
+    """One that is a little suspect runs alone where it can, else beside others that are as little so."""
+    assert places(1, [("a", 1), ("b", 0), ("c", 2)]) == ["b"]
+    assert places(1, [("a", 1), ("c", 2)]) == ["a"] and places(2, [("a", 1), ("c", 2)]) == []
