@@ -15,6 +15,7 @@ from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import GenerationStub
 from ..proto.errors import CoatcheckError, Unavailable, error_of
 from .access import Access
+from .config import DEFAULT_PORT
 from .counted import counted
 from .delivered import Delivered
 
@@ -26,6 +27,21 @@ OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+# What gRPC says of a connection that came to nothing, and what that means; the first that holds.
+_CONNECTIONS = (
+    (
+        ("failed parsing http/2", "alpn"),
+        "{address} speaks HTTP and no gRPC: give the router's other address, the first in the line that begins with "
+        f"`ready:` (port {DEFAULT_PORT} unless --grpc-port says otherwise)",
+    ),
+    (("socket closed",), "{address} hangs up at once: if it speaks TLS, name its authority with --tls-ca"),
+    (
+        ("handshake", "ssl_error"),
+        "no TLS connection to {address}: one side does not believe the other's certificate, or speaks no TLS; see "
+        "--tls-ca, --tls-cert and --tls-key",
+    ),
+    (("failed to connect",), "no server answers at {address}; is `coatcheck serve` running there?"),
+)
 _OWN_DEADLINE = "Deadline Exceeded"  # said by gRPC on this side; a router that refuses early says why
 
 
@@ -139,15 +155,10 @@ class Client:
 def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckError:
     """What a failed call to `address` comes to for a person. `error` is a grpc.RpcError that has a code."""
     details = error.details() or error.code().name
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "socket closed" in details.lower():
-        return Unavailable(f"{address} hangs up at once: if it speaks TLS, name its authority with --tls-ca")
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details.lower():
-        return Unavailable(f"no server answers at {address}; is `coatcheck serve` running there?")
-    if error.code() is grpc.StatusCode.UNAVAILABLE and ("handshake" in details.lower() or "ssl" in details.lower()):
-        return Unavailable(
-            f"no TLS connection to {address}: one side does not believe the other's certificate, or speaks no TLS; "
-            "see --tls-ca, --tls-cert and --tls-key"
-        )
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        for said, meaning in _CONNECTIONS:
+            if any(word in details.lower() for word in said):
+                return Unavailable(meaning.format(address=address))
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None and _OWN_DEADLINE in details:
         return CoatcheckError(f"gave up after {timeout:g} s")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:

@@ -1,14 +1,18 @@
 """Our client: a stream outlives the router that began it."""
 
 import asyncio
+import ssl
+from pathlib import Path
 
 import grpc
 import pytest
 
+from coatcheck.cluster.access import Access
 from coatcheck.cluster.client import Client
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from coatcheck.tests.cluster.fake_router import FakeRouter, token
+from tests.router.certificates import TestAuthority
 
 
 def request(**sampling: object) -> pb.GenerateRequest:
@@ -89,6 +93,37 @@ async def test_nobody_there() -> None:
     async with Client(["127.0.0.1:1"]) as client:
         with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1; is `coatcheck serve` running"):
             await gather(client, request())
+
+
+@pytest.mark.parametrize(
+    ("believed", "said"),
+    [
+        (None, "{} speaks HTTP and no gRPC: give the router's other address"),
+        ("server", "{} speaks HTTP and no gRPC: give the router's other address"),
+        ("stranger", "no TLS connection to {}: one side does not believe the other's certificate"),
+    ],
+)
+async def test_what_listens_is_told_apart(tmp_path: Path, believed: str | None, said: str) -> None:
+    """The router's HTTP address, with TLS and without, and a certificate that is not believed, are no absent server."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    context, access = None, Access()
+    if believed:
+        authorities = {name: TestAuthority(tmp_path, name) for name in ("server", "stranger")}
+        leaf = authorities["server"].leaf("leaf")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(leaf.cert, leaf.key)
+        access = Access.build(str(authorities[believed].ca), None, None, None)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as http:
+        address = f"127.0.0.1:{http.sockets[0].getsockname()[1]}"
+        async with Client([address], access) as client:
+            with pytest.raises(Unavailable, match=said.format(address)):
+                await gather(client, request())
 
 
 async def test_next_address_when_the_first_is_down() -> None:
