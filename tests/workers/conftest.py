@@ -1,9 +1,12 @@
 """Fixtures of the workers' tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.workers.served_group import Group, start_group
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +19,13 @@ def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread() -> None:
     """Tiny models gain nothing from a second thread, and on busy cores lose much by waiting for it."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    """One that serves, for one test."""
+    group = start_group()
+    yield group
+    group.loop.stop()
+    group.service.stop()
+    group.engine.check()
