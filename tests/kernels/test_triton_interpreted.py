@@ -17,7 +17,12 @@ import pytest
 
 @pytest.mark.parametrize(
     "groups",
-    ["attention long order", "matrix", "elements quantised rows empty", "sampling filters penalties probabilities"],
+    [
+        "attention long order",
+        "matrix",
+        "elements quantised stores rows empty",
+        "sampling filters penalties probabilities",
+    ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
     """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw: what references give."""
