@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +30,7 @@ START_SECONDS = 300.0
 KV_GIB = 2
 
 
-class Server:
+class Server(ABC):
     """A server process in a session of its own, so that ending it ends what it started. A context manager."""
 
     name: str
@@ -64,13 +65,13 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
 
+    @abstractmethod
     def run(self, scenario: Scenario, seed: int) -> Figures:
         """One run of a scenario; another seed shares no prompt with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_ready(self) -> bool:
         """Whether it would answer a request now."""
-        raise NotImplementedError
 
     def _wait_until_ready(self, deadline: float) -> None:
         while not self.is_ready():
