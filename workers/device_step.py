@@ -19,7 +19,7 @@ class DeviceStep:
     prompt_logprobs: dict[int, list[LogprobReport]] = field(default_factory=dict)
     copies: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)
-    grammars: int | None = None
+    grammars: tuple[int, ...] | None = None
 
     def wait(self) -> StepResult:
         """The step's tokens, one per row, -1 where none was sampled."""

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
-from .awaited_grammars import AwaitedGrammars
 from .block_pool import BlockPool, max_ghosts
 from .copy_prices import CopyPrices
 from .copy_report import CopyReport
 from .deadlines import Deadlines
 from .eviction import Eviction
 from .eviction_order import LeastRecentlyUsed, LeastWorth
+from .grammar_ledger import GrammarLedger
 from .grammars import Grammars
 from .host_tier import HostTier
 from .intake import Intake
@@ -92,7 +92,7 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
         self._deadlines = Deadlines()
-        self._awaited = AwaitedGrammars()
+        self._grammars = GrammarLedger()
         self._refused: list[tuple[str, CoatcheckError]] = []
         self._confirmed_at = 0.0
 
@@ -108,9 +108,7 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
         self._intake.check(request)
-        structured = request.sampling.structured
-        awaits = structured in self._awaited or self._intake.awaits_grammar(request)
-        if not awaits:
+        if self._grammars.has(request.sampling.structured):
             self._intake.check_grammar(request)
         chain = self._intake.chain(request)
         self.book.advance(self._clock())
@@ -120,11 +118,9 @@ class Engine:
             self.scheduler.tiers.touch(chain)
         choices = self._intake.sequences(request, chain)
         self._sequences[request.request_id] = choices
-        if awaits and structured is not None:
-            self._awaited.hold(structured, choices)
-            for sequence in choices:
-                self._deadlines.note(sequence)
-        else:
+        for sequence in choices:
+            self._deadlines.note(sequence)
+        if self._grammars.use(choices):
             self._queue(choices)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -137,10 +133,10 @@ class Engine:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
         self.book.advance(started)
-        for request_id in self._deadlines.overdue(itertools.chain(self.scheduler.waiting, self._awaited), started):
+        for request_id in self._deadlines.overdue(itertools.chain(self.scheduler.waiting, self._grammars), started):
             self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
         plan, sequences = self.scheduler.schedule()
-        plan.grammars = self._awaited.announce()
+        self._grammars.announce(plan)
         if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
             preemptions = [sequence.num_preemptions for sequence in sequences]
             self._in_flight.append(_InFlight(plan, sequences, preemptions, self._runner.launch(plan), started))
@@ -151,7 +147,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts as of now."""
         pool = self.scheduler.pool.stats()
-        waiting = [*self.scheduler.waiting, *self._awaited]
+        waiting = [*self.scheduler.waiting, *self._grammars]
         unplanned = [s.num_uncomputed for s in self.scheduler.running]
         unplanned += [s.num_foreseen for s in waiting]
         return EngineStats(
@@ -193,8 +189,9 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         self.scheduler.check()
+        self._grammars.check()
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
-        queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._awaited)}
+        queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._grammars)}
         assert queued == known, "a sequence is lost or left behind"
 
     def _make_eviction(self, kind: str, capacity: int, tier: Tier) -> Eviction:
@@ -248,13 +245,11 @@ class Engine:
                 self._ended_early.append(self._end(sequence, output))
             else:
                 self.scheduler.add(sequence)
-                self._deadlines.note(sequence)
 
-    def _settle_grammars(self, ready: int) -> None:
-        for choices in self._awaited.settle(ready):
+    def _settle_grammars(self, ready: tuple[int, ...]) -> None:
+        for choices in self._grammars.settle(ready):
             try:
-                for choice in choices[:1]:  # none: it was aborted meanwhile
-                    self._intake.check_grammar(choice.request)
+                self._intake.check_grammar(choices[0].request)
             except CoatcheckError as error:
                 self._refuse(choices[0].request.request_id, error)
             else:
@@ -291,6 +286,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self._grammars.leave(sequence)
         choices = self._sequences[sequence.request.request_id]
         choices.remove(sequence)
         if not choices:

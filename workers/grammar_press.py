@@ -3,21 +3,23 @@
     start(plan) ... the step is computed ... report()
 
 A large grammar takes as long as many steps, and those whose step it is have nothing to do with it. So plans announce
-grammars, a thread of the rank's own makes them in that order, and a request joins the plans when every rank has its
-grammar. It does not know who waits for one.
+grammars, threads of the rank's own make them, one for each lane and in that order, and a request joins the plans when
+every rank has its grammar. It does not know who waits for one.
 """
 
 import os
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from ..proto.grammar import Grammar
 from .communicator import Communicator
+from .grammar_lanes import AT_ONCE, lane_of
 from .grammars import Compiled, Grammars
 from .step_plan import StepPlan
 
 _IDLE_SECONDS = 0.001
-_NICE = 4  # of this thread: where cores are few, a third of one beside a step's
+_NICE = 4  # of these threads: where cores are few, a third of one beside a step's
 
 
 class GrammarPress:
@@ -26,29 +28,39 @@ class GrammarPress:
     def __init__(self, grammars: Grammars, communicator: Communicator) -> None:
         self._grammars = grammars
         self._communicator = communicator
-        self._thread = ThreadPoolExecutor(1, "grammar", initializer=_give_way)
-        self._work: deque[Future[Compiled]] = deque()
-        self._asked = self._made = self._agreed = 0
+        self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in AT_ONCE]
+        self._work = [deque[Future[Compiled]]() for _ in AT_ONCE]
+        self._made = [0 for _ in AT_ONCE]
+        self._agreed = 0  # in all lanes together
+        self._asked: dict[int, Grammar] = {}  # by number, those that are not to be forgotten yet
+        self._next = 0
         self._idle = False
 
     def start(self, plan: StepPlan) -> None:
-        """Queues what the plan announces."""
+        """Forgets what the plan says, and queues what it announces."""
         self._idle = not plan.rows
-        self._asked += len(plan.grammars)
-        self._work += [self._thread.submit(self._grammars.compile, grammar) for grammar in plan.grammars]
+        for number in plan.forgotten:
+            self._grammars.drop(self._asked.pop(number))
+        for grammar in plan.grammars:
+            self._asked[self._next] = grammar
+            self._next += 1
+            lane = lane_of(grammar)
+            self._work[lane].append(self._threads[lane].submit(self._grammars.compile, grammar))
 
-    def report(self) -> int | None:
-        """Of all that were announced, how many are ready on every rank, oldest first; None while none is under way.
-        Where the step computes nothing, it is worth a moment's wait."""
-        if self._agreed == self._asked:
+    def report(self) -> tuple[int, ...] | None:
+        """Of all that were announced in each lane, how many are ready on every rank, oldest first; None while none is
+        under way. Where the step computes nothing, it is worth a moment's wait."""
+        if self._agreed == self._next:
             return None
-        if self._idle and self._work:
-            wait((self._work[0],), timeout=_IDLE_SECONDS)
-        while self._work and self._work[0].done():
-            self._grammars.keep(self._work.popleft().result())
-            self._made += 1
-        (self._agreed,) = self._communicator.least([self._made])
-        return self._agreed
+        if self._idle and (first := [work[0] for work in self._work if work]):
+            wait(first, timeout=_IDLE_SECONDS, return_when=FIRST_COMPLETED)
+        for lane, work in enumerate(self._work):
+            while work and work[0].done():
+                self._grammars.keep(work.popleft().result())
+                self._made[lane] += 1
+        agreed = tuple(self._communicator.least(self._made))
+        self._agreed = sum(agreed)
+        return agreed
 
 
 def _give_way() -> None:

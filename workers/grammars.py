@@ -1,25 +1,22 @@
 """Grammars: compiled grammars over one model's vocabulary, and matchers that follow a sequence along one.
 
-Compiling takes a millisecond, or a hundred of a large one, and is done once per grammar: later sequences copy what was
+Compiling takes a millisecond, or seconds of a large one, and is done once per grammar: later sequences copy what was
 compiled. Every rank has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps
-or devices.
+or devices, nor how long a grammar is wanted: GrammarLedger does.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ..proto.errors import InvalidRequest
 from ..proto.grammar import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-_MOST_KEPT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Grammars:
     def __init__(self, tokenizer: LLTokenizer | None, missing: str = "") -> None:
         self._tokenizer = tokenizer
         self._missing = missing
-        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._kept: dict[Grammar, Compiled] = {}
 
     @classmethod
     def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
@@ -52,9 +49,6 @@ class Grammars:
             return cls(LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids)))
         except Exception as error:  # whatever a library says of a file that it cannot take
             return cls(None, f"this model's tokenizer cannot be used for structured output: {error}")
-
-    def __contains__(self, grammar: Grammar) -> bool:
-        return grammar in self._kept
 
     def require(self) -> LLTokenizer:
         """Raises InvalidRequest where there can be none."""
@@ -80,18 +74,15 @@ class Grammars:
         return Compiled(grammar, matcher if warm.is_error() else warm)
 
     def keep(self, compiled: Compiled) -> None:
-        """For the sequences to come. As `matcher`, in the thread of the steps alone."""
+        """For the sequences to come, until `drop`. As `matcher`, in the thread of the steps alone."""
         self._kept[compiled.grammar] = compiled
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
+
+    def drop(self, grammar: Grammar) -> None:
+        """No sequence to come has it."""
+        del self._kept[grammar]
 
     def matcher(self, grammar: Grammar, said: Sequence[int] = ()) -> LLMatcher:
-        """One that stands behind the tokens `said`; raises InvalidRequest where there can be none. One that was not
-        kept is compiled here and now."""
-        self.require()
-        if grammar not in self._kept:
-            self.keep(self.compile(grammar))
-        self._kept.move_to_end(grammar)
+        """One of a grammar that is kept, behind the tokens `said`; raises InvalidRequest where there can be none."""
         compiled = self._kept[grammar]
         if compiled.start is None:
             assert compiled.error is not None

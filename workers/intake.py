@@ -50,12 +50,9 @@ class Intake:
         if request.sampling.structured is not None:
             self._grammars.require()
 
-    def awaits_grammar(self, request: Request) -> bool:
-        """Whether its structured output is still to be compiled."""
-        return request.sampling.structured is not None and request.sampling.structured not in self._grammars
-
     def check_grammar(self, request: Request) -> None:
-        """Raises InvalidRequest where its structured output cannot be, or not behind what it resumes."""
+        """Raises InvalidRequest where its structured output, once it is compiled, cannot be, or not behind what it
+        resumes."""
         if request.sampling.structured is not None:
             for said in request.resume.values() or ((),):
                 self._grammars.matcher(request.sampling.structured, said)

@@ -14,7 +14,7 @@ from typing import Self
 from ..proto.grammar import KINDS, Grammar
 from ..proto.sampling import SamplingParams
 
-_HEADER = 9
+_HEADER = 10
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class StepPlan:
     rows: list[Row] = field(default_factory=list)
     demotes: list[tuple[int, int]] = field(default_factory=list)  # (from device block, to host slot)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (from host slot, to device block)
+    forgotten: list[int] = field(default_factory=list)  # grammars, by their places among all ever announced
     grammars: list[Grammar] = field(default_factory=list)  # for sequences to come
     stop: bool = False  # the group ends after this plan
 
@@ -74,12 +75,13 @@ class StepPlan:
     @property
     def is_idle(self) -> bool:
         """Whether ranks would do nothing but remember block numbers."""
-        return not (self.rows or self.new_rows or self.demotes or self.restores or self.grammars)
+        work = self.rows, self.new_rows, self.demotes, self.restores, self.forgotten, self.grammars
+        return not any(work)
 
     def encode(self) -> "array[int]":
         """The plan as int32."""
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
-        out.extend((len(self.rows), len(self.demotes), len(self.restores), len(self.grammars)))
+        out.extend((len(self.rows), len(self.demotes), len(self.restores), len(self.forgotten), len(self.grammars)))
         for new in self.new_rows:
             params, grammar = _encode_sampling(new.sampling), _encode_grammar(new.sampling.structured)
             out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
@@ -94,6 +96,7 @@ class StepPlan:
             out.extend(pair)
         for row in self.rows:
             out.extend((row.slot, row.start, row.num_tokens, int(row.sample), row.adapter))
+        out.extend(self.forgotten)
         for asked in self.grammars:
             encoded = _encode_grammar(asked)
             out.append(len(encoded))
@@ -103,7 +106,8 @@ class StepPlan:
     @classmethod
     def decode(cls, ints: "array[int]") -> Self:
         """The plan that `encode` made."""
-        step, stop, num_new, num_writes, num_copies, num_rows, num_demotes, num_restores, num_asked = ints[:_HEADER]
+        step, stop, num_new, num_writes, num_copies, num_rows = ints[:6]
+        num_demotes, num_restores, num_forgotten, num_asked = ints[6:_HEADER]
         at = _HEADER
         new_rows = []
         for _ in range(num_new):
@@ -126,6 +130,8 @@ class StepPlan:
             for i in range(at, at + 5 * num_rows, 5)
         ]
         at += 5 * num_rows
+        forgotten = list(ints[at : at + num_forgotten])
+        at += num_forgotten
         grammars = []
         for _ in range(num_asked):
             asked = _decode_grammar(ints[at + 1 : at + 1 + ints[at]])
@@ -133,7 +139,7 @@ class StepPlan:
             grammars.append(asked)
             at += 1 + ints[at]
         demotes, restores = pairs[:num_demotes], pairs[num_demotes:]
-        return cls(step, new_rows, writes, copies, rows, demotes, restores, grammars, bool(stop))
+        return cls(step, new_rows, writes, copies, rows, demotes, restores, forgotten, grammars, bool(stop))
 
 
 def _bits(*values: float) -> "array[int]":

@@ -16,8 +16,8 @@ class StepResult:
     """What the ranks report of one step: a token per row that samples, in row order (-1 for the others).
 
     `logprobs`, `prompt_logprobs` and `failed` are keyed by row index, and only there when asked for or when there are
-    any. `copies` is there while copies between the tiers are under way, `grammars` (how many of all that were announced
-    are ready) while any is being compiled.
+    any. `copies` is there while copies between the tiers are under way, `grammars` (of each lane, how many of all that
+    were announced are ready) while any is being compiled.
     """
 
     token_ids: list[int]
@@ -25,7 +25,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     copies: CopyReport | None = None
     failed: dict[int, str] = field(default_factory=dict)  # rows that cannot go on, and why
-    grammars: int | None = None
+    grammars: tuple[int, ...] | None = None
 
 
 class LaunchedStep(Protocol):

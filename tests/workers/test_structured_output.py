@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.engine import Engine
-from coatcheck.workers.grammars import Grammars
+from coatcheck.workers.grammar_lanes import AT_ONCE
+from coatcheck.workers.grammar_ledger import MOST_KEPT
+from coatcheck.workers.grammars import Compiled, Grammars
 from coatcheck.workers.group_runner import GroupRunner, follow
 from coatcheck.workers.kv_dtype import KvDtype
 from coatcheck.workers.kv_pool import allocate_pool
@@ -40,6 +43,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
+LARGE = Grammar("json_schema", json.dumps({"properties": {f"a{n}": {"type": "null"} for n in range(400)}}))
 Make = Callable[..., Engine]
 
 
@@ -65,10 +69,10 @@ def model(checkpoint: Path) -> Model:
 def make(model: Model) -> Make:
     """Makes an engine with a pool of its own."""
 
-    def make_engine(num_blocks: int = 200, depth: int = 0) -> Engine:
+    def make_engine(num_blocks: int = 200, depth: int = 0, kind: type[Grammars] = Grammars) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
-        grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+        grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
         return Engine(
             model.spec, runner, num_blocks=num_blocks, block_size=8, pipeline_depth=depth, max_num_seqs=16,
@@ -180,25 +184,103 @@ def test_every_rank_makes_the_same_masks(checkpoint: Path) -> None:
     assert run_ranks(2, answer, checkpoint)[0] == answer(Communicator(), checkpoint)
 
 
-def test_nobody_waits_for_another_s_grammar(make: Make) -> None:
-    """While a grammar is compiled others go on; who asks for the same waits with it, who leaves is forgotten."""
-    engine = make()
+class HeldGrammars(Grammars):
+    """Whose large ones, and those of which a regex begins with "dear", take until `go` is set."""
+
+    go: ClassVar = threading.Event()
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """When it may."""
+        if grammar == LARGE or grammar.text.startswith("dear"):
+            assert self.go.wait(60)
+        return super().compile(grammar)
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """What HeldGrammars wait for; set at the end, lest their threads outlive the test."""
+    HeldGrammars.go.clear()
+    yield HeldGrammars.go
+    HeldGrammars.go.set()
+
+
+def steps_until(engine: Engine, name: str) -> list[set[str]]:
+    """Who says something in each step, up to the first in which that request does."""
+    said: list[set[str]] = []
+    while not said or name not in said[-1]:
+        said.append({part.request_id for part in engine.step().outputs})
+        engine.check()
+    return said
+
+
+def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -> None:
+    """While a grammar is compiled others go on, smaller grammars too; who asks for the same waits with it, who leaves
+    is forgotten."""
+    engine = make(kind=HeldGrammars)
     engine.submit(Request("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
     engine.step()
-    large = Grammar("json_schema", json.dumps({"properties": {f"a{n}": {"type": "null"} for n in range(300)}}))
-    mine = [Request(name, PROMPT, params(large, max_tokens=2)) for name in ("one", "two", "gone")]
+    mine = [Request(name, PROMPT, params(LARGE, max_tokens=2)) for name in ("one", "two", "gone")]
     for request in mine:
         engine.submit(request)
     engine.abort("gone")
     assert (engine.stats().running, engine.stats().waiting) == (1, 2)
-    steps = [engine.step()]
-    while not any(part.request_id == "one" for part in steps[-1].outputs):
+    for _ in range(5):
+        assert [part.request_id for part in engine.step().outputs] == ["free"]
         engine.check()
-        steps.append(engine.step())
-    said = [[part.request_id for part in step.outputs] for step in steps]
-    assert len(steps) > 2 and all("free" in names for names in said[:199]) and "two" in said[-1]
-    engine.abort("free")
+    engine.submit(Request("small", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=200)))
+    assert all("free" in names and not names & {"one", "two"} for names in steps_until(engine, "small"))
+    held.set()
+    assert "two" in steps_until(engine, "one")[-1]
+    for name in ("free", "small"):
+        engine.abort(name)
     assert run(engine, mine[2])["gone.0"] == run(make(), mine[2])["gone.0"]
+
+
+def test_who_asks_for_many_grammars_does_not_hold_up_others(make: Make, held: threading.Event) -> None:
+    """Of one tenant's dear grammars no more than a few are ahead of another's first."""
+    engine = make(kind=HeldGrammars)
+    for n in range(30):
+        engine.submit(Request(f"many {n}", PROMPT, params(Grammar("regex", f"dear{n}"), max_tokens=1), tenant="many"))
+    engine.step()
+    engine.submit(Request("one", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=1), tenant="one"))
+    held.set()
+    answered = set().union(*steps_until(engine, "one"))
+    refused = []
+    while engine.has_work:
+        refused += engine.step().refused
+    assert "one" in answered and not refused
+    assert len(answered) <= 2 * AT_ONCE[0] + 1
+
+
+def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
+    """However many grammars come after it, one stays for as long as a sequence that may have to begin anew lives; and
+    what was forgotten is compiled again beside the steps."""
+    compiled: list[str] = []
+
+    class Counted(Grammars):
+        def compile(self, grammar: Grammar) -> Compiled:
+            compiled.append(grammar.text)
+            return super().compile(grammar)
+
+    held = Grammar("regex", "[a-z ]{2000}")
+    mine = Request("mine", PROMPT, params(held, max_tokens=200))
+    alone = run(make(), mine)
+    engine = make(num_blocks=30, kind=Counted)
+    engine.submit(mine)
+    engine.submit(Request("older", PROMPT[::-1], params(None, ignore_eos=True, max_tokens=170), priority=-1))
+    for n in range(MOST_KEPT + 20):
+        engine.submit(Request(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1), priority=-1))
+    said: dict[str, list[int]] = {}
+    while engine.has_work:
+        for part in engine.step().outputs:
+            said.setdefault(part.request_id, []).extend(part.token_ids)
+            assert part.request_id != "mine" or not part.finish_reason or len(said) == MOST_KEPT + 22
+        engine.check()
+    assert said["mine"] == alone["mine.0"] and engine.stats().preemptions > 0
+    assert compiled.count(held.text) == 1
+    first = Grammar.of_choices(["0"])
+    run(engine, Request("again", PROMPT[:1], params(first, max_tokens=1)))
+    assert compiled.count(first.text) == 2
 
 
 def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
@@ -231,7 +313,9 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
         (Grammars.load(model.directory, vocab_size=600, eos_token_ids=[]), "no end-of-sequence token"),
     ):
         with pytest.raises(InvalidRequest, match=words):
-            grammars.matcher(JSON)
+            Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars).submit(
+                Request("r", PROMPT, params(JSON))
+            )
 
 
 def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""GrammarLedger: which grammars all ranks have, are compiling, or may forget, and which requests wait for one.
+
+Ranks do as it says in the plans, so that all of them have the same grammars, and none is ever compiled by a step. What
+a live sequence uses stays, for it may take a slot again; of the others the latest used are kept. Owners take turns, and
+few grammars are under way at once. It does not know how one is compiled, nor what becomes of a request then.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from ..proto.grammar import Grammar
+from .grammar_lanes import AT_ONCE, lane_of
+from .sequence import Sequence
+from .step_plan import StepPlan
+from .turns import Turns
+
+MOST_KEPT = 256
+
+
+class GrammarLedger:
+    """`use` and `leave` for each sequence, `announce` in each plan, `settle` what the ranks have said."""
+
+    def __init__(self, most_kept: int = MOST_KEPT) -> None:
+        self._most_kept = most_kept
+        self._uses: Counter[Grammar] = Counter()  # live sequences
+        self._waiting: dict[Grammar, list[list[Sequence]]] = {}  # each request's choices that are not gone
+        self._turns = [Turns[Grammar]() for _ in AT_ONCE]
+        self._numbers: dict[Grammar, int] = {}  # of those announced and not forgotten: their places among all ever
+        self._under_way = [deque[Grammar]() for _ in AT_ONCE]
+        self._settled = [0 for _ in AT_ONCE]
+        self._ready: dict[Grammar, None] = {}  # on every rank, the latest used last
+        self._announced = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait."""
+        for requests in self._waiting.values():
+            for choices in requests:
+                yield from choices
+
+    def has(self, grammar: Grammar | None) -> bool:
+        """Whether all ranks do; none at all they always have."""
+        return grammar is None or grammar in self._ready
+
+    def use(self, choices: list[Sequence]) -> bool:
+        """A request's sequences, each until it leaves; whether they may begin, or wait till `settle` returns them."""
+        request = choices[0].request
+        grammar = request.sampling.structured
+        if grammar is None:
+            return True
+        self._uses[grammar] += len(choices)
+        if grammar in self._ready:
+            self._ready[grammar] = self._ready.pop(grammar)
+            return True
+        self._waiting.setdefault(grammar, []).append(choices)
+        if grammar not in self._numbers:
+            self._turns[lane_of(grammar)].add(request.owner, grammar)
+        return False
+
+    def leave(self, sequence: Sequence) -> None:
+        """It is gone; what nobody waits for any more is not compiled."""
+        grammar = sequence.request.sampling.structured
+        if grammar is None:
+            return
+        self._uses[grammar] -= 1
+        if not self._uses[grammar]:
+            del self._uses[grammar]
+            if grammar not in self._numbers:
+                del self._waiting[grammar]
+
+    def announce(self, plan: StepPlan) -> None:
+        """What ranks are to forget, and to compile, from this plan on."""
+        plan.forgotten = self._forget()
+        for turns, under_way, most in zip(self._turns, self._under_way, AT_ONCE, strict=True):
+            while len(under_way) < most and (grammar := turns.take(self._is_new)):
+                self._numbers[grammar] = self._announced
+                self._announced += 1
+                under_way.append(grammar)
+                plan.grammars.append(grammar)
+
+    def settle(self, ready: tuple[int, ...]) -> list[list[Sequence]]:
+        """So many of all that were announced are ready in each lane; returns the requests that need wait no longer."""
+        free: list[list[Sequence]] = []
+        for lane, count in enumerate(ready):
+            while self._settled[lane] < count:
+                self._settled[lane] += 1
+                grammar = self._under_way[lane].popleft()
+                self._ready[grammar] = None
+                free += [choices for choices in self._waiting.pop(grammar) if choices]
+        return free
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        under_way = {grammar for lane in self._under_way for grammar in lane}
+        assert self._numbers.keys() == under_way | self._ready.keys(), "a grammar without a number"
+        assert not self._ready.keys() & self._waiting.keys(), "somebody waits for what is there"
+        assert self._uses.keys() <= self._ready.keys() | self._waiting.keys(), "a grammar in use is lost"
+        for grammar, requests in self._waiting.items():
+            assert self._uses[grammar] == sum(map(len, requests)), "uses are miscounted"
+
+    def _is_new(self, grammar: Grammar) -> bool:
+        return grammar in self._waiting and grammar not in self._numbers
+
+    def _forget(self) -> list[int]:
+        spare = len(self._ready) - self._most_kept
+        if spare <= 0:
+            return []
+        unused = [grammar for grammar in self._ready if grammar not in self._uses]
+        for grammar in unused[:spare]:
+            del self._ready[grammar]
+        return [self._numbers.pop(grammar) for grammar in unused[:spare]]
