@@ -1,7 +1,7 @@
-"""The lanes in which ranks compile grammars: small ones never wait behind a large one, which may take seconds.
+"""The lanes in which ranks compile grammars: small ones never wait behind large ones.
 
-A JSON schema of 10,000 letters takes 70 ms on one core, one of 200,000 takes 7 s; so do a few short ones of another
-kind now and then, and those hold up their own lane alone. Each lane has a thread, and is in order.
+A JSON schema of 3,000 letters takes 8 ms of a core, one of 33,000 takes 0.4 s, about the largest that a router lets by.
+What is short and dear all the same holds up the small ones. Each lane has a thread of its own, and keeps its order.
 """
 
 from typing import Final

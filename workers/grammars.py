@@ -1,6 +1,6 @@
 """Grammars: compiled grammars over one model's vocabulary, and matchers that follow a sequence along one.
 
-Compiling takes a millisecond, or seconds of a large one, and is done once per grammar: later sequences copy what was
+Compiling takes a millisecond, or hundreds of a large one, and is done once per grammar: later sequences copy what was
 compiled. Every rank has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps
 or devices, nor how long a grammar is wanted: GrammarLedger does.
 """
