@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -108,14 +109,17 @@ class RouterKeeper:
                     return status
         return None
 
-    async def misses(self, group: str) -> str:
-        """Why this router does not use a group that serves; empty when it does, or does not answer."""
+    async def misses(self, groups: Iterable[str]) -> str:
+        """Which of these groups, that serve, this router does not use, and why; empty when it uses all, or does not
+        answer."""
         if (status := await self.status()) is not None:
             known = {one.name: one for one in status.groups}
-            if group not in known:
-                return "it does not know it"
-            if known[group].state not in ("serving", "draining", "drained"):
-                return known[group].reason or f"it is {known[group].state}"
+            for group in groups:
+                if group not in known:
+                    return f"{self._config.name} does not know {group}"
+                if known[group].state not in ("serving", "draining", "drained"):
+                    reason = known[group].reason or f"it is {known[group].state}"
+                    return f"{self._config.name} does not use {group}: {reason}"
         return ""
 
     async def renew(self, drain_seconds: float) -> None:

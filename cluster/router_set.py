@@ -98,14 +98,20 @@ class RouterSet:
             raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
         await keeper.renew(drain_seconds)
 
+    async def misses(self) -> str:
+        """Which group that serves a router does not use yet, and why; empty when all use all, as far as they answer."""
+        serving = [state.name for state in self._groups or () if state.state == "serving"]
+        missed = await asyncio.gather(*(keeper.misses(serving) for keeper in self._keepers.values()))
+        return next(filter(None, missed), "")
+
     async def wait_used(self, group: str) -> None:
         """Until every router that answers uses a group that serves; raises Unavailable with the reason of one that
         does not."""
         deadline = time.monotonic() + _ATTACH_SECONDS
-        for name, keeper in list(self._keepers.items()):
-            while reason := await keeper.misses(group):
+        for keeper in list(self._keepers.values()):
+            while missed := await keeper.misses([group]):
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"{name} does not use {group}: {reason}")
+                    raise Unavailable(missed)
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def pressure(self) -> tuple[float, int]:

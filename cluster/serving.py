@@ -121,17 +121,23 @@ class Serving:
         """Shows each rank's progress; None when told to stop before everything serves."""
         from .progress_bars import ProgressBars
 
-        said = ""
+        said, since = "", None  # since when all serve, and a router has yet to find out
         with ProgressBars(self._console) as bars:
             while not self._signals.asked.wait(_POLL_SECONDS):
                 state = self._state()
                 bars.show(state)
                 if state.failure:
                     raise Unavailable(state.failure)
+                stage = state.stage
                 if state.is_ready:
-                    return state
-                if state.stage not in (said, ""):
-                    said = state.stage
+                    missed = self._ask("misses")
+                    if not missed:
+                        return state
+                    since = since or time.monotonic()
+                    if time.monotonic() > since + _HESITATES_SECONDS:
+                        stage = f"still waiting: {missed}"
+                if stage not in (said, ""):
+                    said = stage
                     self._say(f"{said} ({self._elapsed()})")
         return None
 
@@ -182,14 +188,17 @@ class Serving:
         return f"after {time.monotonic() - self._began:.1f} s"
 
     def _state(self) -> "ClusterState":
+        state: ClusterState = self._ask("state")
+        return state
+
+    def _ask(self, what: str) -> Any:
         import ray
         from ray.exceptions import RayError
 
         deadline = time.monotonic() + _LOST_SECONDS
         while True:
             try:
-                state: ClusterState = ray.get(self._supervisor.state.remote(), timeout=10.0)
-                return state
+                return ray.get(getattr(self._supervisor, what).remote(), timeout=10.0)
             except RayError as error:  # Ray is starting the supervisor again
                 if time.monotonic() > deadline:
                     raise Unavailable(f"the supervisor does not answer: {type(error).__name__}") from None

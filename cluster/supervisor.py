@@ -58,6 +58,10 @@ class Supervisor:
         routers = tuple(self._routers.addresses) if self._routers.is_whole else ()
         return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
 
+    async def misses(self) -> str:
+        """See RouterSet.misses: while it says something, clients may be refused for want of that group."""
+        return await self._routers.misses()
+
     async def drain(self) -> bool:
         """Lets no new request in and waits for those that run."""
         return await self._routers.drain()
