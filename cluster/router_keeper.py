@@ -109,17 +109,19 @@ class RouterKeeper:
                     return status
         return None
 
-    async def misses(self, groups: Iterable[str]) -> str:
-        """Which of these groups, that serve, this router does not use, and why; empty when it uses all, or does not
-        answer."""
-        if (status := await self.status()) is not None:
-            known = {one.name: one for one in status.groups}
-            for group in groups:
-                if group not in known:
-                    return f"{self._config.name} does not know {group}"
-                if known[group].state not in ("serving", "draining", "drained"):
-                    reason = known[group].reason or f"it is {known[group].state}"
-                    return f"{self._config.name} does not use {group}: {reason}"
+    async def misses(self, groups: Iterable[str]) -> str | None:
+        """Which of these groups, that serve, this router does not use, and why; empty when it uses all, None when it
+        does not answer."""
+        status = await self.status()
+        if status is None:
+            return None
+        known = {one.name: one for one in status.groups}
+        for group in groups:
+            if group not in known:
+                return f"{self._config.name} does not know {group}"
+            if known[group].state not in ("serving", "draining", "drained"):
+                reason = known[group].reason or f"it is {known[group].state}"
+                return f"{self._config.name} does not use {group}: {reason}"
         return ""
 
     async def renew(self, drain_seconds: float) -> None:

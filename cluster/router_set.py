@@ -99,10 +99,15 @@ class RouterSet:
         await keeper.renew(drain_seconds)
 
     async def misses(self) -> str:
-        """Which group that serves a router does not use yet, and why; empty when all use all, as far as they answer."""
+        """Which group that serves a router does not use, and why; empty when every router answers and uses all."""
         serving = [state.name for state in self._groups or () if state.state == "serving"]
-        missed = await asyncio.gather(*(keeper.misses(serving) for keeper in self._keepers.values()))
-        return next(filter(None, missed), "")
+        for name, keeper in list(self._keepers.items()):
+            missed = await keeper.misses(serving)
+            if missed is None:
+                return f"{name} does not answer"
+            if missed:
+                return missed
+        return ""
 
     async def wait_used(self, group: str) -> None:
         """Until every router that answers uses a group that serves; raises Unavailable with the reason of one that

@@ -28,6 +28,7 @@ _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
 _STOP_SECONDS = 15.0
 _HESITATES_SECONDS = 10.0
+_ATTACHES_SECONDS = 3.0  # a router to a group that serves, with time to spare
 
 
 class Serving:
@@ -130,11 +131,11 @@ class Serving:
                     raise Unavailable(state.failure)
                 stage = state.stage
                 if state.is_ready:
+                    since = since or time.monotonic()
                     missed = self._ask("misses")
                     if not missed:
                         return state
-                    since = since or time.monotonic()
-                    if time.monotonic() > since + _HESITATES_SECONDS:
+                    if time.monotonic() > since + _ATTACHES_SECONDS:
                         stage = f"still waiting: {missed}"
                 if stage not in (said, ""):
                     said = stage

@@ -1,28 +1,30 @@
 """`coatcheck serve --ray-address`: on a Ray that was there before, the command only watches."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.ray_head import ENVIRONMENT, ray_head
+from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
 from tests.cluster.serving import Serving, coatcheck, kill, until
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture
-def ray_address() -> Iterator[str]:
-    """A Ray head with two CPUs."""
+def head() -> Iterator[RayHead]:
+    """A Ray with two CPUs."""
     with ray_head(2) as head:
-        yield head.address
+        yield head
 
 
 @pytest.mark.timeout(300)  # four starts, on a machine that may be busy
-def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> None:
-    """kill -9 of `serve` disturbs nothing; the same command finds the cluster again, and other settings are refused."""
-    arguments = [str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-address", ray_address]
+def test_a_cluster_outlives_its_command(head: RayHead, tiny_model: Path) -> None:
+    """kill -9 of `serve` disturbs nothing; the same command finds the cluster again, ready once its router answers;
+    other settings are refused."""
+    arguments = [str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-address", head.address]
     with Serving(*arguments, environment=ENVIRONMENT) as first:
         first.wait_ready()
         until(lambda: bool(first.group("group-0")["ranks"]), "the group has said who its ranks are")
@@ -33,7 +35,11 @@ def test_a_cluster_outlives_its_command(ray_address: str, tiny_model: Path) -> N
     with Serving(*arguments, "--max-num-seqs", "8", environment=ENVIRONMENT) as other:
         assert "already serves llama with other settings" in other.rest()
         assert other.process.wait() == 1
+    router = head.actor("RouterActor")
+    os.kill(router, signal.SIGSTOP)
     with Serving(*arguments, environment=ENVIRONMENT) as again:
+        assert "router-0 does not answer" in again.wait_line("still waiting")
+        os.kill(router, signal.SIGCONT)
         again.wait_ready()
         until(lambda: bool(again.group("group-0")["ranks"]), "the group has said who its ranks are")
         assert again.address == first.address and again.group("group-0")["ranks"][0]["pid"] == rank
