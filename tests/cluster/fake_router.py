@@ -84,7 +84,7 @@ class FakeRouter(GenerationServicer):
                 if sent == self.stalls_after:
                     await asyncio.Event().wait()
                 yield event
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter when it is lost amid an event's sending
             self.left.set()
             raise
         finally:
