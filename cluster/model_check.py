@@ -27,8 +27,9 @@ _FIELDS: Final = (
 
 def check_model(config: ServeConfig) -> None:
     """Raises InvalidConfig for settings that cannot go with the model, InvalidModel for a config.json that cannot be
-    read, or lacks what every model of its kind says. A model of the hub's is left to the ranks, which fetch it."""
-    if not Path(config.model_source).is_dir():
+    read, or lacks what every model of its kind says. A hub id is asked for where the ranks will be on this host; those
+    elsewhere may reach what it does not."""
+    if config.ray_address is not None and not Path(config.model_source).is_dir():
         return
     model = ModelConfig.open(config.model_source)
     _check_fields(model)

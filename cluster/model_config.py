@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ..proto.errors import InvalidModel
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,20 @@ class ModelConfig:
 
 def _from_hub(hub_id: str) -> Path:
     """The file from the hub, or from its local cache where there is no network: nothing but config.json."""
-    from huggingface_hub import snapshot_download  # here: a local model does not pay for it
+    # Here: a local model does not pay for it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         # Not hf_hub_download, which tries for half a minute where there is no network.
         return Path(snapshot_download(hub_id, allow_patterns=["config.json"])) / "config.json"
-    except (OSError, ValueError) as error:  # its errors derive from these: not found, gated, offline, malformed id
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidModel(
-            f"no directory {hub_id}, and the hub gives no config.json for that id: {reason.removesuffix('.')}. "
-            "Give a directory, or a config.json fetched elsewhere"
-        ) from error
+    except GatedRepoError:
+        reason = "its terms must be accepted there first, and HF_TOKEN be set"
+    except RepositoryNotFoundError:
+        reason = "it knows none, or shows it only to those who bring a token (HF_TOKEN)"
+    except (OSError, ValueError) as error:  # its errors derive from these: offline, malformed id
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").removesuffix(".")
+    raise InvalidModel(
+        f"no directory {hub_id}, and the hub gives no config.json for that id: {reason}; mend the name, or give a "
+        "directory that holds the model"
+    )

@@ -4,7 +4,12 @@ import importlib.metadata
 import signal
 import socket
 import subprocess
+import threading
 import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +74,7 @@ def test_nobody_there_is_said_alike(command: list[str]) -> None:
         (["generate", "x", "--system", "y"], "--system needs --chat; see `coatcheck generate --help`"),
         (["serve"], "model is missing"),
         (["serve", "m", "--port", "80"], "coatcheck serve has no --port"),
-        (["plan", "nowhere"], "there is no nowhere"),
+        (["plan", "/nowhere"], "there is no /nowhere"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
@@ -77,6 +82,46 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     done = coatcheck(*arguments)
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     assert done.stderr.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (None, "the hub gives no config.json for that id: ConnectError"),
+        ("RepoNotFound", "it knows none, or shows it only to those who bring a token (HF_TOKEN)"),
+        ("GatedRepo", "its terms must be accepted there first, and HF_TOKEN be set"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_first(tmp_path: Path, code: str | None, said: str) -> None:
+    """Where the hub cannot be reached, or refuses, `serve` and `plan` say so alike, before Ray is started."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, code)) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_port if code else 1}"
+        environment = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        ran = [coatcheck(command, "some/model", environment=environment) for command in ("serve", "plan")]
+        hub.shutdown()
+    for done in ran:
+        assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+        assert done.stderr.startswith("error: no directory some/model, and the hub gives") and said in done.stderr
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Refuses whatever it is asked for, by the hub's own name for it."""
+
+    def __init__(self, code: str, *handed: Any) -> None:
+        self._code = code
+        super().__init__(*handed)
+
+    def do_GET(self) -> None:
+        self.send_response(403 if self._code == "GatedRepo" else 404)
+        self.send_header("X-Error-Code", self._code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
 
 
 def test_no_word_at_all_is_a_wish_for_help() -> None:
