@@ -5,6 +5,7 @@ It does not know what is asked then.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -15,20 +16,20 @@ from ..proto.errors import InvalidConfig
 
 _SYSTEM: Final = "system"
 
+_ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
+
 # The options of every command that speaks to a router. Arguments can be read by everybody on the host.
 TlsCa = Annotated[
     str | None,
-    typer.Option(
-        envvar="COATCHECK_TLS_CA", help="Speak TLS, and believe this authority (a PEM file; system: the host's)."
-    ),
+    _ACCESS(envvar="COATCHECK_TLS_CA", help="Speak TLS, and believe this authority (a PEM file; system: the host's)."),
 ]
 TlsCert = Annotated[
-    str | None, typer.Option(envvar="COATCHECK_TLS_CERT", help="Our own certificate, where the router asks for one.")
+    str | None, _ACCESS(envvar="COATCHECK_TLS_CERT", help="Our own certificate, where the router asks for one.")
 ]
-TlsKey = Annotated[str | None, typer.Option(envvar="COATCHECK_TLS_KEY", help="Its key.")]
+TlsKey = Annotated[str | None, _ACCESS(envvar="COATCHECK_TLS_KEY", help="Its key.")]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
+    _ACCESS(
         envvar="COATCHECK_API_KEY", help="Our key. Better in the environment: others see arguments.", show_envvar=True
     ),
 ]

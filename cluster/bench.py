@@ -10,6 +10,7 @@ import secrets
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,38 +34,36 @@ from .workload import Job, Prompts, Workload
 _EXIT_INTERRUPTED = 130
 
 
+_LOAD = partial(typer.Option, rich_help_panel="Load")
+_PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
+
+
 def bench(
     address: Annotated[
         list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Clients in a closed loop (default 1); in an open loop, most at once.")
+        int | None, _LOAD(min=1, help="Clients in a closed loop (default 1); in an open loop, most at once.")
     ] = None,
     num_requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests to send. Default: 10 a client, or the whole trace.")
+        int | None, _LOAD(min=1, help="Requests to send. Default: 10 a client, or the whole trace.")
     ] = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Open loop: requests a second, Poisson.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Open loop: a trace's times and lengths (.jsonl, .csv, .gz).")
-    ] = None,
-    time_scale: Annotated[
-        float, typer.Option(min=0.0, help="Multiplies the trace's times: 0.5 is twice as fast.")
-    ] = 1.0,
-    length_scale: Annotated[float, typer.Option(min=0.0001, help="Multiplies the trace's lengths.")] = 1.0,
-    prompts: Annotated[Prompts, typer.Option(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
-    prompt: Annotated[str | None, typer.Option(help="This text as every prompt.")] = None,
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens (after the prefix, where one is shared).")] = 512,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
-    num_prefixes: Annotated[int, typer.Option(min=1, help="Different shared prefixes, taken in turn.")] = 4,
-    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of each shared prefix.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")] = 0,
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Requests sent first and not counted, with prompts of their own.")
-    ] = 1,
+    rate: Annotated[float | None, _LOAD(min=0.001, help="Open loop: requests a second, Poisson.")] = None,
+    trace: Annotated[Path | None, _LOAD(help="Open loop: a trace's times and lengths (.jsonl, .csv, .gz).")] = None,
+    time_scale: Annotated[float, _LOAD(min=0.0, help="Multiplies the trace's times: 0.5 is twice as fast.")] = 1.0,
+    length_scale: Annotated[float, _LOAD(min=0.0001, help="Multiplies the trace's lengths.")] = 1.0,
+    prompts: Annotated[Prompts, _PROMPTS(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
+    prompt: Annotated[str | None, _PROMPTS(help="This text as every prompt.")] = None,
+    input_len: Annotated[int, _PROMPTS(min=1, help="Prompt tokens (after the prefix, where one is shared).")] = 512,
+    output_len: Annotated[int, _PROMPTS(min=1, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
+    num_prefixes: Annotated[int, _PROMPTS(min=1, help="Different shared prefixes, taken in turn.")] = 4,
+    prefix_len: Annotated[int, _PROMPTS(min=1, help="Tokens of each shared prefix.")] = 1024,
+    temperature: Annotated[float, _PROMPTS(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, _PROMPTS(min=0, help="Of prompts and arrivals.")] = 0,
+    warmup: Annotated[int, _LOAD(min=0, help="Requests sent first and not counted, with prompts of their own.")] = 1,
     reuse_cache: Annotated[
         bool,
-        typer.Option(
+        _PROMPTS(
             "--reuse-cache",
             help="Find prompts that an earlier run of the same seed left in the cache. Default: a fresh salt keeps runs"
             " apart.",
@@ -72,7 +71,7 @@ def bench(
     ] = False,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until a request is given up.")] = None,
+    timeout: Annotated[float | None, _LOAD(help="Seconds until a request is given up.")] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,

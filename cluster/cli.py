@@ -49,7 +49,7 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
     wanted = arguments[:1] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     for name in wanted:
         module = importlib.import_module(f".{COMMANDS[name]}", __package__)
-        app.command(name, cls=Command)(getattr(module, name))
+        app.command(name, cls=Command, epilog=getattr(module, "EPILOG", None))(getattr(module, name))
     return app
 
 

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -24,40 +25,45 @@ from .address import DEFAULT_ADDRESS, check_addresses
 from .answer import Answer
 from .client import Client
 
+_PROMPT = partial(typer.Option, rich_help_panel="Prompt")
+_SAMPLING = partial(typer.Option, rich_help_panel="Sampling")
+_LENGTH = partial(typer.Option, rich_help_panel="Answers and their end")
+_CACHE = partial(typer.Option, rich_help_panel="Cache")
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     address: Annotated[
         list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate; default: what fits.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Do not stop before this many.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens; 0 is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability mass, in (0, 1].")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest's.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Over prompt and output; 1 is off.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
-    logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=VALUE", help="Repeatable.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="End with this token; repeatable.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-sequence.")] = False,
-    n: Annotated[int | None, typer.Option("--n", help="Number of answers.")] = None,
+    max_tokens: Annotated[int | None, _LENGTH(help="Most tokens to generate; default: what fits.")] = None,
+    min_tokens: Annotated[int | None, _LENGTH(help="Do not stop before this many.")] = None,
+    temperature: Annotated[float | None, _SAMPLING(help="0 is greedy; default 1.")] = None,
+    top_k: Annotated[int | None, _SAMPLING(help="Sample among this many likeliest tokens; 0 is off.")] = None,
+    top_p: Annotated[float | None, _SAMPLING(help="Sample from this much probability mass, in (0, 1].")] = None,
+    min_p: Annotated[float | None, _SAMPLING(help="Drop tokens below this share of the likeliest's.")] = None,
+    repetition_penalty: Annotated[float | None, _SAMPLING(help="Over prompt and output; 1 is off.")] = None,
+    presence_penalty: Annotated[float | None, _SAMPLING(help="In [-2, 2].")] = None,
+    frequency_penalty: Annotated[float | None, _SAMPLING(help="In [-2, 2].")] = None,
+    logit_bias: Annotated[list[str] | None, _SAMPLING(metavar="ID=VALUE", help="Repeatable.")] = None,
+    seed: Annotated[int | None, _SAMPLING(help="The same seed gives the same tokens.")] = None,
+    stop: Annotated[list[str] | None, _LENGTH(help="End before this text; repeatable.")] = None,
+    stop_token_id: Annotated[list[int] | None, _LENGTH(help="End with this token; repeatable.")] = None,
+    ignore_eos: Annotated[bool, _LENGTH("--ignore-eos", help="Go on past end-of-sequence.")] = False,
+    n: Annotated[int | None, _LENGTH("--n", help="Number of answers.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities, of this many likeliest tokens too.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     model: Annotated[str, typer.Option(help="The served model's name; default: whatever is served.")] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message for the chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="A system message before it (with --chat).")] = None,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
-    cache_salt: Annotated[str, typer.Option(help="Prefixes are shared only under the same salt.")] = "",
+    chat: Annotated[bool, _PROMPT("--chat", help="PROMPT is a user's message for the chat template.")] = False,
+    system: Annotated[str | None, _PROMPT(help="A system message before it (with --chat).")] = None,
+    token_ids: Annotated[bool, _PROMPT("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
+    cache_salt: Annotated[str, _CACHE(help="Prefixes are shared only under the same salt.")] = "",
     retain: Annotated[
         int | None,
-        typer.Option(help="Keep the prompt cached: priority 0 (first to go) to 100; default: by worth."),
+        _CACHE(help="Keep the prompt cached: priority 0 (first to go) to 100; default: by worth."),
     ] = None,
     retain_seconds: Annotated[
-        float | None, typer.Option(help=f"For so long (with --retain); default {DEFAULT_TTL_SECONDS:g}.")
+        float | None, _CACHE(help=f"For so long (with --retain); default {DEFAULT_TTL_SECONDS:g}.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the request is given up.")] = None,
     tls_ca: TlsCa = None,

@@ -1,6 +1,7 @@
 """The `coatcheck` command as a whole: what it says of itself, and to those who know another one's words."""
 
 import importlib.metadata
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,16 @@ def test_help_is_for_people() -> None:
     assert "<bool>" not in whole + one and "{" not in one
     assert "generate [OPTIONS] PROMPT" in one
     assert all(f" {command} " in whole for command in ("serve", "generate", "status", "top", "drain", "bench", "plan"))
+
+
+def test_help_is_in_parts() -> None:
+    """The many options of `serve` are under headings, and examples end its help."""
+    said = coatcheck("serve", "--help", environment={"COLUMNS": "120"}).stdout
+    headings = re.findall(r"╭─ ([\w ]+) ─", said)
+    assert headings == [
+        "Arguments", "Options", "Model", "Groups", "Memory", "Limits", "Router", "Security", "Ray", "Logs and traces"
+    ]  # fmt: skip
+    assert "coatcheck serve demo/model --groups 2 --tp 2" in said.partition("Examples:")[2]
 
 
 @pytest.mark.parametrize(
