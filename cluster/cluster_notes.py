@@ -9,20 +9,20 @@ _PREFIX = "coatcheck"
 _GROUP_COUNT = f"{_PREFIX}/groups"
 
 
-def incarnation_of(group: str) -> int | None:
-    """The newest; None: it has had none."""
-    noted: bytes | None = internal_kv._internal_kv_get(_incarnation_key(group))
+def start_of(group: str) -> int | None:
+    """The number of the newest; None: it has had none."""
+    noted: bytes | None = internal_kv._internal_kv_get(_start_key(group))
     return None if noted is None else int(noted)
 
 
-def note_incarnation(group: str, incarnation: int) -> None:
+def note_start(group: str, start: int) -> None:
     """There is one more."""
-    internal_kv._internal_kv_put(_incarnation_key(group), str(incarnation))
+    internal_kv._internal_kv_put(_start_key(group), str(start))
 
 
-def forget_incarnations(group: str) -> None:
+def forget_starts(group: str) -> None:
     """The group is no more."""
-    internal_kv._internal_kv_del(_incarnation_key(group))
+    internal_kv._internal_kv_del(_start_key(group))
 
 
 def note_group_count(groups: int) -> None:
@@ -41,5 +41,5 @@ def forget_group_count() -> None:
     internal_kv._internal_kv_del(_GROUP_COUNT)
 
 
-def _incarnation_key(group: str) -> str:
-    return f"{_PREFIX}/{group}/incarnation"
+def _start_key(group: str) -> str:
+    return f"{_PREFIX}/{group}/incarnation"  # as former versions call it

@@ -10,7 +10,7 @@ from ..workers.rank_progress import Phase, RankProgress
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """`state` is "starting", "serving", "lost" (and soon started again) or "failed" (it never served; see `reason`).
-    `predecessor`: see GroupAddress."""
+    `incarnation` and `predecessor`: see GroupAddress."""
 
     name: str
     state: str = "starting"
@@ -18,6 +18,7 @@ class GroupState:
     reason: str = ""
     restarts: int = 0
     ranks: tuple[RankProgress, ...] = ()
+    incarnation: int = 0
     predecessor: str | None = None
 
 

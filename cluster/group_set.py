@@ -22,6 +22,7 @@ from .group_keeper import GroupKeeper
 from .member_config import group_config
 from .placement import Placement, choose_placement
 from .rank_hosts import RankHosts
+from .ranks import Ranks
 
 _RESERVE_SECONDS = 60
 
@@ -129,7 +130,7 @@ class GroupSet:
         for reserved in self._reserved.values():
             ray.util.remove_placement_group(reserved)
         for name in self._left:
-            cluster_notes.forget_incarnations(name)
+            cluster_notes.forget_starts(name)
         cluster_notes.forget_group_count()
 
     def _wished(self) -> int:
@@ -197,7 +198,7 @@ class GroupSet:
                     await life
             await keeper.stop(now=False)
             # Ray may not have freed its ranks' names when a group of this name comes again: it takes the next ones.
-            cluster_notes.note_incarnation(name, keeper.state.restarts)
+            cluster_notes.note_start(name, keeper.state.restarts)
             self._left.add(name)
         self._hosts.note(name, [])
         if (reserved := self._reserved.pop(name, None)) is not None:
@@ -212,14 +213,9 @@ class GroupSet:
         self._hosts.note(name, launch.hosts_of(reserved))
 
     def _keeper(self, name: str, *, has_served: bool) -> GroupKeeper:
-        return GroupKeeper(
-            group_config(self._config, name, self._placement, self._plane),
-            self._reserved[name],
-            self._hosts,
-            loopback=self._config.ray_address is None,
-            has_served=has_served,
-            on_change=self._on_change,
-        )
+        config = group_config(self._config, name, self._placement, self._plane)
+        ranks = Ranks(config, self._reserved[name], self._hosts, loopback=self._config.ray_address is None)
+        return GroupKeeper(ranks, has_served=has_served, on_change=self._on_change)
 
     def _live(self, keeper: GroupKeeper) -> None:
         assert self._task_group is not None

@@ -160,12 +160,19 @@ def ask_room(bundle: Mapping[str, float], ranks: int) -> None:
 
 
 def start_rank(
-    config: GroupConfig, rank: int, incarnation: int, reserved: PlacementGroup, *, ranks_on_host: int, loopback: bool
+    config: GroupConfig,
+    rank: int,
+    start: int,
+    incarnation: int,
+    reserved: PlacementGroup,
+    *,
+    ranks_on_host: int,
+    loopback: bool,
 ) -> Actor:
     """One process: it computes, and as rank 0 schedules and serves. Never restarted alone: a group dies whole."""
     bundle = reserved.bundle_specs[rank]
     options = ray.remote(RankActor).options(
-        name=rank_name(config.name, incarnation, rank),
+        name=rank_name(config.name, start, rank),
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=bundle.get("CPU", 0),
@@ -200,14 +207,14 @@ def router_nodes(resource: str | None) -> list[str]:
     return [node["NodeID"] for node in nodes if resource is None or node["Resources"].get(resource, 0) > 0]
 
 
-def rank_name(group: str, incarnation: int, rank: int) -> str:
-    """An actor's name; each incarnation has its own, since Ray frees a dead actor's name only after a while."""
-    return f"{group}.{incarnation}.rank-{rank}"
+def rank_name(group: str, start: int, rank: int) -> str:
+    """An actor's name; each start has its own, since Ray frees a dead actor's name only after a while."""
+    return f"{group}.{start}.rank-{rank}"
 
 
 def find_ranks(group: str, tp: int) -> tuple[int | None, list[Actor]]:
-    """The newest incarnation of a group (None: it has had none), and those of its ranks that still run, in order."""
-    newest = cluster_notes.incarnation_of(group)
+    """The newest start of a group (None: it has had none), and those of its ranks that still run, in order."""
+    newest = cluster_notes.start_of(group)
     if newest is None:
         return None, []
     found = [find_actor(rank_name(group, newest, rank)) for rank in range(tp)]

@@ -79,6 +79,7 @@ class RouterKeeper:
                 state="lost" if state.state == "failed" else state.state,
                 reason=state.reason,
                 restarts=state.restarts,
+                incarnation=state.incarnation,
                 predecessor=state.predecessor,
             )
             for state in states

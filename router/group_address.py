@@ -15,8 +15,9 @@ STATES = ("starting", "serving", "draining", "lost")
 class GroupAddress:
     """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it.
 
-    `predecessor`: how the incarnation before this one has ended: in words where it did so by itself, "" where it was
-    ended from outside, None where that is not known.
+    `restarts`: how often it was started again. `incarnation`: in how many of its starts before this one its ranks came
+    to run. `predecessor`: how the incarnation before this one has ended: in words where it did so by itself, "" where
+    it was ended from outside, None where that is not known.
     """
 
     name: str
@@ -24,6 +25,7 @@ class GroupAddress:
     state: str = "serving"
     reason: str = ""
     restarts: int = 0
+    incarnation: int = 0
     predecessor: str | None = None
 
     def __post_init__(self) -> None:

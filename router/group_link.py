@@ -241,7 +241,7 @@ class GroupLink:
         self._index.remove_group(self.name)
         if attached:
             reason = f"group {self.name} is lost: {self.reason}"
-            loss = self._losses.lost(self.name, self.address.restarts, reason, self._cause())
+            loss = self._losses.lost(self.name, self.address.incarnation, reason, self._cause())
             self.tickets.fail_all(loss, self._last_word.waiting if self._last_word else ())
             self._changed()
         return attached

@@ -76,7 +76,7 @@ class Groups:
         await asyncio.gather(*closing)
         for address in addresses:
             if address.predecessor is not None:
-                self.losses.learn(address.name, address.restarts - 1, address.predecessor)
+                self.losses.learn(address.name, address.incarnation - 1, address.predecessor)
         self.notify()
 
     async def close(self) -> None:

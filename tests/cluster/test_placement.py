@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.cluster.group_keeper import backoff_seconds
 from coatcheck.cluster.placement import choose_placement
 from coatcheck.cluster.rank_hosts import RankHosts
 from coatcheck.proto.errors import InvalidConfig
@@ -78,9 +77,3 @@ def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
     assert (hosts.busiest("a"), hosts.busiest("b"), hosts.busiest("c")) == (3, 3, 0)
     hosts.note("b", [])
     assert hosts.busiest("a") == 1
-
-
-def test_restarts_come_soon_and_then_slower() -> None:
-    """The first restart waits half a second, each further one twice as long, none longer than half a minute."""
-    waits = [backoff_seconds(failures) for failures in range(1, 12)]
-    assert waits[0] == 0.5 and waits == sorted(waits) and waits[-1] == 30.0

@@ -55,7 +55,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(open_door: OpenD
         if len(lost) > 1:
             assert not asking.done(), "it waits to learn how they ended"
             for group in lost:
-                ended = replace(addresses[group.name], state="lost", restarts=1, predecessor=crash)
+                ended = replace(addresses[group.name], state="lost", incarnation=1, predecessor=crash)
                 addresses[group.name] = ended
             await door.router.set_groups(list(addresses.values()))
     said = await refusal(asking)
