@@ -60,7 +60,7 @@ class Relay:
     async def events(self) -> AsyncIterator[GenerateEvent]:
         """Started, then deltas, then one Final; raises CoatcheckError where the request cannot go on."""
         request = self.request
-        began = asyncio.get_running_loop().time()
+        refused: float | None = None  # since when groups have said that they are full, and nothing else
         if request.resume:  # accepted by another router, or by this one before it was started again
             placement = await self._place(self._config.move_wait_seconds)
         else:
@@ -83,10 +83,13 @@ class Relay:
                 placement = await self._move(placement, lost)
                 continue
             except Overloaded:
-                if asyncio.get_running_loop().time() - began > self._config.move_wait_seconds:
+                now = asyncio.get_running_loop().time()
+                refused = now if refused is None else refused
+                if now - refused > self._config.move_wait_seconds:
                     raise
                 placement = await self._return(placement)
                 continue
+            refused = None
             events = self._advance(outputs, placement)
             self._answered_here = self._answered_here or bool(events)
             if events and self._suspicion.is_any:

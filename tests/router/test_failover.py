@@ -113,6 +113,28 @@ async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_stream_of_any_age_waits_for_a_full_group(open_door: OpenDoor) -> None:
+    """One that has run for longer than it would wait, and finds the next group full, waits all the same."""
+    _, ids = await undisturbed(open_door, ask())
+    first, second = FakeGroup("a", hold_after=3), FakeGroup("b", refuse=(8, "full"))
+    door = await open_door(first, move_wait_seconds=0.0)
+    stream = Stream(door, ask())
+    while len(stream.ids[0]) < 3:
+        await stream.read()
+    address = door.router.groups.link("a").address  # type: ignore[union-attr]  # it is attached
+    door.groups.append(second)
+    await door.router.set_groups([address, await second.start()])
+    await door.serving(2)
+    await first.kill()
+    reading = asyncio.ensure_future(stream.finish())
+    while not len(door.router.dispatch.line) and not reading.done():
+        await door.admin.Status(StatusRequest())
+    second.refuse = None
+    second.report(waiting=0)
+    assert (await reading).final.group == "b"
+    assert stream.ids == ids
+
+
 async def test_two_groups_killed_at_once_cost_no_request(open_door: OpenDoor) -> None:
     """Requests that lose two groups before they are answered at all go on when one comes back."""
     groups = [FakeGroup(name, hold_after=0) for name in ("a", "b")]
