@@ -51,9 +51,9 @@ class GroupLink:
         config: RouterConfig,
         index: PrefixIndex,
         changed: Callable[[], None],
-        eased: Callable[[], None] = lambda: None,
-        judge: Callable[["GroupLink"], Ejected | None] = lambda link: None,
-        losses: Losses | None = None,
+        eased: Callable[[], None],
+        judge: Callable[["GroupLink"], Ejected | None],
+        losses: Losses,
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
@@ -68,7 +68,7 @@ class GroupLink:
         self._changed = changed
         self._eased = eased
         self._judge = judge
-        self._losses = losses or Losses()
+        self._losses = losses
         self._last_word: LastWord | None = None
         self._paused = False  # since it is slow
         self._recalled = asyncio.Event()
@@ -167,6 +167,7 @@ class GroupLink:
         except Exception as error:  # whatever a group sends, this router goes on serving the others
             _log.exception("group %s: its stream could not be read", self.name)
             self._eject(f"its stream could not be read: {error}")
+            raise Ejected(self.reason) from error  # the next one will hardly be better at once
         finally:
             attached = self._lose()
         return attached

@@ -1,6 +1,7 @@
 """One link: whom it takes for its group, and how it ends."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from coatcheck.proto.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, FromGroup, KvEvent, Refused, SequenceOutput, StepBatch
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.group_address import GroupAddress
 from coatcheck.router.group_link import GroupLink
+from coatcheck.router.losses import Losses
 from coatcheck.router.prefix_index import PrefixIndex
 
 from .conftest import OpenDoor
@@ -92,12 +95,42 @@ async def test_a_group_that_is_back_is_known_for_what_it_did(open_door: OpenDoor
     await stream.finish()
 
 
+def link_to(
+    address: GroupAddress,
+    changed: asyncio.Event,
+    judge: Callable[[GroupLink], None] = lambda link: None,
+    **settings: float,
+) -> GroupLink:
+    """One by itself."""
+    config = RouterConfig("tiny", **settings)  # type: ignore[arg-type]  # by name
+    return GroupLink(address, config, PrefixIndex(), changed.set, lambda: None, judge, Losses())
+
+
+async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What fails for a defect of ours would fail again: the link pauses as for any group that sends what cannot be."""
+
+    def fail(link: GroupLink) -> None:
+        raise ZeroDivisionError("a defect")
+
+    group, changed = FakeGroup(), asyncio.Event()
+    link = link_to(await group.start(), changed, fail)
+    async with asyncio.timeout(10):
+        while not link.ejections:
+            await changed.wait()
+            changed.clear()
+    await asyncio.sleep(0)
+    assert link.registration is None and link.reason == "its stream could not be read: a defect"
+    assert "group g0 is ejected: its stream could not be read: a defect" in caplog.text
+    await link.close("taken away")
+    await group.kill()
+
+
 async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
     """Closing wins over silence found at the same moment: the link does not attach again."""
     group = FakeGroup()
     address = await group.start()
     registered = asyncio.Event()
-    link = GroupLink(address, RouterConfig("tiny", silence_seconds=1.0), PrefixIndex(), registered.set)
+    link = link_to(address, registered, silence_seconds=1.0)
     await registered.wait()
     (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch over g0"]
     await asyncio.wait([watch])
