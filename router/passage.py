@@ -63,8 +63,9 @@ class Passage:
             self._trace.enter("router.route")
 
     def routed(self, decision: Decision, attempt: int) -> None:
-        """It goes to this group."""
+        """It goes to this group, its next after so many."""
         self._group = decision.group
+        self._moves = attempt
         self._sent = self._clock()
         if self._trace is not None:
             chosen = decision.chosen
@@ -97,7 +98,6 @@ class Passage:
 
     def lost(self, group: str, why: str) -> None:
         """Its group is gone; it goes on elsewhere, or fails."""
-        self._moves += 1
         self._traffic.measures.moved(group, begun=self._ttft is not None)
         fields = {"request_id": self._request_id, "group": group, "reason": why}
         _log.warning("a request lost its group", extra=fields)

@@ -1,6 +1,7 @@
 """A request that ends groups: two that end by themselves are enough, and who was beside it is answered all the same."""
 
 import asyncio
+import logging
 from dataclasses import replace
 
 import grpc
@@ -32,13 +33,19 @@ async def refusal(asking: "asyncio.Future[GenerateResponse]") -> str:
     return refused.value.details() or ""
 
 
-async def test_two_groups_that_end_by_themselves_are_enough(open_door: OpenDoor) -> None:
-    """A request that ends two groups in a row, as their last words say, is refused; no third one sees it."""
+async def test_two_groups_that_end_by_themselves_are_enough(
+    open_door: OpenDoor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request that ends two groups in a row, as their last words say, is refused; no third one sees it. It has moved
+    once, says the log."""
+    caplog.set_level(logging.INFO)
     groups = [FakeGroup(name, poison=POISON, last_word=CRASH) for name in ("a", "b", "c")]
     door = await open_door(*groups)
     said = await refusal(asyncio.ensure_future(door.generation.Generate(poisonous())))
     assert "2 groups in a row ended by themselves" in said and CRASH in said
     assert sorted(len(group.submits) for group in groups) == [0, 1, 1]
+    (ended,) = [record for record in caplog.records if record.message == "request ended"]
+    assert (ended.outcome, ended.moves) == ("aborted", 1)  # type: ignore[attr-defined]  # fields of its own
 
 
 @pytest.mark.parametrize(("crash", "sent"), [("rank 0: Segmentation fault", 2), ("", 3)], ids=["crash", "killed"])
