@@ -42,7 +42,7 @@ class RouterConfig:
     # Requests that wait here while no group has room; more are refused.
     max_queued: int = 1024
     # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
-    # as often, so that a stream has moved within 5 s.
+    # as often, so that it is noticed within 5 s.
     silence_seconds: float = 4.0
     tokenizer_threads: int = 2
     # Files on the router's host. Without a certificate there is no TLS; with `tls_client_ca` clients need one, too.

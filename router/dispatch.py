@@ -54,7 +54,7 @@ class Dispatch:
         """As `place`, for one that waits for its turn, and until some group has room for it.
 
         Waits `wait_seconds` for a first group that serves; once in line it stays, whatever happens to the groups.
-        Raises Overloaded where there is no room in line, Unavailable and NeverFits.
+        Raises Overloaded where there is no room in line, DeadlineExceeded, Unavailable and NeverFits.
         """
 
         def place() -> Placement | None:

@@ -9,8 +9,8 @@ from .request import Request
 
 
 def require_time(request: Request, decision: Decision, now: float) -> None:
-    """Raises DeadlineExceeded where no group could begin to answer in time: full steps of prompts, at the speed of
-    steps that have none."""
+    """Raises DeadlineExceeded where no group could begin to answer in time: as many steps as the prompts ahead and its
+    own take at the least, each as quick as one without prompts."""
     if request.deadline is None:
         return
     soonest = min(term.decode for term in decision.terms)

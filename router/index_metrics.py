@@ -36,7 +36,7 @@ class IndexMetrics(Collector):
 
 def _ejections(links: Iterable[GroupLink]) -> Metric:
     family = CounterMetricFamily(
-        "coatcheck_group_ejections", "Streams ended for silence, or for what cannot be.", labels=["group"]
+        "coatcheck_group_ejections", "Streams ended for silence, for slowness, or for what cannot be.", labels=["group"]
     )
     for link in links:
         family.add_metric([link.name], link.ejections)

@@ -57,13 +57,13 @@ class Measures:
         )
         self._failovers = Counter(
             "coatcheck_failovers",
-            "Streams that lost their group and went on at another, after their first token.",
+            "Streams that lost their group after their first token; most went on at another.",
             ["group"],
             registry=registry,
         )
         self._retries = Counter(
             "coatcheck_retries",
-            "Requests that lost their group before their first token and were sent to another.",
+            "Requests that lost their group before their first token; most were sent to another.",
             ["group"],
             registry=registry,
         )

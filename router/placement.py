@@ -52,7 +52,7 @@ class Placement:
         self._link.close_ticket(self.ticket, finished)
 
     def suspect(self, level: int) -> None:
-        """The group has answered: the request is less of a suspect."""
+        """How suspect the request is from now on; see Suspicion."""
         self._link.suspect(self.ticket, level)
 
     def _settle(self) -> None:
