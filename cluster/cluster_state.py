@@ -9,8 +9,8 @@ from ..workers.rank_progress import Phase, RankProgress
 @by_name
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """`state` is "starting", "serving", "lost" (and soon started again) or "failed" (it never served; see `reason`).
-    `incarnation` and `predecessor`: see GroupAddress."""
+    """`state` is "starting", "serving", "draining", "lost" (and soon started again) or "failed" (it never served; see
+    `reason`). `incarnation` and `predecessor`: see GroupAddress."""
 
     name: str
     state: str = "starting"
