@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 import signal
+import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -109,6 +110,7 @@ def bench(
         Console().print(report_table(report))
     if plot is not None:
         plot_report(report, samples, plot)
+        print(f"a picture of it is in {plot}", file=sys.stderr)
     if report.unfinished:
         raise typer.Exit(_EXIT_INTERRUPTED)
     if not report.succeeded:

@@ -1,6 +1,7 @@
 """`coatcheck plan`: what of a model will fit, before there is a GPU. It reads config.json and starts nothing."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -81,3 +82,5 @@ def plan(
         from .plan_table import plan_tables
 
         Console(highlight=False).print(plan_tables(sizing))
+    if plot is not None:
+        print(f"a picture of it is in {plot}", file=sys.stderr)

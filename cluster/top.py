@@ -31,7 +31,9 @@ _STEPS: Final = " ▁▂▃▄▅▆▇█"
 def top(
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show one screen and end, its rate measured for --every.")
+    ] = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -59,6 +61,8 @@ def top(
         return
     console = Console()
     if once or not console.is_terminal:
+        time.sleep(every)  # a rate needs two looks
+        status = look()
         console.print(screen(status, history, console.width))
         return
     # The terminal must be given back as it was, which an end without a word (see cli) would not do.

@@ -154,7 +154,7 @@ async def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
             "--address", router.address, "--rate", "200", "--num-requests", "8", "--output-len", "3",
             "--plot", str(tmp_path / "run.png"),
         )  # fmt: skip
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"a picture of it is in {tmp_path / 'run.png'}\n")
     assert "TTFT, time to the first token" in out
     assert "6 of 8 requests answered" in out
     assert "not answered: UNAVAILABLE 2" in out

@@ -44,7 +44,8 @@ def test_json_is_one_object_of_plain_numbers(tmp_path: Path) -> None:
 def test_a_picture(tmp_path: Path) -> None:
     """--plot writes a PNG, also where nothing fits; a place that cannot be written is said."""
     model, picture = write_config(tmp_path), tmp_path / "plan.png"
-    assert plan(model, "--context", "900000", "--plot", str(picture)).exit_code == 0
+    drawn = plan(model, "--context", "900000", "--plot", str(picture))
+    assert (drawn.exit_code, drawn.stderr) == (0, f"a picture of it is in {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     refused = plan(model, "--plot", str(tmp_path / "none" / "plan.png"))
     assert refused.exit_code == 2 and "cannot write the plot" in refused.stderr

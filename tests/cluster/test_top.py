@@ -125,13 +125,14 @@ def test_a_group_that_began_anew_is_no_negative_rate() -> None:
 
 
 def test_once_and_json(router: tuple[str, Admin]) -> None:
-    """--once ends after a look; with --json it is one object with every field."""
+    """--once ends after two looks, which give a rate; with --json it is one object with every field."""
     address, admin = router
-    shown = coatcheck("top", "--address", address, "--once", environment={"COLUMNS": "130"})
+    shown = coatcheck("top", "--address", address, "--once", "--every", "0.1", environment={"COLUMNS": "130"})
     assert shown.returncode == 0 and "group-0" in shown.stdout and "30/64" in shown.stdout
+    assert re.search(r"^[1-9][\d,]* tokens/s", shown.stdout, re.MULTILINE)
     said = json.loads(coatcheck("top", "--address", address, "--once", "--json").stdout)
     assert said["itl"]["count"] == 4000 and said["groups"][0]["blocks_cached"] == 20
-    assert admin.asked == 2
+    assert admin.asked == 3
 
 
 def test_it_follows_in_a_terminal(router: tuple[str, Admin]) -> None:
