@@ -20,6 +20,7 @@ SOURCES = [
 HEADERS = ["attention", "pool", "rows", "scalar", "widen_avx512"]
 
 setup(
+    script_name="setup.py",  # so that this file, which lies in the root of the package, is no module of it
     ext_modules=[
         Extension(
             "coatcheck.kernels._native",
@@ -30,5 +31,5 @@ setup(
             extra_link_args=["-fopenmp"],
             optional=True,
         )
-    ]
+    ],
 )

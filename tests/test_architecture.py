@@ -139,7 +139,8 @@ def test_editable_install_sees_every_room() -> None:
 
 
 def test_wheel_holds_every_room(tmp_path: Path) -> None:
-    """A wheel of what is tracked, built without a C compiler, holds the sources, the .proto files, the type marker."""
+    """A wheel of what is tracked, built without a C compiler, holds the sources, the .proto files, the type marker, and
+    no module beside them."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     copy = tmp_path / "source"
     for name in filter(None, tracked.split("\0")):
@@ -156,3 +157,4 @@ def test_wheel_holds_every_room(tmp_path: Path) -> None:
     missing = [str(file.relative_to(copy)) for file in wanted if f"coatcheck/{file.relative_to(copy)}" not in held]
     assert missing == []
     assert "coatcheck/py.typed" in held
+    assert {name for name in held if name.count("/") == 1 and name.endswith(".py")} == {"coatcheck/__init__.py"}
