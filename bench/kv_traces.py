@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coatcheck.workers.block_pool import BlockPool, max_ghosts
 from coatcheck.workers.eviction import Eviction
-from coatcheck.workers.eviction_order import LeastRecentlyUsed, LeastWorth
+from coatcheck.workers.eviction_order import order_of
 from coatcheck.workers.prefix_book import PrefixBook
 
 CAPACITIES = (250, 1000, 3000, 10000)
@@ -55,8 +55,7 @@ def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
 def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | None = None, start: int = 0) -> Hits:
     """Every arrival through a pool of so many blocks; only those from number `start` on are counted."""
     book = PrefixBook(ghosts or max_ghosts(capacity))
-    order = LeastWorth(book.table) if eviction == "cost" else LeastRecentlyUsed()
-    pool = BlockPool(capacity, Eviction(book, order, capacity))
+    pool = BlockPool(capacity, Eviction(book, order_of(eviction, book.table), capacity))
     hits = asked = 0
     saved = cost = 0.0
     for number, arrival in enumerate(trace):

@@ -5,8 +5,10 @@ preemption loses least, and how many blocks a step may move. What has not been m
 charge on the copying side, so that the first copies are made, and measured. It does not know blocks or requests.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from .copy_report import CopyReport
 
 _SHARE_BESIDE_DECODES: Final = 0.15  # of a decode step's time: what copies may add to other streams' waits
 _ALONE_SECONDS: Final = 0.02  # a longer step would keep a request that arrives meanwhile waiting
@@ -22,6 +24,13 @@ class CopyPrices:
     restore: float = 0.0
     prefill: float = 0.0
     step: float = 0.0
+
+    def now(self, copies: CopyReport | None, *, tokens_per_second: float, step: float) -> Self:
+        """The prices after a step, by the rate of prefill; None where the ranks have said nothing new of copies."""
+        measured = replace(self, prefill=1 / tokens_per_second if tokens_per_second else 0.0, step=step)
+        if copies is None:
+            return measured
+        return replace(measured, demote=copies.demote_seconds, restore=copies.restore_seconds)
 
     def restores(self, num_blocks: int, *, queued: int, beside_decodes: bool) -> bool:
         """Whether so many blocks, behind those already queued, are here sooner than they are computed again."""

@@ -12,40 +12,28 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ..proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
 from .block_pool import BlockPool, max_ghosts
-from .copy_prices import CopyPrices
 from .copy_report import CopyReport
 from .deadlines import Deadlines
 from .eviction import Eviction
-from .eviction_order import LeastRecentlyUsed, LeastWorth
+from .eviction_order import order_of
 from .grammar_ledger import GrammarLedger
 from .grammars import Grammars
 from .host_tier import HostTier
+from .in_flight import InFlight
 from .intake import Intake
 from .model_spec import ModelSpec
 from .prefix_book import PrefixBook
-from .prefix_miss import content_chain
 from .request import Request
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
 from .slowness import Slowness
 from .step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput, TokenLogprob
-from .step_plan import StepPlan
-from .step_runner import LaunchedStep, Runner, StepResult
+from .step_runner import Runner, StepResult
 from .throughput import Throughput
 from .tier import Tier
-
-
-@dataclass(slots=True)
-class _InFlight:
-    plan: StepPlan
-    sequences: list[Sequence]
-    preemptions: list[int]  # of each sequence when planned: a later preemption voids the row's progress
-    launched: LaunchedStep
-    started: float
 
 
 class Engine:
@@ -73,8 +61,10 @@ class Engine:
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.book = PrefixBook(max_ghosts(num_blocks + host_blocks))
-        pool = BlockPool(num_blocks, self._make_eviction(eviction, num_blocks, Tier.DEVICE))
-        host = HostTier(host_blocks, self._make_eviction(eviction, host_blocks, Tier.HOST)) if host_blocks else None
+        # Each tier has an order of its own; what they learn is shared.
+        on_device, on_host = (order_of(eviction, self.book.table) for _ in range(2))
+        pool = BlockPool(num_blocks, Eviction(self.book, on_device, num_blocks, Tier.DEVICE))
+        host = HostTier(host_blocks, Eviction(self.book, on_host, host_blocks, Tier.HOST)) if host_blocks else None
         self.scheduler = Scheduler(config, pool, host)
         self.throughput = Throughput()
         self._slowness = Slowness(spec.attention_crossover)
@@ -85,10 +75,11 @@ class Engine:
             block_size=block_size,
             max_model_len=self.max_model_len,
             grammars=grammars or Grammars(None, "structured output is not served here"),
+            book=self.book,
             clock=clock,
         )
         self._clock = clock
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
         self._deadlines = Deadlines()
@@ -107,16 +98,10 @@ class Engine:
         grammar is new is queued, or refused by a later step, when every rank has compiled it."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
-        self._intake.check(request)
-        if self._grammars.has(request.sampling.structured):
-            self._intake.check_grammar(request)
-        chain = self._intake.chain(request)
-        self.book.advance(self._clock())
-        contents = content_chain(request.prompt_token_ids, self.block_size)
-        self.book.want(chain, request.owner, request.retention, contents)
+        choices = self._intake.take(request, compiled=self._grammars.has(request.sampling.structured))
         if request.retention is not None:
-            self.scheduler.tiers.touch(chain)
-        choices = self._intake.sequences(request, chain)
+            prompt_blocks = len(request.prompt_token_ids) // self.block_size
+            self.scheduler.tiers.touch(choices[0].block_hashes[:prompt_blocks])
         self._sequences[request.request_id] = choices
         for sequence in choices:
             self._deadlines.note(sequence)
@@ -133,13 +118,11 @@ class Engine:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
         self.book.advance(started)
-        for request_id in self._deadlines.overdue(itertools.chain(self.scheduler.waiting, self._grammars), started):
-            self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
+        self._drop_overdue(started)
         plan, sequences = self.scheduler.schedule()
         self._grammars.announce(plan)
         if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
-            preemptions = [sequence.num_preemptions for sequence in sequences]
-            self._in_flight.append(_InFlight(plan, sequences, preemptions, self._runner.launch(plan), started))
+            self._in_flight.append(InFlight(plan, sequences, self._runner.launch(plan), started))
         if plan.rows and len(self._in_flight) <= self._depth:
             return StepOutput(plan.step, [], self.scheduler.tiers.drain_events())
         return self._confirm(self._in_flight.popleft())
@@ -171,16 +154,10 @@ class Engine:
 
     def price(self, copies: CopyReport | None) -> None:
         """Takes how fast ranks copy (None: as before) and compute into what copies are weighed by."""
-        tiers, rate = self.scheduler.tiers, self.throughput.prefill_tokens_per_second
-        if tiers.host is None:
-            return
-        tiers.prices = CopyPrices(
-            self.block_size,
-            demote=copies.demote_seconds if copies else tiers.prices.demote,
-            restore=copies.restore_seconds if copies else tiers.prices.restore,
-            prefill=1 / rate if rate else 0.0,
-            step=self.throughput.step_seconds,
-        )
+        tiers, lately = self.scheduler.tiers, self.throughput
+        if tiers.host is not None:
+            rate = lately.prefill_tokens_per_second
+            tiers.prices = tiers.prices.now(copies, tokens_per_second=rate, step=lately.step_seconds)
 
     def snapshot(self) -> list[KvEvent]:
         """Every prefix block held; events drained before it are part of it."""
@@ -194,29 +171,20 @@ class Engine:
         queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._grammars)}
         assert queued == known, "a sequence is lost or left behind"
 
-    def _make_eviction(self, kind: str, capacity: int, tier: Tier) -> Eviction:
-        """One tier's own; what they learn is shared."""
-        order = LeastWorth(self.book.table) if kind == "cost" else LeastRecentlyUsed()
-        return Eviction(self.book, order, capacity, tier)
+    def _drop_overdue(self, now: float) -> None:
+        for request_id in self._deadlines.overdue(itertools.chain(self.scheduler.waiting, self._grammars), now):
+            self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
 
-    def _confirm(self, done: _InFlight) -> StepOutput:
+    def _confirm(self, done: InFlight) -> StepOutput:
         result = done.launched.wait()
         outputs, self._ended_early = self._ended_early, []
-        for index, (row, sequence) in enumerate(zip(done.plan.rows, done.sequences, strict=True)):
-            sequence.num_pending -= int(row.sample)
-            sequence.started_at = sequence.started_at or done.started
-            if sequence.gone:
-                continue
+        for index, row, sequence in done.confirm(result):
             if index in result.failed:
                 self._refuse(sequence.request.request_id, InvalidRequest(result.failed[index]))
                 continue
-            if row.sample:
-                sequence.token_ids.append(result.token_ids[index])
-            if sequence.num_preemptions == done.preemptions[index]:
-                sequence.num_computed = row.start + row.num_tokens
-                self._intake.name_blocks(sequence)
-                if sequence.num_registered < sequence.num_computed // self.block_size:
-                    self.scheduler.register(sequence)
+            self._intake.name_blocks(sequence)
+            if sequence.num_registered < sequence.num_computed // self.block_size:
+                self.scheduler.register(sequence)
             scored = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs.get(index, []))
             if row.sample:
                 outputs.append(self._output(sequence, index, result, scored))
@@ -268,12 +236,7 @@ class Engine:
             output.logprobs = [result.logprobs[index]]
         self.throughput.generated_tokens += 1
         if not sequence.reported:
-            sequence.reported = True
-            output.cached_device_tokens = sequence.cached_device_tokens
-            output.cached_host_tokens = sequence.cached_host_tokens
-            output.miss = sequence.miss
-            output.queued_seconds = sequence.started_at - sequence.submitted_at
-            output.prefill_seconds = self._clock() - sequence.started_at
+            sequence.report_beginning(output, self._clock())
             self.throughput.admitted(sequence)
         return self._end(sequence, output) if sequence.end_after(output.token_ids[-1]) else output
 

@@ -143,3 +143,8 @@ class LeastWorth:
     def _worth(self, key: tuple[int, int, int]) -> float:
         kind, band, cost = key
         return self._table.rate(kind, band) * 2 ** (cost / _COST_STEPS)
+
+
+def order_of(kind: str, table: LifeTable) -> Order:
+    """As an operator names it: "cost", by what the table has learned, or "lru"."""
+    return LeastWorth(table) if kind == "cost" else LeastRecentlyUsed()

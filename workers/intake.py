@@ -10,6 +10,8 @@ from ..proto.block_hash import block_key, hash_block, hash_chain
 from ..proto.errors import InvalidRequest, NeverFits
 from .grammars import Grammars
 from .model_spec import ModelSpec
+from .prefix_book import PrefixBook
+from .prefix_miss import content_chain
 from .request import Request
 from .sequence import Sequence
 
@@ -20,17 +22,37 @@ class Intake:
     """`max_model_len`: the most tokens of a sequence that model and pool can hold."""
 
     def __init__(
-        self, spec: ModelSpec, *, block_size: int, max_model_len: int, grammars: Grammars, clock: Callable[[], float]
+        self,
+        spec: ModelSpec,
+        *,
+        block_size: int,
+        max_model_len: int,
+        grammars: Grammars,
+        book: PrefixBook,
+        clock: Callable[[], float],
     ) -> None:
         self.spec = spec
         self.block_size = block_size
         self.max_model_len = max_model_len
         self._grammars = grammars
+        self._book = book
         self._clock = clock
         self._keys: dict[str, bytes] = {}
         self._arrivals = 0
 
-    def check(self, request: Request) -> None:
+    def take(self, request: Request, *, compiled: bool) -> list[Sequence]:
+        """One for each choice; the book knows then what is wanted. Raises InvalidRequest or NeverFits, and then nothing
+        has changed. `compiled`: its grammar is, if it has one."""
+        self._check(request)
+        if compiled:
+            self.check_grammar(request)
+        chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
+        self._book.advance(self._clock())
+        contents = content_chain(request.prompt_token_ids, self.block_size)
+        self._book.want(chain, request.owner, request.retention, contents)
+        return self._sequences(request, chain)
+
+    def _check(self, request: Request) -> None:
         """Raises InvalidRequest or NeverFits, with what to change."""
         vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
         if not prompt_len:
@@ -57,11 +79,7 @@ class Intake:
             for said in request.resume.values() or ((),):
                 self._grammars.matcher(request.sampling.structured, said)
 
-    def chain(self, request: Request) -> list[bytes]:
-        """The names of its prompt's full blocks."""
-        return hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
-
-    def sequences(self, request: Request, chain: list[bytes]) -> list[Sequence]:
+    def _sequences(self, request: Request, chain: list[bytes]) -> list[Sequence]:
         """One for each choice; all but the first wait for the first's prompt. `chain` is the request's."""
         choices: list[Sequence] = []
         for choice in range(request.sampling.n):

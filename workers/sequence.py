@@ -15,7 +15,7 @@ from typing import Self
 
 from .prefix_miss import PrefixMiss
 from .request import Request
-from .step_output import FinishReason, TokenLogprob
+from .step_output import FinishReason, SequenceOutput, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +92,15 @@ class Sequence:
         new = reports[known:] if known >= 0 else []
         self.num_prompt_logprobs += len(new)
         return new
+
+    def report_beginning(self, output: SequenceOutput, now: float) -> None:
+        """Its first output says, once, what of its prompt was found and how long it has waited."""
+        self.reported = True
+        output.cached_device_tokens = self.cached_device_tokens
+        output.cached_host_tokens = self.cached_host_tokens
+        output.miss = self.miss
+        output.queued_seconds = self.started_at - self.submitted_at
+        output.prefill_seconds = now - self.started_at
 
     def end_after(self, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, its newest token, or None."""

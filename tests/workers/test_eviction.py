@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.block_pool import BlockPool
 from coatcheck.workers.eviction import RETAINED_SHARE, SHELTER_SECONDS, Eviction
-from coatcheck.workers.eviction_order import LeastRecentlyUsed, LeastWorth
+from coatcheck.workers.eviction_order import order_of
 from coatcheck.workers.prefix_book import Prefix, PrefixBook
 from coatcheck.workers.prefix_miss import EvictionReason
 
@@ -19,7 +19,7 @@ from coatcheck.workers.prefix_miss import EvictionReason
 def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:
     """An eviction of its own book."""
     book = PrefixBook(ghosts)
-    return Eviction(book, LeastWorth(book.table) if order == "cost" else LeastRecentlyUsed(), capacity)
+    return Eviction(book, order_of(order, book.table), capacity)
 
 
 def chain_of(text: str, length: int) -> list[bytes]:
