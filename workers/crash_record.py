@@ -30,15 +30,17 @@ class CrashRecord:
         self._file: int | None = None  # open for as long as the process lives
 
     def keep(self) -> None:
-        """From now on a fault leaves its traces."""
+        """From now on a fault leaves its traces, and the log says where: the handler writes to one file alone."""
         if not self._base:
             return
+        path = _path(self._base, self._rank)
         try:
-            self._file = os.open(_path(self._base, self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
             _log.warning("no record is kept of how this rank ends: %s", error)
             return
         faulthandler.enable(self._file, all_threads=False)
+        _log.info("should this rank end by a fault, its trace is in %s", path)
 
     def note(self, error: BaseException) -> None:
         """This rank ends for this error."""

@@ -1,5 +1,6 @@
 """How a group that ends by itself says so, and what it leaves behind: real processes that really crash."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -103,6 +104,21 @@ def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
         Path(f"{base}.rank-{rank}.crash").write_text("Fatal Python error: Aborted\n\nThread 0x1:\n" if rank else "")
     assert crash_of(base, [0, 1], 2) is None
     assert crash_of(base, [1], 1) == "rank 1: Aborted"
+
+
+def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
+    """Who reads the log of a rank that has faulted finds the file there that says where in its code that was."""
+    code = (
+        "import ctypes, logging, sys; from coatcheck.workers.crash_record import CrashRecord\n"
+        "def at_fault(): ctypes.string_at(0)\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "CrashRecord(sys.argv[1], 1, 2).keep(); at_fault()\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/g.0"], capture_output=True, text=True)
+    assert told.returncode == -signal.SIGSEGV
+    path = told.stderr.strip().rpartition("its trace is in ")[2]
+    assert crash_of(f"{tmp_path}/g.0", [1], 2) == "rank 1: Segmentation fault"
+    assert "in at_fault" in Path(path).read_text()
 
 
 def test_a_full_disk_keeps_no_rank_alive(tmp_path: Path) -> None:
