@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
+from coatcheck.kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables
 from coatcheck.kernels.kv_cache import KVCache
 from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.linear import PackedLinear
@@ -18,12 +18,9 @@ from coatcheck.kernels.rotary import rotary_and_store
 from coatcheck.kernels.silu_mul import silu_mul
 from coatcheck.kernels.store_kv import store_kv_reference
 from tests.kernels.caches import pool_of, strided_cache
+from tests.kernels.processor import needs_avx512_bf16
 
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 96, 6, 2, 32, 16
-
-needs_native = pytest.mark.skipif(
-    not is_native(PackedLinear(torch.eye(16))), reason="the native form is for processors with AVX512-BF16"
-)
 
 
 def linear(features: int, depth: int, dtype: torch.dtype, bias: bool = False) -> PackedLinear:
@@ -70,7 +67,7 @@ class Batch:
         )  # fmt: skip
 
 
-@needs_native
+@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("head_norms", [False, True])
@@ -108,7 +105,7 @@ def test_an_attention_half_is_its_operations_in_a_row(
     assert torch.equal(pool_of(batch.cache), pool_of(batch.copy))
 
 
-@needs_native
+@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
@@ -122,7 +119,7 @@ def test_an_mlp_half_is_its_operations_in_a_row(dtype: torch.dtype, activation: 
     assert torch.equal(out, down(silu_mul(gate_up(h), activation))) and torch.equal(total, want_total)
 
 
-@needs_native
+@needs_avx512_bf16
 def test_wrong_arguments_are_refused_by_name() -> None:
     """A wrong shape, dtype or stride of any tensor is refused before anything is computed."""
     batch = Batch([(4, 1), (9, 1)], torch.float32)
@@ -153,7 +150,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     assert torch.equal(pool_of(cache), kept)
 
 
-@needs_native
+@needs_avx512_bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.parametrize("count", [1, 3])

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from coatcheck.kernels import native
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.shared_memory import SharedMemory
 from tests.workers.ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(native.library() is None, reason="shared memory is the C library's")
 
 # Around the edges of a buffer of 1 MiB, and so several pieces.
 COUNTS = (0, 1, 255, 256, 257, 262_143, 262_144, 262_145, 700_001)

@@ -1,0 +1,10 @@
+"""What this processor has of what the C kernels are written for; asked of torch, so that a library that is broken or
+was not built fails a test, and is no reason to skip it."""
+
+import pytest
+import torch
+
+needs_avx512_bf16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    reason="linear layers and halves of layers are native on processors with AVX512-BF16 and without AMX",
+)
