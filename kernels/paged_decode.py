@@ -23,7 +23,8 @@ from torch import Tensor
 
 from .arch import Arch, arch_of
 from .kv_cache import KVCache
-from .quantise import KINDS, _lift, _narrowed, _nibbles, _places, _scales_of, _widened
+from .online_softmax import _absorbed, _scores
+from .quantise import KINDS, _lift, _narrowed, _places, _scales_of
 
 SPLIT = 512
 _PROGRAMS_PER_PROCESSOR = 16  # several times what runs at once, so that all end together
@@ -115,7 +116,10 @@ def _decode(
         heads = kv_head * GROUP + rows
         at_query = q + tl.load(cu_seqlens + seq).to(tl.int64) * q_stride + heads[:, None] * DIM + dims[None]
         queries = tl.load(at_query, in_rows[:, None] & in_dims[None], other=0.0)
-        high_queries = queries
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        high_queries, high_acc = queries, total
         if KIND == 3:
             high_queries = tl.load(at_query + WIDTH, in_rows[:, None] & in_dims[None], other=0.0)
             high_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -123,9 +127,6 @@ def _decode(
         if KIND > 0:
             queries, high_queries, unit = _narrowed(queries, high_queries, False)
             slope *= unit
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         end = tl.minimum(seq_len, (split + 1) * SPLIT_SIZE)
         start = tl.maximum(split * SPLIT_SIZE, (lowest // BLOCK_N) * BLOCK_N)
         table = tables + seq.to(tl.int64) * table_stride
@@ -135,6 +136,7 @@ def _decode(
             nth, row = _places(first, across, SIZE, BLOCK_N)
             block = tl.load(table + nth, held, other=0).to(tl.int64)
             at = (kv_head * SIZE + row) * WIDTH
+            v_scale = slope  # stands for them where there are none
             if KIND > 0:
                 k_scale, v_scale = _scales_of(
                     k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
@@ -148,37 +150,17 @@ def _decode(
             else:
                 key = tl.load(at_key, in_dims[None], other=0)
                 value = tl.load(at_value, held[:, None] & in_dims[None], other=0)
-            if KIND == 3:
-                low, high = _nibbles(key, CONVERT, queries.dtype, True)
-                score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
-                score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION)
-            else:
-                key = _widened(key, KIND, CONVERT, queries.dtype, True)
-                score = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+            score = _scores(queries, high_queries, key, PRECISION, KIND, CONVERT)
             if KIND > 0:
                 score *= k_scale[None]
             if CAPPED:  # tanh(y) = 1 - 2 / (e^2y + 1)
                 bend, cap = 2.0 * _LOG2_E * slope / softcap, softcap * _LOG2_E
                 score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
             score = tl.where((held & (keys >= lowest))[None], score, float("-inf"))
-            top = tl.maximum(peak, tl.max(score, 1))
-            base_peak = tl.where(top == float("-inf"), 0.0, top)
-            if CAPPED:
-                weight, decay = tl.exp2(score - base_peak[:, None]), tl.exp2(peak - base_peak)
-            else:
-                weight = tl.exp2(score * slope - (base_peak * slope)[:, None])
-                decay = tl.exp2((peak - base_peak) * slope)
-            total = total * decay + tl.sum(weight, 1)
-            if KIND > 0:
-                weight *= v_scale[None]
-            weight = weight.to(queries.dtype)
-            if KIND == 3:
-                value, high = _nibbles(value, CONVERT, queries.dtype, False)
-                high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
-            else:
-                value = _widened(value, KIND, CONVERT, queries.dtype, False)
-            acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
-            peak = top
+            acc, high_acc, peak, total = _absorbed(
+                score, slope, slope, value, v_scale, acc, high_acc, peak, total, queries.dtype,
+                PRECISION, KIND, CONVERT, CAPPED, True,
+            )  # fmt: skip
         at = item * HEADS + heads.to(tl.int64)
         tl.store(peaks + at, peak if CAPPED else peak * slope, in_rows)
         tl.store(sums + at, total, in_rows)

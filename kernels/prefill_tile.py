@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from .quantise import _nibbles, _places, _scales_of, _widened
+from .online_softmax import _absorbed, _scores
+from .quantise import _places, _scales_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -41,6 +42,7 @@ def _attend(
         else:
             block = tl.load(table + nth).to(tl.int64)
         at = (kv_head * SIZE + row) * WIDTH
+        v_scale = scale  # stands for them where there are none
         if KIND > 0:
             k_scale, v_scale = _scales_of(
                 k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
@@ -56,13 +58,7 @@ def _attend(
             inside = (dims < WIDTH)[None]
             key = tl.load(at_key, inside, other=0)
             value = tl.load(at_value, (held[:, None] & inside) if MASKED else inside, other=0)
-        if KIND == 3:
-            low, high = _nibbles(key, CONVERT, queries.dtype, True)
-            score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
-            score = tl.dot(high_queries, tl.trans(high), score, input_precision=PRECISION)
-        else:
-            key = _widened(key, KIND, CONVERT, queries.dtype, True)
-            score = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+        score = _scores(queries, high_queries, key, PRECISION, KIND, CONVERT)
         if KIND > 0:
             score *= k_scale[None]
         if CAPPED:
@@ -73,21 +69,8 @@ def _attend(
         if MASKED:
             seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
             score = tl.where(seen, score, float("-inf"))
-        top = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-        if CAPPED:
-            weight, decay = tl.exp2(score - base[:, None]), tl.exp2(peak - base)
-        else:
-            weight, decay = tl.exp2(score * slope - (base * scale)[:, None]), tl.exp2((peak - base) * scale)
-        total = total * decay + tl.sum(weight, 1)
-        if KIND > 0:
-            weight *= v_scale[None]
-        weight = weight.to(queries.dtype)
-        if KIND == 3:
-            value, high = _nibbles(value, CONVERT, queries.dtype, False)
-            high_acc = high_acc * decay[:, None] + tl.dot(weight, high, input_precision=PRECISION)
-        else:
-            value = _widened(value, KIND, CONVERT, queries.dtype, False)
-        acc = acc * decay[:, None] + tl.dot(weight, value, input_precision=PRECISION)
-        peak = top
+        acc, high_acc, peak, total = _absorbed(
+            score, slope, scale, value, v_scale, acc, high_acc, peak, total, queries.dtype,
+            PRECISION, KIND, CONVERT, CAPPED, MASKED,
+        )  # fmt: skip
     return acc, high_acc, peak, total
