@@ -18,10 +18,8 @@ import pytest
 @pytest.mark.parametrize(
     "groups",
     [
-        "attention long order",
-        "matrix",
-        "elements quantised stores rows empty",
-        "sampling filters penalties probabilities",
+        "attention long order sampling filters penalties probabilities",
+        "matrix elements quantised stores rows empty",
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:

@@ -1,4 +1,4 @@
-"""Which kernels a runner asks Triton for, without a GPU: for test_kernel_keys.py, which runs this as a module.
+"""Which kernels a runner asks Triton for, without a GPU: for test_kernel_keys.py, in a process of its own.
 
 Triton's own code works out each launch's key, for an sm_90 that a driver of ours claims to be there; its hook before a
 compilation notes the key and says that nothing is to be done. So nothing is compiled or computed, and what comes out of
@@ -8,7 +8,6 @@ a kernel means nothing: plans bring their own tokens.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from coatcheck.kernels import arch
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.decode_graphs import graph_sizes
 from coatcheck.workers.step_plan import NewRow, Row, StepPlan, TableWrite
 from tests.workers.padded_steps import load, make_runner
@@ -78,20 +78,15 @@ def any_plans(seed: int) -> Iterator[StepPlan]:
         yield StepPlan(new_rows=news, table_writes=writes, copies=copies, rows=rows)
 
 
-def main() -> None:
-    path, dtype, kv_dtype = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], set[str]]:
+    """For a checkpoint, dtype and kv dtype: the keys that the warm-up asks for, and those that serving asks for."""
+    path, dtype, kv_dtype = model_of
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
     model = load(path, dtype)
     runner = make_runner(model, graph_sizes(_SEQS) if model.capturable else (), kv_dtype, _BLOCKS)
     runner.warm()
-    warmed = set(recorder.keys)
+    warmed, recorder.keys = recorder.keys, set()
     for plan in any_plans(7):
         runner.launch(plan)
-    for key in sorted(recorder.keys - warmed):
-        print("not warmed:", key)
-    print(f"{len(warmed)} warmed:", *sorted({key.split()[0] for key in warmed}))
-
-
-if __name__ == "__main__":
-    main()
+    return warmed, recorder.keys
