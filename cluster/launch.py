@@ -169,7 +169,8 @@ def start_rank(
     ranks_on_host: int,
     loopback: bool,
 ) -> Actor:
-    """One process: it computes, and as rank 0 schedules and serves. Never restarted alone: a group dies whole."""
+    """One process: it computes, and as rank 0 schedules and serves. Never restarted alone: a group dies whole. `start`
+    is the number in its name; for `incarnation` see RankActor."""
     bundle = reserved.bundle_specs[rank]
     options = ray.remote(RankActor).options(
         name=rank_name(config.name, start, rank),

@@ -67,7 +67,8 @@ class Line:
         return self._queue.stats()
 
     def queue_seconds(self, now: float) -> float:
-        """How long requests wait now: the longest beside the next one, or what the last one that was placed had."""
+        """How long requests wait now: of those like the next one (see FairQueue.oldest) whoever has waited longest, or
+        whoever was placed last, if that is but a moment ago."""
         oldest = self._queue.oldest()
         when, waited = self._last_wait
         return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)

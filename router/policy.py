@@ -112,7 +112,7 @@ class Decision:
         others = [term for term in self.terms if term.group != self.group]
         cheaper = [term for term in others if term.total < best.total]
         if cheaper:
-            against = f"; {', '.join(sorted(term.group for term in cheaper)[:_NAMED])}, which cost less, have no room"
+            against = f"; cheaper, but without room: {', '.join(sorted(term.group for term in cheaper)[:_NAMED])}"
         elif others:
             against = f"; the next best costs {min(term.total for term in others):.3f} s"
         else:

@@ -174,7 +174,7 @@ def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
     room = a_group("room", queued_prefill_tokens=100)
     full = a_group("full", has_room=False)
     decision = choose([room, full], 1000, DICE)
-    assert decision.group == "room" and "full, which cost less, have no room" in decision.why
+    assert decision.group == "room" and "; cheaper, but without room: full" in decision.why
     holds = full._replace(device_tokens=500)
     assert choose([room, holds], 1000, DICE).group == "full"
     assert choose([room._replace(device_tokens=500), holds], 1000, DICE).group == "room"
