@@ -34,7 +34,7 @@ def test_a_cluster_outlives_its_command(head: RayHead, tiny_model: Path) -> None
         assert first.generate("def main", "--max-tokens", "4")["usage"]["completion"] == 4
     with Serving(*arguments, "--max-num-seqs", "8", environment=ENVIRONMENT) as other:
         assert "already serves llama with other settings" in other.rest()
-        assert other.process.wait() == 1
+        assert other.process.wait() == 2
     router = head.actor("RouterActor")
     os.kill(router, signal.SIGSTOP)
     with Serving(*arguments, environment=ENVIRONMENT) as again:
