@@ -12,6 +12,33 @@ Resources = Mapping[str, float]
 _SHOWN_NODES = 8
 
 
+class NoRoom(InvalidConfig):
+    """Groups that do not fit: the message says what is missing, and where. What helps is for whoever asked to say."""
+
+    def __init__(self, message: str, resource: str = "CPU") -> None:
+        super().__init__(message)
+        self.resource = resource
+
+    def at_start(self, *, own_ray: bool) -> InvalidConfig:
+        """As `coatcheck serve` says it."""
+        remedy = "serve on a Ray cluster with more (--ray-address)" if own_ray else "add nodes"
+        cpus = ", or use --device cpu" if self.resource == "GPU" else ""
+        return InvalidConfig(f"{self}; lower --groups or --tp, or {remedy}{cpus}")
+
+    def at_growth(self, before: int, groups: int, *, own_ray: bool) -> InvalidConfig:
+        """As `coatcheck scale` says it, when so many serve and so many were asked for."""
+        if not own_ray:
+            remedy = "ask for fewer, or add nodes"
+        elif self.resource == "CPU":
+            remedy = (
+                "this Ray is `coatcheck serve`'s own, with places for what that was started with: start it again with "
+                f"--groups {groups}, or with --max-groups {groups}, or on a Ray cluster with more (--ray-address)"
+            )
+        else:
+            remedy = "it is `coatcheck serve`'s own, on one host: serve on a Ray cluster with more (--ray-address)"
+        return InvalidConfig(f"{counted(before, 'group')} serve, and more have no room: {self}; {remedy}")
+
+
 @by_name
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -24,14 +51,13 @@ class Placement:
 
 
 def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> Placement:
-    """`nodes`: what each has free, by its name. Raises InvalidConfig when the groups do not fit, with what is missing
-    and where."""
+    """`nodes`: what each has free, by its name. Raises NoRoom when the groups do not fit."""
     if device == "auto":
         device = "cuda" if any(node.get("GPU", 0) >= 1 for node in nodes.values()) else "cpu"
     resource = "GPU" if device == "cuda" else "CPU"
     free = {name: int(node.get(resource, 0)) for name, node in nodes.items()}
     if sum(free.values()) < groups * tp:
-        raise InvalidConfig(_too_small(resource, groups, tp, free))
+        raise NoRoom(_too_small(resource, groups, tp, free), resource)
     strategies = []
     for _ in range(groups):
         # Ranks of a group talk in every layer: one node where one can hold them, and of those the fullest.
@@ -51,13 +77,7 @@ def _too_small(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> 
     if len(offering) > _SHOWN_NODES:
         shown.append(f"others on {len(offering) - _SHOWN_NODES} more")
     where = f" ({', '.join(shown)})" if shown else ""
-    remedy = (
-        "lower --groups or --tp, or add nodes"
-        if there or resource == "CPU"
-        else "add nodes with GPUs, or use --device cpu"
-    )
     return (
         f"{counted(groups, 'group')} with tp {tp} {'needs' if groups == 1 else 'need'} {counted(needed, resource)}, "
-        f"and this Ray cluster has {there} free on {counted(len(free), 'node')}{where}: {needed - there} missing; "
-        f"{remedy}"
+        f"and this Ray cluster has {there} free on {counted(len(free), 'node')}{where}: {needed - there} missing"
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from .counted import counted
+from .placement import NoRoom
 from .supervisor_call import RayAddress, supervisor_at
 
 
@@ -23,7 +24,13 @@ def scale(
 
 def _scale(supervisor: Any, groups: int, drain_seconds: float) -> None:
     import ray
+    from ray.exceptions import RayTaskError
 
-    before, began = ray.get(supervisor.config.remote()).groups, time.monotonic()
-    ray.get(supervisor.scale.remote(groups, drain_seconds))
-    print(f"{counted(groups, 'group')}, before {before}, after {time.monotonic() - began:.1f} s", flush=True)
+    running, began = ray.get(supervisor.config.remote()), time.monotonic()
+    try:
+        ray.get(supervisor.scale.remote(groups, drain_seconds))
+    except RayTaskError as error:
+        if isinstance(error.cause, NoRoom):
+            raise error.cause.at_growth(running.groups, groups, own_ray=running.ray_address is None) from None
+        raise
+    print(f"{counted(groups, 'group')}, before {running.groups}, after {time.monotonic() - began:.1f} s", flush=True)

@@ -89,7 +89,7 @@ class Serving:
         import ray
 
         from . import launch
-        from .placement import choose_placement
+        from .placement import NoRoom, choose_placement
 
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
@@ -100,7 +100,10 @@ class Serving:
                 self._say(f"this cluster has {now}, which stay; `coatcheck scale --groups {config.groups}` changes it")
             self._signals.ends_at_once = False
             return running
-        placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
+        try:
+            placement = choose_placement(config.device, config.groups, config.tp, launch.free_resources())
+        except NoRoom as error:
+            raise error.at_start(own_ray=config.ray_address is None) from None
         groups, ranks = counted(config.groups, "group"), counted(config.tp, "rank")
         where = f", on a Ray at {launch.ray_address()}" if config.ray_address is None else ""
         self._say(f"starting {groups} of {ranks} on {placement.device}{where} ({self._elapsed()})")

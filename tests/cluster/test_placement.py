@@ -1,10 +1,12 @@
 """Where ranks go, and what is said when there is no room."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.cluster.placement import choose_placement
+from coatcheck.cluster.placement import NoRoom, choose_placement
 from coatcheck.cluster.rank_hosts import RankHosts
 from coatcheck.proto.errors import InvalidConfig
 
@@ -49,12 +51,12 @@ def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], grou
 @pytest.mark.parametrize(
     ("device", "nodes", "message"),
     [
-        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 node: 8 missing; .*use --device cpu"),
+        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 node: 8 missing$"),
         ("auto", [CPU_NODE], r"need 8 CPUs, and this Ray cluster has 4 free on 1 node \(4 on node-0\): 4 missing"),
         ("auto", [{**GPU_NODE, "GPU": 6.0}, CPU_NODE], r"has 6 free on 2 nodes \(6 on node-0\): 2 missing"),
         ("auto", [CPU_NODE, {"CPU": 1.0}], r"5 free on 2 nodes \(4 on node-0, 1 on node-1\): 3 missing"),
         ("cpu", [{"CPU": 0.5}] * 7 + [{"CPU": 1.0}] * 3, r"\(1 on node-9, 1 on node-8, 1 on node-7\)"),
-        ("cuda", [{"GPU": 1.0}] * 7, r"1 on node-0\): 1 missing; .* or add nodes"),
+        ("cuda", [{"GPU": 1.0}] * 7, r"1 on node-0\): 1 missing$"),
         ("cpu", [], r"need 8 CPUs, and this Ray cluster has 0 free on 0 nodes: 8 missing"),
     ],
 )
@@ -62,6 +64,26 @@ def test_too_small_a_cluster_is_refused(device: str, nodes: list[dict[str, float
     """What is missing is said in numbers, and where the rest is."""
     with pytest.raises(InvalidConfig, match=message):
         choose_placement(device, 2, 4, named(nodes))
+
+
+@pytest.mark.parametrize(
+    ("device", "own_ray", "at_start", "at_growth"),
+    [
+        ("cpu", False, "lower --groups or --tp, or add nodes", "ask for fewer, or add nodes"),
+        ("cuda", False, "or add nodes, or use --device cpu", "ask for fewer, or add nodes"),
+        ("cpu", True, "or serve on a Ray cluster with more (--ray-address)", "start it again with --groups 3, or with"),
+        ("cuda", True, "(--ray-address), or use --device cpu", "on one host: serve on a Ray cluster with more"),
+    ],
+)
+def test_what_helps_depends_on_who_asks(device: str, own_ray: bool, at_start: str, at_growth: str) -> None:
+    """To `serve` and to `scale` the same lack is said with what each can change; it outlives the way through Ray."""
+    with pytest.raises(NoRoom) as raised:
+        choose_placement(device, 1, 2, named([{"CPU": 1.0, "GPU": 1.0}]))
+    lack = pickle.loads(pickle.dumps(raised.value))
+    missing = f"1 group with tp 2 needs 2 {'GPU' if device == 'cuda' else 'CPU'}s, and this Ray cluster has 1 free"
+    start, growth = str(lack.at_start(own_ray=own_ray)), str(lack.at_growth(2, 3, own_ray=own_ray))
+    assert start.startswith(missing) and at_start in start
+    assert growth.startswith(f"2 groups serve, and more have no room: {missing}") and at_growth in growth
 
 
 def named(nodes: list[dict[str, float]]) -> dict[str, dict[str, float]]:
