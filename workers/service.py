@@ -1,9 +1,9 @@
 """WorkerService: the gRPC service of a group's rank 0.
 
-Routers attach with one stream each; it turns their submissions into requests for the engine, and each engine step
-into at most one batch of tokens per router. Two threads meet here: the engine's calls `publish` and `_refuse`, all
-else runs in the event loop of the service's own thread. Per step the engine's thread builds messages and wakes the
-loop once; it never waits for a stream. It does not know what a token means, nor how the other ranks are reached.
+Routers attach with one stream each; each engine step becomes at most one batch of tokens per router. Two threads meet
+here: the engine's calls `publish` and `say_last`, all else runs in the event loop of the service's own thread. Per step
+the engine's thread builds messages and wakes the loop once; it never waits for a stream. It does not know what a router
+asks for, nor how the other ranks are reached.
 """
 
 import asyncio
@@ -12,27 +12,26 @@ import threading
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
-from functools import partial
 
 import grpc.aio
 
 from ..proto import plane_certificate
 from ..proto import worker_pb2 as wire
 from ..proto.contract import disagreement
-from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, status_of
 from ..proto.plane_certificate import PlaneCertificate
 from ..proto.tracing import Tracing
 from ..proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from .answer_log import AnswerLog
+from .attachment import Attachment, Desk
 from .engine import Engine
 from .engine_loop import EngineLoop
 from .group_report import GroupReport
 from .load_pace import LOAD_SECONDS, LoadPace
 from .step_mail import Mail, StepMail
-from .step_output import EngineStats, KvEvent, StepOutput
+from .step_output import EngineStats, StepOutput
 from .subscriber import Subscriber
 from .tickets import Tickets
-from .wire import request_of, snapshot_messages
+from .wire import refused_message
 
 BUFFER_BYTES = 16 << 20
 _LAST_WRITE_SECONDS = 1.0
@@ -70,11 +69,15 @@ class WorkerService(WorkerServicer):
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._server: grpc.aio.Server
         self._engine: EngineLoop
+        self._desk: Desk
         self._load_task: asyncio.Task[None]
 
     def start(self, engine: EngineLoop, listen: str) -> str:
         """Serves on `listen` (host:port, 0 for any port) and returns host:port."""
         self._engine = engine
+        self._desk = Desk(
+            self._registration, engine, self._tickets, self._subscribers, self._mail, self._loop, self._max_open
+        )
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(listen), self._loop).result()
         return self.address
@@ -92,9 +95,8 @@ class WorkerService(WorkerServicer):
         mail = self._mail.of(output, self._subscribers.values())
         for request_id, error in output.refused:
             if ticket := self._tickets.end(request_id, f"refused: {error}"):
-                self._loop.call_soon_threadsafe(
-                    self._reply_refused, ticket.subscriber, ticket.submit_id, ticket.attempt, error
-                )
+                message = refused_message(ticket.submit_id, ticket.attempt, error)
+                self._loop.call_soon_threadsafe(ticket.subscriber.put, message)
         if mail:
             self._loop.call_soon_threadsafe(self._deliver, mail)
 
@@ -116,8 +118,9 @@ class WorkerService(WorkerServicer):
             await stream.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         self._attached += 1
         subscriber = Subscriber(self._attached, hello.router, buffer_bytes=self._buffer_bytes)
+        attachment = Attachment(self._desk, subscriber)
         ends = [
-            asyncio.create_task(self._read(subscriber, requests)),
+            asyncio.create_task(attachment.read(requests)),
             asyncio.create_task(subscriber.write_to(stream.write)),
             asyncio.create_task(subscriber.overflowed.wait()),
         ]
@@ -132,7 +135,7 @@ class WorkerService(WorkerServicer):
             read, *_ = await asyncio.gather(*ends, return_exceptions=True)
             if isinstance(read, Exception):
                 _log.error("the stream of router %r could not be read", subscriber.router, exc_info=read)
-            self._detach(subscriber)
+            attachment.close()
         if subscriber.overflowed.is_set():
             await stream.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -172,81 +175,9 @@ class WorkerService(WorkerServicer):
             subscriber.end(wire.FromGroup(last_word=wire.LastWord(reason=reason, waiting=ids)))
         await self._server.stop(grace=_LAST_WORD_SECONDS)
 
-    async def _read(self, subscriber: Subscriber, requests: AsyncIterator[wire.ToGroup]) -> None:
-        await self._send_snapshot(subscriber, registration=wire.FromGroup(registration=self._registration))
-        async for message in requests:
-            kind = message.WhichOneof("message")
-            if kind == "submit":
-                self._submit(subscriber, message.submit)
-            elif kind == "abort":
-                choice = message.abort.choice if message.abort.HasField("choice") else None
-                self._abort(_key(subscriber, message.abort.id), choice)
-            elif kind == "snapshot":
-                await self._send_snapshot(subscriber)
-
-    async def _send_snapshot(self, subscriber: Subscriber, registration: wire.FromGroup | None = None) -> None:
-        if subscriber.takes_snapshot:
-            return  # the events behind the one under way have no gap
-        subscriber.hold_events()
-
-        def join(engine: Engine) -> tuple[int, list[KvEvent]]:
-            # Between two steps, so that no event falls between the snapshot and the first one published, and so that a
-            # group registers only while its engine lives: one that hangs would get work again and again.
-            if registration is not None:
-                self._loop.call_soon_threadsafe(self._deliver, [(subscriber, registration)])
-                _log.info("router %r attached", subscriber.router)
-            self._subscribers[subscriber.number] = subscriber
-            return self._mail.sequence, engine.snapshot()
-
-        sequence, held = await asyncio.wrap_future(self._engine.call(join))
-        subscriber.put_snapshot(sequence, snapshot_messages(self._registration.epoch, sequence, held))
-
-    def _submit(self, subscriber: Subscriber, submit: wire.Submit) -> None:
-        key = _key(subscriber, submit.id)
-        refuse = partial(self._refuse, key, subscriber, submit.id, submit.attempt)
-        if self._tickets.get(key) is not None:
-            self._reply_refused(subscriber, submit.id, submit.attempt, InvalidRequest(f"id {submit.id} is in use"))
-            return
-        try:
-            request = request_of(submit, key)
-        except CoatcheckError as error:
-            self._reply_refused(subscriber, submit.id, submit.attempt, error)
-            return
-        if len(self._tickets) >= self._max_open:
-            text = f"group {self._registration.group} has {len(self._tickets)} requests, as many as it holds"
-            self._reply_refused(subscriber, submit.id, submit.attempt, Overloaded(text))
-            return
-        self._tickets.open(key, subscriber, submit, request.sampling.n)
-        self._engine.submit(request, refuse)
-
-    def _abort(self, key: str, choice: int | None) -> None:
-        ticket = self._tickets.get(key)
-        if ticket is None:
-            return  # it has ended meanwhile
-        if choice is not None:
-            self._tickets.close_choice(key, ticket, choice)
-        else:
-            self._tickets.end(key, "aborted")
-        self._engine.abort(key, choice)
-
-    def _refuse(self, key: str, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
-        # In the engine's thread.
-        self._tickets.end(key, f"refused: {error}")
-        self._loop.call_soon_threadsafe(self._reply_refused, subscriber, submit_id, attempt, error)
-
-    def _reply_refused(self, subscriber: Subscriber, submit_id: int, attempt: int, error: CoatcheckError) -> None:
-        refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
-        subscriber.put(wire.FromGroup(refused=refused))
-
     def _deliver(self, mail: Mail) -> None:
         for subscriber, message in mail:
             subscriber.put(message)
-
-    def _detach(self, subscriber: Subscriber) -> None:
-        _log.info("router %r left", subscriber.router)
-        self._engine.call(lambda _: self._subscribers.pop(subscriber.number, None))  # after a `join` still queued
-        for key in self._tickets.of(subscriber):
-            self._abort(key, None)
 
     async def _publish_load(self) -> None:
         """For ever: what the pace says is due."""
@@ -261,8 +192,3 @@ class WorkerService(WorkerServicer):
             self._loop.call_soon(
                 self._deliver, [(subscriber, message) for subscriber in list(self._subscribers.values())]
             )
-
-
-def _key(subscriber: Subscriber, submit_id: int) -> str:
-    """The engine's request id: routers number their submissions independently of each other."""
-    return f"{subscriber.number}.{submit_id}"

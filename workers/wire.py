@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..proto import coatcheck_pb2 as public
 from ..proto import worker_pb2 as wire
+from ..proto.errors import CoatcheckError, status_of
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from . import step_output
@@ -64,6 +65,12 @@ def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEve
         yield wire.FromGroup(
             events=wire.KvEvents(epoch=epoch, sequence=sequence + start, events=map(_event, part)),
         )
+
+
+def refused_message(submit_id: int, attempt: int, error: CoatcheckError) -> wire.FromGroup:
+    """A submission, or what was left of it, is not answered."""
+    refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
+    return wire.FromGroup(refused=refused)
 
 
 def snapshot_messages(epoch: str, sequence: int, held: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
