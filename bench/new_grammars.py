@@ -4,7 +4,8 @@
 
 The 82M checkpoint of bench/engine.py. Chats decode alone for a while; then a request with a schema that nobody has sent
 before comes every so many steps. Every chat gets a token at every step, so a step's duration is every chat's
-inter-token latency; what stands between two steps (taking the request in) is part of it. In process: no server.
+inter-token latency; what stands between two steps (taking the request in) is part of it. At the end one tenant asks for
+so many schemas at once, and then another for a small grammar: when has it its first token? In process: no server.
 """
 
 import json
@@ -53,10 +54,8 @@ def main(
     for number in range(schemas * every):
         began = time.perf_counter()
         if number % every == 0:
-            named = {f"field_{number}_{place}": {"type": "string"} for place in range(properties)}
-            schema = {"type": "object", "properties": named, "additionalProperties": False}
             asked[name := f"schema {number}"] = began
-            submit(engine, name, Grammar("json_schema", json.dumps(schema)), max_tokens=4)
+            submit(engine, name, large(f"field_{number}", properties), max_tokens=4)
         output = engine.step()
         beside.append(time.perf_counter() - began)
         for part in output.outputs:
@@ -69,6 +68,12 @@ def main(
         middle, late, last = cuts[49] * 1e3, cuts[98] * 1e3, max(seconds) * 1e3
         print(f"{what:20} ITL p50 {middle:6.1f} ms   p99 {late:6.1f} ms   largest {last:6.1f} ms")
     print(f"first token of a schema's request after {statistics.median(waits) * 1e3:.0f} ms (median of {len(waits)})")
+    while engine.stats().waiting:
+        engine.step()
+    behind = seconds_behind(engine, [large(f"another_{number}", properties) for number in range(schemas)])
+    print(
+        f"first token of a small grammar's, behind {schemas} of another tenant's schemas: after {behind * 1e3:.0f} ms"
+    )
 
 
 def build(directory: Path, chats: int) -> Engine:
@@ -85,12 +90,32 @@ def build(directory: Path, chats: int) -> Engine:
     )  # fmt: skip
 
 
-def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int) -> None:
+def large(prefix: str, properties: int) -> Grammar:
+    """A schema of so many optional properties."""
+    named = {f"{prefix}_{place}": {"type": "string"} for place in range(properties)}
+    return Grammar(
+        "json_schema", json.dumps({"type": "object", "properties": named, "additionalProperties": False})
+    )  # fmt: skip
+
+
+def seconds_behind(engine: Engine, grammars: list[Grammar]) -> float:
+    """Until the first token of one tenant's small grammar, when another tenant has just asked for all these."""
+    for number, grammar in enumerate(grammars):
+        submit(engine, f"many {number}", grammar, max_tokens=4, tenant="many")
+    engine.step()
+    began = time.perf_counter()
+    submit(engine, "one", Grammar("regex", "[a-z]{1,20}"), max_tokens=4, tenant="one")
+    while not any(part.request_id == "one" for part in engine.step().outputs):
+        pass
+    return time.perf_counter() - began
+
+
+def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int, tenant: str = "") -> None:
     """A short prompt that nothing else shares."""
     prompt = torch.randint(3, VOCABULARY, (32,)).tolist()
     free = grammar is None
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=free, structured=grammar)
-    engine.submit(Request(name, tuple(prompt), sampling))
+    engine.submit(Request(name, tuple(prompt), sampling, tenant=tenant))
 
 
 def timed_step(engine: Engine) -> float:
