@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 class Autoscaler:
     """`pressure`: how long requests wait, and how many groups are busy; `size`: groups now; `ask_room`: tells Ray how
-    many groups there should be room for, used or not; `scale`: to so many, with so long for what runs."""
+    many groups there should be room for, those that run included, or 0 when they have all the room that is wanted;
+    `scale`: to so many, with so long for what runs."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Autoscaler:
         self._scale = scale
         self._samples: deque[Sample] = deque()
         self._seen = 0  # groups at the last look
-        self._asked = 0  # groups that Ray was asked to have room for
+        self._asked = -1  # the last word to `ask_room`; before this one a supervisor that is gone may have had it
         self._not_before = -math.inf
 
     async def keep(self) -> None:
@@ -65,9 +66,11 @@ class Autoscaler:
         while self._samples[0].time < now - longest - 2 * _LOOK_SECONDS:
             self._samples.popleft()
         wished = self._rule.wished(self._samples, groups, now)
-        if wished != self._asked:
-            await asyncio.to_thread(self._ask_room, wished)
-            self._asked = wished
+        # What groups hold is in use. To ask for that too would keep a node that has none: it could serve as well.
+        room = wished if wished > groups else 0
+        if room != self._asked:
+            await asyncio.to_thread(self._ask_room, room)
+            self._asked = room
         if wished == groups or now < self._not_before:
             return
         _log.info("requests wait %.1f s: %d groups are wanted, and there are %d", queue_seconds, wished, groups)
