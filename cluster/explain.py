@@ -5,7 +5,7 @@ It does not know how a router decides.
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import grpc
 import typer
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _ASK_SECONDS = 60.0  # a long prompt takes its time to tokenise
+# Columns of the table: seconds and tokens, by their names in GroupCost.
+_SECONDS: Final = ("queue", "prefill", "restore", "decode", "eviction", "stall", "delay")
+_TOKENS: Final = {"device_tokens": "cached", "host_tokens": "in host", "expected_tokens": "coming"}
 
 
 def explain(
@@ -58,23 +61,24 @@ def explain(
     from rich.console import Console
 
     console = Console()
-    console.print(told.why, highlight=False)
+    console.print(told.why, highlight=False, soft_wrap=True)
     console.print(_table(told))
 
 
 def _table(told: pb.Explanation) -> "Table":
+    """A row for each group; terms that are nothing for all of them have no column."""
     from rich import box
     from rich.table import Table
 
-    terms = ("cost", "queue", "prefill", "restore", "decode", "evict", "stall", "delay")
-    cached = "cached: device, host, coming"
-    table = Table("group", *terms, cached, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for cost in told.costs:
-        seconds = (
-            cost.total_seconds, cost.queue_seconds, cost.prefill_seconds, cost.restore_seconds, cost.decode_seconds,
-            cost.eviction_seconds, cost.stall_seconds, cost.delay_seconds,
-        )  # fmt: skip
-        held = f"{cost.device_tokens}, {cost.host_tokens}, {cost.expected_tokens}"
-        name = cost.group if cost.has_room else f"{cost.group} (full)"
-        table.add_row(name, *(f"{term:.3f}" for term in seconds), held)
+    shown = {name: f"{name}_seconds" for name in _SECONDS}
+    columns = {"cost": [f"{cost.total_seconds:.3f} s" for cost in told.costs]}
+    columns |= {name: [f"{getattr(cost, field):.3f}" for cost in told.costs] for name, field in shown.items()}
+    columns |= {name: [f"{getattr(cost, field):,}" for cost in told.costs] for field, name in _TOKENS.items()}
+    columns = {name: cells for name, cells in columns.items() if name == "cost" or set(cells) - {"0", "0.000"}}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("group", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for cost, *cells in zip(told.costs, *columns.values(), strict=True):
+        table.add_row(cost.group if cost.has_room else f"{cost.group} (full)", *cells)
     return table

@@ -126,6 +126,7 @@ def _print(answer: pb.StatusResponse) -> None:
         f"({model.dtype or '?'}, KV in {model.kv_dtype or '?'}), "
         f"{counted(answer.active_streams, 'stream')}, hit ratio {answer.hit_ratio:.1%}",
         highlight=False,
+        soft_wrap=True,
     )
     for name, latency in (("TTFT", answer.ttft), ("TPOT", answer.tpot), ("ITL", answer.itl), ("queue", answer.queue)):
         if latency.count:
@@ -151,7 +152,7 @@ def _print(answer: pb.StatusResponse) -> None:
     console.print(groups)
     for group in answer.groups:
         if group.reason:
-            console.print(f"{group.name}: {group.reason}", highlight=False)
+            console.print(f"{group.name}: {group.reason}", highlight=False, soft_wrap=True)
         if group.version != answer.version and group.version and answer.version:
             console.print(f"{group.name}: coatcheck {group.version}, the router {answer.version}", highlight=False)
     ranks = _table("rank", "healthy", "node", "pid", "steps", "peak memory")

@@ -1,6 +1,7 @@
 """`coatcheck explain`: a router's dry run, for people and for scripts."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -56,11 +57,14 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_people_get_a_row_per_group(router: Explaining) -> None:
-    """The reason, then each group's terms, cheapest first; the prompt goes as it was given."""
+    """The reason, then each group's terms, cheapest first, without those that are nothing; the prompt goes as it was
+    given."""
     status, printed = run("hello", "--address", router.address, "--cache-salt", "mine", "--max-tokens", "9")
     assert status == 0 and printed.startswith("group-1: 0.250 s")
     assert printed.index("group-1 ", 9) < printed.index("group-0 ")
     assert "1.500" in printed and "16" in printed
+    columns = re.search(r"^ ?group  (.*)$", printed, re.MULTILINE)
+    assert columns is not None and columns[1].split() == ["cost", "queue", "prefill", "cached", "in", "host"]
     (asked,) = router.asked
     assert (asked.text, asked.cache_salt, asked.sampling.max_tokens) == ("hello", "mine", 9)
 
