@@ -37,8 +37,7 @@ _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats 
 
 class ModelRunner:
     """One rank's model, pool and mirror; `copier` where there is a host tier, `communicator` where there are other
-    ranks, so that all know which grammars all have. `graph_sizes`: of decode_graphs.py, used
-    once they are captured."""
+    ranks, so that all know which grammars all have. `graph_sizes`: of decode_graphs.py, used once they are captured."""
 
     def __init__(
         self,

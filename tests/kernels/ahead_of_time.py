@@ -265,8 +265,9 @@ def usage(binary: Any, target: str) -> Usage:
 
 _README = """# Kernels
 
-One operation a file: device function, launcher, plain torch reference. CPU tensors take the C of `csrc/`, CUDA tensors
-Triton, all others the reference.
+One operation a file: device function, launcher, plain torch reference; device functions that several share are in
+`online_softmax.py`, `prefill_tile.py` and `quantise.py`. CPU tensors in bfloat16 and float32 take the
+C of `csrc/` where it was built, CUDA tensors Triton, all others the reference.
 
 ## Registers, shared memory and spills
 

@@ -26,8 +26,8 @@ from tests.workers.padded_steps import load, make_runner
 _SEQS, _LEN, _BLOCKS = 8, 64, 24
 
 
-class _Driver:
-    """As much of a GPU's driver as a launch asks before it compiles."""
+class ClaimedGpu:
+    """As much of an sm_90's driver as a launch asks before it compiles, which Triton does without one."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(self) -> None:
         self.keys: set[str] = set()
         arch.TRITON_DEVICES.add("cpu")
-        triton.runtime.driver.set_active(_Driver())
+        triton.runtime.driver.set_active(ClaimedGpu())
         triton.knobs.runtime.jit_cache_hook = self._asked
 
     def _asked(self, *, key: Any, repr: str, fn: Any, **others: Any) -> bool:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from coatcheck.kernels import paged_prefill
 from coatcheck.kernels.arch import GFX942, SM_80, SM_90, Arch
 from coatcheck.kernels.compile_watch import CompileWatch
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.ranks import run_ranks
-from tests.workers.recorded_keys import record
+from tests.workers.recorded_keys import ClaimedGpu, record
 
 
 @pytest.mark.parametrize(
@@ -54,26 +53,13 @@ def test_chunk_lengths_take_every_launch(
     assert set(launches.values()) == {launches[length] for length in paged_prefill.chunk_lengths(group)}
 
 
-class _Driver:
-    """Claims an sm_90, for which Triton compiles without one."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def test_a_late_compilation_is_counted() -> None:
     """Kernels that Triton compiles before readiness do not count; one that comes after it does, by its name."""
     from coatcheck.kernels.token_mask import _token_mask
 
     watch = CompileWatch()
     hook = triton.knobs.runtime.jit_post_compile_hook
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(ClaimedGpu())
     try:
         watch.start()
         arguments = (torch.zeros(2, 64), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32), 64, 2)

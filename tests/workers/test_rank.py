@@ -18,15 +18,28 @@ from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.rank_group import RankGroup
 
 
+def group_of(checkpoints: Path, **settings: object) -> RankGroup:
+    """One that starts, with a pool of a megabyte where `settings` say nothing else."""
+    path = str(tiny_checkpoint("llama", checkpoints))
+    settings = {"kv_memory": 1 << 20, "dtype": "float32", "device": "cpu", "threads": 1, **settings}
+    return RankGroup(GroupConfig("g", path, "tiny", **settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint_directory: Path) -> Iterator[str]:
+    """The address of a group of one rank, for tests that leave it as it is."""
+    group = group_of(checkpoint_directory)
+    yield group.wait_ready()
+    group.kill()
+
+
 @pytest.fixture
 def start(checkpoint_directory: Path) -> Iterator[Callable[..., RankGroup]]:
     """Starts groups, and leaves none behind."""
     groups: list[RankGroup] = []
-    path = str(tiny_checkpoint("llama", checkpoint_directory))
 
     def start(**settings: object) -> RankGroup:
-        settings = {"kv_memory": 1 << 20, "dtype": "float32", "device": "cpu", "threads": 1, **settings}
-        groups.append(RankGroup(GroupConfig("g", path, "tiny", **settings)))  # type: ignore[arg-type]
+        groups.append(group_of(checkpoint_directory, **settings))
         return groups[-1]
 
     yield start
@@ -92,12 +105,10 @@ def test_a_killed_rank_ends_its_group(start: Callable[..., RankGroup], victim: i
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
-def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], kv_dtype: str) -> None:
+def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], plain: str, kv_dtype: str) -> None:
     """From the same memory come more blocks; the registration names the dtype, so that no other kind takes over."""
-    plain, quantised = start(), start(kv_dtype=kv_dtype, tp=2)
     registrations = []
-    for group in (plain, quantised):
-        address = group.wait_ready()
+    for address in (plain, start(kv_dtype=kv_dtype, tp=2).wait_ready()):
         assert len(generate(address, list(range(3, 43)), 12)) == 12
         with grpc.insecure_channel(address) as channel:
             registrations.append(WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10).registration)
