@@ -6,7 +6,7 @@
 # It needs no container engine: the Dockerfile runs it, and so may a host without one. With SITE_PACKAGES, a folder where
 # all dependencies are installed already, they are used from there and only coatcheck itself is built.
 set -eu
-prefix=$1
+prefix=${1:?give the folder to install into, such as /opt/coatcheck}
 borrowed=${2-}
 cd "$(dirname "$0")/.."
 "${PYTHON:-python3}" -m venv "$prefix"
