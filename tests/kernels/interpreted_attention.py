@@ -24,14 +24,15 @@ def attention() -> None:
             decoded = out[:2].clone()
             launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out)
             assert torch.equal(out[:2], decoded), "the prefill kernel wrote into a decode's rows"
-            close(out, batch.reference(window, softcap, sinks))
+            want = batch.reference(window, softcap, sinks)
+            close(out, want)
             narrow = DecodeLaunch(16, 16, triton.next_power_of_2(dim), 4, 1)
             launch_decode(
                 *arguments, batch.scale, window, softcap, sinks, out, programs=3, launch=narrow, split=64
             )  # fmt: skip
             wide = PrefillLaunch(64, 32, triton.next_power_of_2(dim), 4, 1)
             launch_prefill(*arguments, 20, batch.scale, window, softcap, sinks, out, launch=wide)
-            close(out, batch.reference(window, softcap, sinks))
+            close(out, want)
 
 
 def one_order() -> None:
