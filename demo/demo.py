@@ -56,7 +56,7 @@ def main() -> None:
     began = time.perf_counter()
     port = free_port()
     command = Path(sys.executable).with_name("coatcheck")
-    flags = f"--groups {GROUPS} --tp {RANKS} --grpc-port {port}".split()
+    flags = f"--groups {GROUPS} --tp {RANKS} --grpc-port {port} --http-port 0".split()
     console.print(f"[bold]$ coatcheck serve demo/model {' '.join(flags)}")
     server = subprocess.Popen([command, "serve", MODEL, *flags], stderr=subprocess.PIPE, text=True)
     try:
