@@ -262,12 +262,12 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
             compiled.append(grammar.text)
             return super().compile(grammar)
 
-    held = Grammar("regex", "[a-z ]{1000}")
-    mine = Request("mine", PROMPT, params(held, max_tokens=110))
+    held = Grammar("regex", "[a-z ]{2000}")
+    mine = Request("mine", PROMPT, params(held, max_tokens=200))
     alone = run(make(), mine)
-    engine = make(num_blocks=20, kind=Counted)
+    engine = make(num_blocks=30, kind=Counted)
     engine.submit(mine)
-    engine.submit(Request("older", PROMPT[::-1], params(None, ignore_eos=True, max_tokens=80), priority=-1))
+    engine.submit(Request("older", PROMPT[::-1], params(None, ignore_eos=True, max_tokens=170), priority=-1))
     for n in range(MOST_KEPT + 20):
         engine.submit(Request(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1), priority=-1))
     said: dict[str, list[int]] = {}
