@@ -113,7 +113,7 @@ class Serving:
     def _note_own_ray(self) -> None:
         from . import launch
 
-        if self._config.ray_address is not None:
+        if self._config.ray_address is not None or self._signals.asked.is_set():
             return
         try:
             forget_ended(ray_folder())
