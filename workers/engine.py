@@ -19,7 +19,7 @@ from .copy_report import CopyReport
 from .deadlines import Deadlines
 from .eviction import Eviction
 from .eviction_order import order_of
-from .grammar_ledger import GrammarLedger
+from .grammar_ledger import MOST_KEPT, GrammarLedger
 from .grammars import Grammars
 from .host_tier import HostTier
 from .in_flight import InFlight
@@ -53,6 +53,7 @@ class Engine:
         eviction: str = "cost",
         pipeline_depth: int = 0,
         grammars: Grammars | None = None,
+        grammars_kept: int = MOST_KEPT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec = spec
@@ -83,7 +84,7 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
         self._deadlines = Deadlines()
-        self._grammars = GrammarLedger()
+        self._grammars = GrammarLedger(grammars_kept)
         self._refused: list[tuple[str, CoatcheckError]] = []
         self._confirmed_at = 0.0
 
