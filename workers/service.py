@@ -63,6 +63,7 @@ class WorkerService(WorkerServicer):
         self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
         self._tickets = Tickets(AnswerLog(self._registration.group, tracing))
         self._attached = 0
+        self._streams: set[asyncio.Task[object]] = set()
         self._mail = StepMail(self._registration.epoch, self._tickets)  # the engine's thread owns it
         self._stats: EngineStats | None = None
         self._loop = asyncio.new_event_loop()
@@ -83,7 +84,7 @@ class WorkerService(WorkerServicer):
         return self.address
 
     def stop(self) -> None:
-        """Ends every stream, then the thread."""
+        """Ends every stream, with what is noted of its requests then, and after that the thread."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -116,6 +117,9 @@ class WorkerService(WorkerServicer):
         hello = first.hello
         if reason := disagreement(f"router {hello.router}", hello.contract, hello.version):
             await stream.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if (task := asyncio.current_task()) is not None:
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
         self._attached += 1
         subscriber = Subscriber(self._attached, hello.router, buffer_bytes=self._buffer_bytes)
         attachment = Attachment(self._desk, subscriber)
@@ -167,6 +171,8 @@ class WorkerService(WorkerServicer):
     async def _stop(self) -> None:
         self._load_task.cancel()
         await self._server.stop(grace=0.2)
+        if self._streams:  # gRPC does not wait for what its handlers still have to do
+            await asyncio.wait(self._streams, timeout=2 * _LAST_WRITE_SECONDS)
 
     async def _say_last(self, reason: str, waiting: Collection[str]) -> None:
         for subscriber in self._subscribers.values():
