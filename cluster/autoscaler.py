@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 
 from ..proto.errors import CoatcheckError
 from .autoscale import AutoscaleRule, Sample
+from .placement import NoRoom
 
 _LOOK_SECONDS = 1.0
-_RETRY_SECONDS = 15.0  # nodes take minutes to come
+_RETRY_SECONDS = 15.0  # after what takes time to fail: a group that did not start, say
 _DRAIN_SECONDS = 300.0
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Autoscaler:
         self._samples: deque[Sample] = deque()
         self._seen = 0  # groups at the last look
         self._asked = -1  # the last word to `ask_room`; before this one a supervisor that is gone may have had it
+        self._said = 0  # the number that was last said to be wanted, until there are as many
         self._not_before = -math.inf
 
     async def keep(self) -> None:
@@ -71,11 +73,19 @@ class Autoscaler:
         if room != self._asked:
             await asyncio.to_thread(self._ask_room, room)
             self._asked = room
+        if wished == groups:
+            self._said = 0
         if wished == groups or now < self._not_before:
             return
-        _log.info("requests wait %.1f s: %d groups are wanted, and there are %d", queue_seconds, wished, groups)
+        is_new, self._said = wished != self._said, wished
+        if is_new:
+            _log.info("requests wait %.1f s: %d groups are wanted, and there are %d", queue_seconds, wished, groups)
         try:
             await self._scale(wished, _DRAIN_SECONDS)
+        except NoRoom as error:
+            # Found out by asking Ray what is free. A node may be on its way: the next look asks again.
+            if is_new:
+                _log.warning("there are still %d groups: %s", groups, error)
         except CoatcheckError as error:
             _log.warning("there are still %d groups: %s", groups, error)
             self._not_before = now + _RETRY_SECONDS

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from coatcheck.cluster.autoscale import AutoscaleRule, Sample
 from coatcheck.cluster.autoscaler import Autoscaler
 from coatcheck.cluster.config import ServeConfig
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.cluster.placement import NoRoom
+from coatcheck.proto.errors import CoatcheckError, InvalidConfig, Unavailable
 
 RULE = AutoscaleRule(least=1, most=3, target_seconds=2.0, grow_hold_seconds=10.0, shrink_hold_seconds=60.0)
 
@@ -60,9 +61,17 @@ def test_bounds_that_cannot_be_are_refused() -> None:
         ServeConfig.build({"model": "m", "queue_target": 0.0})
 
 
-async def test_room_is_asked_for_until_there_is_some() -> None:
-    """While requests wait Ray is asked once for one group more, and it is added at the first try that finds room; then
-    the request is taken back, so that nothing keeps its node once it is idle for long enough and goes."""
+@pytest.mark.parametrize(
+    ("failure", "tried"),
+    [
+        (NoRoom("1 group with tp 1 needs 1 CPU: 1 missing"), [*map(float, range(10, 21))]),
+        (Unavailable("group-2 does not start"), [10.0, 25.0]),
+    ],
+)
+async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tried: list[float]) -> None:
+    """While requests wait Ray is asked once for one group more, and it is added at the first look that finds room (or,
+    where a start has failed, a while later); then the request is taken back, so that nothing keeps its node once it is
+    idle for long enough and goes."""
     asked: list[int] = []
     tries: list[tuple[float, int]] = []
     clock, groups, free, queue = 0.0, 2, False, 5.0
@@ -74,7 +83,7 @@ async def test_room_is_asked_for_until_there_is_some() -> None:
         nonlocal groups
         tries.append((clock, wished))
         if wished > groups and not free:
-            raise InvalidConfig("1 group with tp 1 needs 1 CPU: 1 missing")
+            raise failure
         groups = wished
 
     autoscaler = Autoscaler(RULE, pressure=pressure, size=lambda: groups, ask_room=asked.append, scale=scale)
@@ -82,7 +91,7 @@ async def test_room_is_asked_for_until_there_is_some() -> None:
         free, queue = clock >= 20, 5.0 if clock < 40 else 0.0
         await autoscaler.look(clock)
     assert asked == [0, 3, 0]
-    assert tries == [(10.0, 3), (25.0, 3), (100.0, 2)]
+    assert tries == [*((at, 3) for at in tried), (100.0, 2)]
     assert groups == 2
 
 
