@@ -41,6 +41,7 @@ class Clients:
         return {group.name: group.state for group in self._admin.Status(StatusRequest()).groups}
 
 
+@pytest.mark.ray
 @pytest.mark.full  # a minute: ten seconds of queue, a node, a group, and all of it back
 @pytest.mark.timeout(300)
 def test_a_queue_brings_a_node_and_idleness_takes_it_away(tiny_model: Path, tmp_path: Path) -> None:

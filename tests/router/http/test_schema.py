@@ -14,7 +14,7 @@ from .conftest import OpenWeb
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # which schemathesis does
-@pytest.mark.parametrize("count", [15, pytest.param(800, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [15, pytest.param(800, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
 async def test_no_generated_request_is_our_fault(open_web: OpenWeb, count: int) -> None:
     """Of every operation, valid and invalid requests alike get an answer or a refusal in OpenAI's form."""
     web = await open_web(FakeGroup())
