@@ -79,7 +79,7 @@ def dynamo(job: Job, groups: Groups, matched: Matched, now: float, rng: random.R
 
     def cost(group: SimulatedGroup) -> float:
         left = group.queued_now(now) + job.prompt - _blocks(matched, group) * BLOCK
-        return left / BLOCK + group.blocks_in_use
+        return left / BLOCK + group.tiers.in_use
 
     return _least(groups, cost, rng)
 
@@ -92,7 +92,7 @@ def sglang(job: Job, groups: Groups, matched: Matched, now: float, rng: random.R
     best = max((_blocks(matched, group) for group in groups), default=0)
     if best * BLOCK > 0.3 * job.prompt:
         return longest_match(job, groups, matched, now, rng)
-    return _least(groups, lambda group: group.blocks_held, rng)  # the smallest tree
+    return _least(groups, lambda group: group.tiers.held, rng)  # the smallest tree
 
 
 def llm_d(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
@@ -102,7 +102,7 @@ def llm_d(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Ra
 
     def score(group: SimulatedGroup) -> float:
         prefix = _blocks(matched, group) / len(job.chain) if job.chain else 0.0
-        unused = 1 - group.blocks_in_use / group.model.blocks
+        unused = 1 - group.tiers.in_use / group.model.blocks
         return 2 * prefix + unused + ((most - len(group.queue)) / span if span else 1.0)
 
     return _least(groups, lambda group: -score(group), rng)
@@ -115,7 +115,7 @@ def ray_serve(job: Job, groups: Groups, matched: Matched, now: float, rng: rando
         best = max((_blocks(matched, group) for group in groups), default=0)
         if best * BLOCK >= 0.1 * job.prompt:
             return longest_match(job, groups, matched, now, rng)
-        return _least(groups, lambda group: group.blocks_held, rng)
+        return _least(groups, lambda group: group.tiers.held, rng)
     return _least(rng.sample(groups, 2), lambda group: group.outstanding, rng)
 
 

@@ -1,35 +1,18 @@
-"""SimulatedGroup: one group as the routing benchmark sees it: a queue, steps that take time, blocks, two tiers.
+"""SimulatedGroup: one group as the routing benchmark sees it: a queue, and steps that take time.
 
 Prompts are computed in order of arrival, in chunks beside the decodes; one whose next block is being computed for
-another waits for it. A sequence holds blocks for its prompt and its answer while it runs; then its prompt's full
-blocks stay, cold, until others need the room: least recently used first, deepest first within a prompt. What leaves
-the device goes to the host tier, if there is one, and comes back at the restore rate. It speaks to the router as a
-group does, in KvEvents and Load. It does not know other groups, nor how it was chosen.
+another waits for it. What the host tier alone has comes back at the restore rate. It speaks to the router as a group
+does, in KvEvents and Load. It does not know other groups, nor how it was chosen, nor which block goes where.
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from heapq import heappop, heappush
 
 from coatcheck.bench.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.simulated_tiers import SimulatedTiers
 from coatcheck.proto.coatcheck_pb2 import GroupStatus
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents, Load
-
-_STORED: dict[tuple[int, int], KvEvent] = {}
-_REMOVED: dict[tuple[int, int], KvEvent] = {}
-
-
-def block_name(block: int) -> bytes:
-    """The hash of a block that the trace names by a number."""
-    return block.to_bytes(16, "little")
-
-
-def _event(block: int, tier: "int", stored: bool) -> KvEvent:
-    known = _STORED if stored else _REMOVED
-    event = known.get((block, tier))
-    if event is None:
-        event = known[block, tier] = KvEvent(stored=stored, block_hash=block_name(block), tier=tier)  # type: ignore[arg-type]
-    return event
+from coatcheck.proto.worker_pb2 import KvEvents, Load
 
 
 class SimulatedGroup:
@@ -39,16 +22,14 @@ class SimulatedGroup:
         self.name = name
         self.model = model
         self.until = math.inf
+        self.tiers = SimulatedTiers(name, model.blocks, model.host_blocks)
         self.queue: deque[Job] = deque()
         self.queued_tokens = 0
-        self.evictions = 0
         self.work = 0.0
         self.prefill_seconds = 0.0
         self.prompt_tokens = self.cached_device = self.cached_host = 0
         self.started: list[Job] = []  # got their first token since the last look
         self.finished: list[Job] = []  # ended since then
-        self._sequence = 0
-        self._events: list[KvEvent] = []
         self._prefilling: list[Job] = []  # in order of arrival; admitted, and without their first token
         self._decoding: list[tuple[int, int, Job]] = []
         self._context = 0
@@ -59,10 +40,6 @@ class SimulatedGroup:
         self._stretch_steps = 0
         self._stretch: list[tuple[Job, int]] = []  # whose prompts, and how many tokens of each
         self._step_seconds = 0.0
-        self.free = model.blocks
-        self._refs: dict[int, int] = {}
-        self.cold: OrderedDict[int, None] = OrderedDict()
-        self._host: OrderedDict[int, None] = OrderedDict()
         self._changed_at = 0.0
         self._reported = self._observe(0.0)
 
@@ -74,22 +51,10 @@ class SimulatedGroup:
     def outstanding(self) -> int:
         return self.running + len(self.queue)
 
-    @property
-    def blocks_in_use(self) -> int:
-        return self.model.blocks - self.free - len(self.cold)
-
-    @property
-    def blocks_held(self) -> int:
-        return self.model.blocks - self.free
-
-    @property
-    def host_blocks_held(self) -> int:
-        return len(self._host)
-
     def submit(self, job: Job, now: float) -> None:
         """A request has come."""
         self._remember(now)
-        device, host = self._match(job)
+        device, host = self.tiers.match(job.chain)
         job.waits_for = job.prompt - (device + host) * BLOCK
         self.queued_tokens += job.waits_for
         self.queue.append(job)
@@ -133,20 +98,11 @@ class SimulatedGroup:
 
     def drain_events(self) -> KvEvents | None:
         """What was stored and removed since the last call."""
-        if not self._events:
-            return None
-        message = KvEvents(epoch=self.name, sequence=self._sequence, events=self._events)
-        self._sequence += len(self._events)
-        self._events = []
-        return message
+        return self.tiers.drain_events()
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        jobs = [job for _, _, job in self._decoding] + self._prefilling
-        named = len(self._refs)
-        assert self.free + len(self.cold) + named + sum(job.anonymous for job in jobs) == self.model.blocks
-        assert self.free >= 0 and not self._refs.keys() & self.cold.keys()
-        assert len(self._host) <= self.model.host_blocks
+        self.tiers.check([*(job for _, _, job in self._decoding), *self._prefilling])
 
     def _begin(self, now: float) -> None:
         self._began = now
@@ -180,51 +136,26 @@ class SimulatedGroup:
             return
         self.until = now + self._stretch_steps * self._step_seconds
 
-    def _match(self, job: Job) -> tuple[int, int]:
-        """Blocks of its chain found on the device, or there and on the host; as a router's index counts them."""
-        device = host = 0
-        for block in job.chain:
-            if block in self._refs or block in self.cold:
-                device += 1
-            elif block in self._host:
-                host += 1
-            else:
-                break
-        return device, host
-
     def _admit_next(self) -> bool:
         """The next of the queue, if it has room and is not better served by what is being computed."""
         if not self.queue or self.running >= self.model.max_sequences:
             return False
         job = self.queue[0]
-        device, host = self._match(job)
+        device, host = self.tiers.match(job.chain)
         matched = device + host
         if matched < len(job.chain) and any(job.chain[matched] in other.promised for other in self._prefilling):
             return False
         fresh = -(-(job.prompt + job.output) // BLOCK) - device
-        woken = sum(1 for block in job.chain[:matched] if block in self.cold)
-        if fresh + woken > self.free + len(self.cold):
+        room = self.tiers.room_beside(job.chain[:matched])
+        if fresh > room:
             if self.running:
                 return False
-            fresh = self.free + len(self.cold) - woken  # alone, it gets what there is: such a pool is too small for it
+            fresh = room  # alone, it gets what there is: such a pool is too small for it
         self.queue.popleft()
         self.queued_tokens -= job.waits_for
         self._prefilling.append(job)
         job.promised = frozenset(job.chain[matched:])
-        restored = [b for b in job.chain[:matched] if b not in self._refs and b not in self.cold]
-        for block in job.chain[:matched]:
-            if block in self._refs:
-                self._refs[block] += 1
-            else:
-                self.cold.pop(block, None)
-                self._refs[block] = 1
-            if block in self._host:
-                self._host.move_to_end(block)
-        job.held = list(job.chain[:matched])
-        for block in restored:
-            self._events.append(_event(block, TIER_DEVICE, True))
-        self._take(fresh)
-        job.anonymous = fresh - len(restored)
+        self.tiers.hold(job, matched, fresh)
         job.cached, job.restored = matched * BLOCK, host * BLOCK
         job.left = job.prompt - job.cached
         self.prompt_tokens += job.prompt
@@ -234,39 +165,11 @@ class SimulatedGroup:
         job.left += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
         return True
 
-    def _take(self, count: int) -> None:
-        given = min(count, self.free)
-        self.free -= given
-        for _ in range(count - given):
-            block, _ = self.cold.popitem(last=False)
-            self.evictions += 1
-            self._events.append(_event(block, TIER_DEVICE, False))
-            if self.model.host_blocks and block not in self._host:
-                if len(self._host) >= self.model.host_blocks:
-                    gone, _ = self._host.popitem(last=False)
-                    self._events.append(_event(gone, TIER_HOST, False))
-                self._host[block] = None
-                self._events.append(_event(block, TIER_HOST, True))
-
     def _answer(self, job: Job, now: float) -> None:
-        """Its prompt is computed: the first token, and its blocks get their names."""
+        """Its prompt is computed: the first token."""
         job.first_token = now
         self.started.append(job)
-        for block in job.chain[len(job.held) :]:
-            if job.anonymous <= 0:
-                break  # a pool too small for it
-            if block in self._refs:  # another one computed the same meanwhile: it is shared, ours is given up
-                self._refs[block] += 1
-                self.free += 1
-            elif block in self.cold:
-                del self.cold[block]
-                self._refs[block] = 1
-                self.free += 1
-            else:
-                self._refs[block] = 1
-                self._events.append(_event(block, TIER_DEVICE, True))
-            job.anonymous -= 1
-            job.held.append(block)
+        self.tiers.name(job)
         if job.output <= 1:
             self._finish(job, now)
         else:
@@ -277,17 +180,7 @@ class SimulatedGroup:
     def _finish(self, job: Job, now: float) -> None:
         job.ended = now
         self.finished.append(job)
-        self._release(job)
-
-    def _release(self, job: Job) -> None:
-        for block in reversed(job.held):
-            self._refs[block] -= 1
-            if not self._refs[block]:
-                del self._refs[block]
-                self.cold[block] = None
-        self.free += job.anonymous
-        job.anonymous = 0
-        job.held = []
+        self.tiers.release(job)
 
     def _left_at(self, when: float) -> float:
         left = sum(job.left for job in self._prefilling)
@@ -308,8 +201,8 @@ class SimulatedGroup:
                 running=self.running,
                 waiting=len(self.queue),
                 blocks_total=self.model.blocks,
-                blocks_used=self.blocks_in_use,
-                blocks_cached=len(self.cold),
+                blocks_used=self.tiers.in_use,
+                blocks_cached=self.tiers.cold,
                 prompt_tokens=self.prompt_tokens,
                 cached_device_tokens=self.cached_device,
                 cached_host_tokens=self.cached_host,

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from coatcheck.bench.routing_rules import Rule
 from coatcheck.bench.service_model import BLOCK, Job
-from coatcheck.bench.simulated_group import SimulatedGroup, block_name
+from coatcheck.bench.simulated_group import SimulatedGroup
+from coatcheck.bench.simulated_tiers import block_name
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.expectations import Expectation

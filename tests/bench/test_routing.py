@@ -78,10 +78,10 @@ def test_groups_keep_their_books(prompts: list[tuple[int, int, int]], host: int,
     simulate(jobs, groups, router)
     for group in groups:
         group.check()
-        assert group.outstanding == 0 and group.blocks_in_use == 0
+        assert group.outstanding == 0 and group.tiers.in_use == 0
     for job in jobs:
         assert job.at < job.first_token <= job.ended
         assert job.first_token - job.at >= (job.prompt - job.cached) / model.prefill_rate - 1e-9
     router.check()
-    held = sum(len(group.cold) + group.host_blocks_held for group in groups)
+    held = sum(group.tiers.cold + group.tiers.host_held for group in groups)
     assert router.indexed_entries == held
