@@ -1,12 +1,13 @@
 """What KV memory gives: prompt blocks found by eviction and pool size, and sequences that fit, over real traces.
 
-    python bench/kv.py hits|lengths TRACES [--json bench/results/kv.json]
+    python bench/kv.py hits|lengths [--traces DIR] [--json bench/results/kv.json]
 
-TRACES is a directory with mooncake_conversation.jsonl.gz and mooncake_synthetic.jsonl.gz (kvcache-ai/Mooncake on
-GitHub) for `hits`, azure_conv_2023.csv.gz (Azure/AzurePublicDataset) for `lengths`. `hits` runs the server's own pool.
+`hits` replays Mooncake's traces through the server's own pool, `lengths` takes those of Azure's; public_traces.py says
+where they come from.
 """
 
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +18,11 @@ from rich.table import Table
 
 from coatcheck.bench.kv_traces import CAPACITIES, TRACES, Hits, closed, fitting, optimum, read_trace, replay
 from coatcheck.bench.machine import describe_machine
+from coatcheck.bench.public_traces import AZURE, FOLDER, Traces, check_traces
+from coatcheck.cluster.command import fail
 from coatcheck.cluster.lengths import Lengths
+from coatcheck.proto.errors import InvalidConfig
 
-_LENGTHS = "azure_conv_2023.csv.gz"
 _CONTEXT = 8192
 _POOL_TOKENS = 450_560  # of 55 sequences of 8,192 tokens: an 8B llama in bf16 beside its weights on 80 GiB
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -28,16 +31,17 @@ _POLICIES = ("lru", "cost", "optimum")
 
 def main(
     what: Annotated[str, typer.Argument(help="hits or lengths.")],
-    traces: Annotated[Path, typer.Argument(help="The directory of the traces.")],
+    traces: Traces = FOLDER,
     workers: Annotated[int, typer.Option(help="Processes.")] = 2,
     json_path: Annotated[Path | None, typer.Option("--json", help="Add the figures to this file.")] = None,
 ) -> None:
     """Measure one part."""
     if what not in ("hits", "lengths"):
         raise typer.BadParameter(f"{what!r}: use hits or lengths")
-    for name in (_LENGTHS,) if what == "lengths" else tuple(f"{trace}.jsonl.gz" for trace in TRACES):
-        if not (traces / name).is_file():
-            raise typer.BadParameter(f"{traces / name} is not there; the head of bench/kv.py says where to get it")
+    try:
+        check_traces(traces, [AZURE] if what == "lengths" else map(_file, TRACES))
+    except InvalidConfig as error:
+        sys.exit(fail(str(error), 2))
     figures = lengths(traces) if what == "lengths" else hits(traces, workers)
     if json_path is not None:
         known = json.loads(json_path.read_text()) if json_path.exists() else {}
@@ -56,7 +60,7 @@ def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
         for capacity in CAPACITIES:
             lru, ours, best = (found[traces, trace, capacity, policy] for policy in _POLICIES)
             row = {"lru": lru.blocks, "ours": ours.blocks, "optimum": best.blocks, "closed": closed(ours, lru, best)}
-            refused = len(read_trace(_path(traces, trace))) - len(fitting(read_trace(_path(traces, trace)), capacity))
+            refused = len(read_trace(traces / _file(trace))) - len(fitting(read_trace(traces / _file(trace)), capacity))
             rows.append({"trace": trace, "capacity": capacity, **row, "refused": refused})
             table.add_row(trace, str(capacity), *(f"{100 * share:.2f}" for share in row.values()), str(refused))
     Console().print(table)
@@ -65,7 +69,7 @@ def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
 
 def lengths(traces: Path) -> list[dict[str, Any]]:
     """How many whole sequences the same memory holds, by the planner's own arithmetic."""
-    known = Lengths.read(traces / _LENGTHS, _CONTEXT)
+    known = Lengths.read(traces / AZURE, _CONTEXT)
     reserved = known.reserved(_POOL_TOKENS, 1, _CONTEXT)
     table = Table("block size", "paged", f"{_CONTEXT} reserved", "times", "waste %")
     rows: list[dict[str, Any]] = []
@@ -77,13 +81,13 @@ def lengths(traces: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _path(traces: Path, trace: str) -> Path:
-    return traces / f"{trace}.jsonl.gz"
+def _file(trace: str) -> str:
+    return f"{trace}.jsonl.gz"
 
 
 def _cell(cell: tuple[Path, str, int, str]) -> Hits:
     traces, trace, capacity, policy = cell
-    arrivals = fitting(read_trace(_path(traces, trace)), capacity)
+    arrivals = fitting(read_trace(traces / _file(trace)), capacity)
     return optimum(arrivals, capacity) if policy == "optimum" else replay(arrivals, capacity, policy)
 
 

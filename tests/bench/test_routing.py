@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coatcheck.bench.routing import OURS, Cell, pooled_hits, run, simulate
 from coatcheck.bench.routing_rules import rules
 from coatcheck.bench.service_model import BLOCK, Job, ServiceModel
 from coatcheck.bench.simulated_group import SimulatedGroup
 from coatcheck.bench.simulated_router import SimulatedRouter
+from coatcheck.bench.simulation import OURS, Cell, pooled_hits, run, simulate
 from coatcheck.cluster.trace import TraceEntry
 
 
