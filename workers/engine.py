@@ -99,7 +99,7 @@ class Engine:
         grammar is new is queued, or refused by a later step, when every rank has compiled it."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
-        choices = self._intake.take(request, compiled=self._grammars.has(request.sampling.structured))
+        choices = self._intake.take(request, self._grammars.number(request.sampling.structured))
         if request.retention is not None:
             prompt_blocks = len(request.prompt_token_ids) // self.block_size
             self.scheduler.tiers.touch(choices[0].block_hashes[:prompt_blocks])
@@ -167,7 +167,7 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         self.scheduler.check()
-        self._grammars.check()
+        self._grammars.check((*self.scheduler.waiting, *self.scheduler.running))
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
         queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._grammars)}
         assert queued == known, "a sequence is lost or left behind"
@@ -216,9 +216,9 @@ class Engine:
                 self.scheduler.add(sequence)
 
     def _settle_grammars(self, ready: tuple[int, ...]) -> None:
-        for choices in self._grammars.settle(ready):
+        for number, choices in self._grammars.settle(ready):
             try:
-                self._intake.check_grammar(choices[0].request)
+                self._intake.check_grammar(choices[0].request, number)
             except CoatcheckError as error:
                 self._refuse(choices[0].request.request_id, error)
             else:

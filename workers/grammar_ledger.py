@@ -6,7 +6,7 @@ few grammars are under way at once. It does not know how one is compiled, nor wh
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..proto.grammar import Grammar
 from .grammar_lanes import AT_ONCE, lane_of
@@ -37,9 +37,9 @@ class GrammarLedger:
             for choices in requests:
                 yield from choices
 
-    def has(self, grammar: Grammar | None) -> bool:
-        """Whether all ranks do; none at all they always have."""
-        return grammar is None or grammar in self._ready
+    def number(self, grammar: Grammar | None) -> int | None:
+        """By which all ranks know it; None while not all have it, and for none at all."""
+        return self._numbers[grammar] if grammar in self._ready else None
 
     def use(self, choices: list[Sequence]) -> bool:
         """A request's sequences, each until it leaves; whether they may begin, or wait till `settle` returns them."""
@@ -68,8 +68,11 @@ class GrammarLedger:
                 del self._waiting[grammar]
 
     def announce(self, plan: StepPlan) -> None:
-        """What ranks are to forget, and to compile, from this plan on."""
+        """What ranks are to forget, and to compile, from this plan on; its rows get their grammars' numbers."""
         plan.forgotten = self._forget()
+        for new in plan.new_rows:
+            new.grammar = self.number(new.sampling.structured)
+            assert new.grammar is not None or new.sampling.structured is None, "a row has a grammar that ranks lack"
         for turns, under_way, most in zip(self._turns, self._under_way, AT_ONCE, strict=True):
             while len(under_way) < most and (grammar := turns.take(self._is_new)):
                 self._numbers[grammar] = self._announced
@@ -77,19 +80,25 @@ class GrammarLedger:
                 under_way.append(grammar)
                 plan.grammars.append(grammar)
 
-    def settle(self, ready: tuple[int, ...]) -> list[list[Sequence]]:
-        """So many of all that were announced are ready in each lane; returns the requests that need wait no longer."""
-        free: list[list[Sequence]] = []
+    def settle(self, ready: tuple[int, ...]) -> list[tuple[int, list[Sequence]]]:
+        """So many of all that were announced are ready in each lane; returns the requests that need wait no longer, and
+        the number of each one's grammar."""
+        free: list[tuple[int, list[Sequence]]] = []
         for lane, count in enumerate(ready):
             while self._settled[lane] < count:
                 self._settled[lane] += 1
                 grammar = self._under_way[lane].popleft()
                 self._ready[grammar] = None
-                free += [choices for choices in self._waiting.pop(grammar) if choices]
+                number = self._numbers[grammar]
+                free += [(number, choices) for choices in self._waiting.pop(grammar) if choices]
         return free
 
-    def check(self) -> None:
-        """Raises AssertionError on a broken invariant."""
+    def check(self, begun: Iterable[Sequence]) -> None:
+        """Raises AssertionError on a broken invariant. `begun`: those that may take a slot, for the first time or
+        again."""
+        begun_with = {sequence.request.sampling.structured for sequence in begun} - {None}
+        assert begun_with <= self._ready.keys(), "ranks lack a grammar that a row may have"
+        assert len(set(self._numbers.values())) == len(self._numbers), "two grammars have one number"
         under_way = {grammar for lane in self._under_way for grammar in lane}
         assert self._numbers.keys() == under_way | self._ready.keys(), "a grammar without a number"
         assert not self._ready.keys() & self._waiting.keys(), "somebody waits for what is there"

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from ..proto.grammar import Grammar
 from .communicator import Communicator
 from .grammar_lanes import AT_ONCE, lane_of
 from .grammars import Compiled, Grammars
@@ -29,34 +28,33 @@ class GrammarPress:
         self._grammars = grammars
         self._communicator = communicator
         self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in AT_ONCE]
-        self._work = [deque[Future[Compiled]]() for _ in AT_ONCE]
+        self._work = [deque[tuple[int, Future[Compiled]]]() for _ in AT_ONCE]  # each with its grammar's number
         self._made = [0 for _ in AT_ONCE]
         self._agreed = 0  # in all lanes together
-        self._asked: dict[int, Grammar] = {}  # by number, those that are not to be forgotten yet
-        self._next = 0
+        self._next = 0  # the next grammar's number
         self._idle = False
 
     def start(self, plan: StepPlan) -> None:
         """Forgets what the plan says, and queues what it announces."""
         self._idle = not plan.rows
         for number in plan.forgotten:
-            self._grammars.drop(self._asked.pop(number))
+            self._grammars.drop(number)
         for grammar in plan.grammars:
-            self._asked[self._next] = grammar
-            self._next += 1
             lane = lane_of(grammar)
-            self._work[lane].append(self._threads[lane].submit(self._grammars.compile, grammar))
+            self._work[lane].append((self._next, self._threads[lane].submit(self._grammars.compile, grammar)))
+            self._next += 1
 
     def report(self) -> tuple[int, ...] | None:
         """Of all that were announced in each lane, how many are ready on every rank, oldest first; None while none is
         under way. Where the step computes nothing, it is worth a moment's wait."""
         if self._agreed == self._next:
             return None
-        if self._idle and (first := [work[0] for work in self._work if work]):
+        if self._idle and (first := [work[0][1] for work in self._work if work]):
             wait(first, timeout=_IDLE_SECONDS, return_when=FIRST_COMPLETED)
         for lane, work in enumerate(self._work):
-            while work and work[0].done():
-                self._grammars.keep(work.popleft().result())
+            while work and work[0][1].done():
+                number, made = work.popleft()
+                self._grammars.keep(number, made.result())
                 self._made[lane] += 1
         agreed = tuple(self._communicator.least(self._made))
         self._agreed = sum(agreed)

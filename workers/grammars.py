@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar, and what came of it: `start` is a matcher behind no token, or `error` says why there is none."""
+    """What came of a grammar: `start` is a matcher behind no token, or `error` says why there is none."""
 
-    grammar: Grammar
     start: LLMatcher | None = None
     error: InvalidRequest | None = None
 
 
 class Grammars:
-    """Of one rank. `missing` says why there are none: then every grammar is refused, with it."""
+    """Of one rank, by the numbers that all ranks know them by. `missing` says why there are none: then every grammar is
+    refused, with it."""
 
     def __init__(self, tokenizer: LLTokenizer | None, missing: str = "") -> None:
         self._tokenizer = tokenizer
         self._missing = missing
-        self._kept: dict[Grammar, Compiled] = {}
+        self._kept: dict[int, Compiled] = {}
 
     @classmethod
     def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
@@ -67,23 +67,23 @@ class Grammars:
             if matcher.is_error():
                 raise grammar.refused(matcher.get_error())
         except InvalidRequest as error:
-            return Compiled(grammar, error=error)
+            return Compiled(error=error)
         # The first mask of a large grammar takes milliseconds too, and copies have what has been found for it.
         warm = matcher.deep_copy()
         fill_next_token_bitmask(warm, allocate_token_bitmask(1, tokenizer.vocab_size))
-        return Compiled(grammar, matcher if warm.is_error() else warm)
+        return Compiled(matcher if warm.is_error() else warm)
 
-    def keep(self, compiled: Compiled) -> None:
+    def keep(self, number: int, compiled: Compiled) -> None:
         """For the sequences to come, until `drop`. As `matcher`, in the thread of the steps alone."""
-        self._kept[compiled.grammar] = compiled
+        self._kept[number] = compiled
 
-    def drop(self, grammar: Grammar) -> None:
+    def drop(self, number: int) -> None:
         """No sequence to come has it."""
-        del self._kept[grammar]
+        del self._kept[number]
 
-    def matcher(self, grammar: Grammar, said: Sequence[int] = ()) -> LLMatcher:
+    def matcher(self, number: int, said: Sequence[int] = ()) -> LLMatcher:
         """One of a grammar that is kept, behind the tokens `said`; raises InvalidRequest where there can be none."""
-        compiled = self._kept[grammar]
+        compiled = self._kept[number]
         if compiled.start is None:
             assert compiled.error is not None
             raise compiled.error

@@ -40,12 +40,12 @@ class Intake:
         self._keys: dict[str, bytes] = {}
         self._arrivals = 0
 
-    def take(self, request: Request, *, compiled: bool) -> list[Sequence]:
+    def take(self, request: Request, grammar: int | None) -> list[Sequence]:
         """One for each choice; the book knows then what is wanted. Raises InvalidRequest or NeverFits, and then nothing
-        has changed. `compiled`: its grammar is, if it has one."""
+        has changed. `grammar`: the number of its grammar, if it has one that is compiled."""
         self._check(request)
-        if compiled:
-            self.check_grammar(request)
+        if grammar is not None:
+            self.check_grammar(request, grammar)
         chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
         self._book.advance(self._clock())
         contents = content_chain(request.prompt_token_ids, self.block_size)
@@ -72,12 +72,11 @@ class Intake:
         if request.sampling.structured is not None:
             self._grammars.require()
 
-    def check_grammar(self, request: Request) -> None:
-        """Raises InvalidRequest where its structured output, once it is compiled, cannot be, or not behind what it
+    def check_grammar(self, request: Request, grammar: int) -> None:
+        """Raises InvalidRequest where its structured output, compiled by now, cannot be, or not behind what it
         resumes."""
-        if request.sampling.structured is not None:
-            for said in request.resume.values() or ((),):
-                self._grammars.matcher(request.sampling.structured, said)
+        for said in request.resume.values() or ((),):
+            self._grammars.matcher(grammar, said)
 
     def _sequences(self, request: Request, chain: list[bytes]) -> list[Sequence]:
         """One for each choice; all but the first wait for the first's prompt. `chain` is the request's."""

@@ -27,6 +27,7 @@ class NewRow:
     token_ids: list[int]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]  # what min_tokens holds back: the model's end tokens and the request's
+    grammar: int | None = None  # by its place among all ever announced
 
 
 @dataclass(slots=True)
@@ -83,13 +84,12 @@ class StepPlan:
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
         out.extend((len(self.rows), len(self.demotes), len(self.restores), len(self.forgotten), len(self.grammars)))
         for new in self.new_rows:
-            params, grammar = _encode_sampling(new.sampling), _encode_grammar(new.sampling.structured)
+            params = _encode_sampling(new.sampling)
             out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
-            out.append(len(grammar))
+            out.append(-1 if new.grammar is None else new.grammar)
             out.extend(new.token_ids)
             out.extend(new.stop_token_ids)
             out.extend(params)
-            out.extend(grammar)
         for write in self.table_writes:
             out.extend((write.slot, write.index, write.block))
         for pair in (*self.copies, *self.demotes, *self.restores):
@@ -111,15 +111,13 @@ class StepPlan:
         at = _HEADER
         new_rows = []
         for _ in range(num_new):
-            slot, choice, prompt_len, num_ids, num_stops, num_params, num_grammar = ints[at : at + 7]
+            slot, choice, prompt_len, num_ids, num_stops, num_params, grammar = ints[at : at + 7]
             ids_end = at + 7 + num_ids
             stops_end = ids_end + num_stops
-            params_end = stops_end + num_params
-            grammar = _decode_grammar(ints[params_end : params_end + num_grammar])
-            sampling = _decode_sampling(ints[stops_end:params_end], grammar)
             ids, stops = ints[at + 7 : ids_end].tolist(), tuple(ints[ids_end:stops_end])
-            new_rows.append(NewRow(slot, choice, prompt_len, ids, sampling, stops))
-            at = params_end + num_grammar
+            at = stops_end + num_params
+            sampling = _decode_sampling(ints[stops_end:at])
+            new_rows.append(NewRow(slot, choice, prompt_len, ids, sampling, stops, None if grammar < 0 else grammar))
         writes = [TableWrite(*ints[i : i + 3]) for i in range(at, at + 3 * num_writes, 3)]
         at += 3 * num_writes
         pairs = [(ints[i], ints[i + 1]) for i in range(at, at + 2 * (num_copies + num_demotes + num_restores), 2)]
@@ -134,9 +132,7 @@ class StepPlan:
         at += num_forgotten
         grammars = []
         for _ in range(num_asked):
-            asked = _decode_grammar(ints[at + 1 : at + 1 + ints[at]])
-            assert asked is not None, "a grammar that is announced is one"
-            grammars.append(asked)
+            grammars.append(_decode_grammar(ints[at + 1 : at + 1 + ints[at]]))
             at += 1 + ints[at]
         demotes, restores = pairs[:num_demotes], pairs[num_demotes:]
         return cls(step, new_rows, writes, copies, rows, demotes, restores, forgotten, grammars, bool(stop))
@@ -147,7 +143,8 @@ def _bits(*values: float) -> "array[int]":
 
 
 def _encode_sampling(params: SamplingParams) -> "array[int]":
-    # Stop strings, n, max_tokens and ignore_eos are for the host; ranks need only what changes the draw.
+    # Stop strings, n, max_tokens and ignore_eos are for the host; ranks need only what changes the draw. So does a
+    # grammar, but that they have been told, and it may be long: the row has its number.
     out = array("i", struct.pack("=Q", params.seed or 0))
     out.extend(_bits(params.temperature, params.top_p, params.min_p))
     out.extend(_bits(params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
@@ -161,24 +158,20 @@ def _encode_sampling(params: SamplingParams) -> "array[int]":
     return out
 
 
-def _encode_grammar(grammar: Grammar | None) -> "array[int]":
-    """Which kind, how many bytes, and those; nothing for none."""
-    if grammar is None:
-        return array("i")
+def _encode_grammar(grammar: Grammar) -> "array[int]":
+    """Which kind, how many bytes, and those."""
     text = grammar.text.encode()
     out = array("i", (KINDS.index(grammar.kind), len(text)))
     out.frombytes(text + bytes(-len(text) % 4))
     return out
 
 
-def _decode_grammar(ints: "array[int]") -> Grammar | None:
-    if not ints:
-        return None
+def _decode_grammar(ints: "array[int]") -> Grammar:
     kind, length = ints[:2]
     return Grammar(KINDS[kind], ints[2:].tobytes()[:length].decode())
 
 
-def _decode_sampling(ints: "array[int]", grammar: Grammar | None) -> SamplingParams:
+def _decode_sampling(ints: "array[int]") -> SamplingParams:
     (seed,) = struct.unpack("=Q", ints[:2].tobytes())
     temperature, top_p, min_p, repetition, presence, frequency = struct.unpack("=6f", ints[2:8].tobytes())
     top_k, min_tokens, logprobs, prompt_logprobs = ints[8:12]
@@ -196,5 +189,4 @@ def _decode_sampling(ints: "array[int]", grammar: Grammar | None) -> SamplingPar
         seed=seed,
         logprobs=None if logprobs < 0 else logprobs,
         prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
-        structured=grammar,
     )

@@ -38,9 +38,9 @@ class TokenMasks:
     def set(self, new: NewRow) -> None:
         """A sequence takes its slot; what it has said so far is part of its row."""
         self._matchers.pop(new.slot, None)
-        if new.sampling.structured is not None:
+        if new.grammar is not None:
             said = new.token_ids[new.prompt_len :]
-            self._matchers[new.slot] = self._grammars.matcher(new.sampling.structured, said)
+            self._matchers[new.slot] = self._grammars.matcher(new.grammar, said)
 
     def masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
         """For rows of these slots: (the constrained rows, a mask for each, int32 [n, ceil(V / 32)] on the device, and

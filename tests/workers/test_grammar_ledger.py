@@ -12,7 +12,7 @@ from coatcheck.workers.grammar_lanes import AT_ONCE, lane_of
 from coatcheck.workers.grammar_ledger import GrammarLedger
 from coatcheck.workers.request import Request
 from coatcheck.workers.sequence import Sequence
-from coatcheck.workers.step_plan import StepPlan
+from coatcheck.workers.step_plan import NewRow, StepPlan
 from coatcheck.workers.turns import Turns
 
 KEPT = 3
@@ -49,7 +49,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(grammar=st.none() | st.sampled_from(SMALL + LARGE), tenant=st.sampled_from("xyz"), n=st.integers(1, 3))
     def come(self, grammar: Grammar | None, tenant: str, n: int) -> None:
         choices = choices_of(grammar, tenant, n)
-        there = self.ledger.has(grammar)
+        there = grammar is None or self.ledger.number(grammar) is not None
         assert self.ledger.use(choices) is there
         (self.begun if there else self.waiting).append(choices)
 
@@ -67,17 +67,19 @@ class Ledger(RuleBasedStateMachine):
 
     @rule()
     def plan(self) -> None:
-        plan = StepPlan()
+        begun = [sequence for choices in self.begun for sequence in choices]
+        plan = StepPlan(new_rows=[NewRow(0, 0, 1, [1], one.request.sampling, ()) for one in begun])
         self.ledger.announce(plan)
         for number in plan.forgotten:
             del self.ranks[number]
+        for new in plan.new_rows:  # any may take a slot, for the first time or again
+            assert new.sampling.structured == (None if new.grammar is None else self.ranks[new.grammar])
         for grammar in plan.grammars:
             assert grammar not in self.ranks.values(), "compiled though it is there"
             self.ranks[self.asked] = grammar
             self.asked += 1
             self.lanes[lane_of(grammar)].append(grammar)
-        used = {sequence.request.sampling.structured for choices in self.begun for sequence in choices} - {None}
-        assert used <= set(self.ranks.values()), "a sequence that lives has lost its grammar"
+        used = {one.request.sampling.structured for one in begun} - {None}
         settled = set(self.ranks.values()) - {grammar for lane in self.lanes for grammar in lane}
         assert len(settled) <= max(KEPT, len(used)), "too many are kept"
 
@@ -91,14 +93,14 @@ class Ledger(RuleBasedStateMachine):
             self.made[lane] += count
             for _ in range(count):
                 self.lanes[lane].popleft()
-        for choices in self.ledger.settle(tuple(self.made)):
-            assert self.ledger.has(choices[0].request.sampling.structured)
+        for number, choices in self.ledger.settle(tuple(self.made)):
+            assert self.ranks[number] == choices[0].request.sampling.structured
             self.waiting = [one for one in self.waiting if one is not choices]
             self.begun.append(choices)
 
     @invariant()
     def holds(self) -> None:
-        self.ledger.check()
+        self.ledger.check(sequence for choices in self.begun for sequence in choices)
         assert {id(s) for s in self.ledger} == {id(s) for choices in self.waiting for s in choices}
         assert all(len(lane) <= most for lane, most in zip(self.lanes, AT_ONCE, strict=True))
 
@@ -133,7 +135,7 @@ def test_what_nobody_waits_for_is_not_compiled() -> None:
     for choices in (first, second):
         choices.clear()
     assert announced(ledger) == [SMALL[0]]
-    assert ledger.settle((1, 0)) == [third]
+    assert ledger.settle((1, 0)) == [(0, third)]
 
 
 def test_a_grammar_has_the_turn_of_whoever_is_next_among_those_who_want_it() -> None:

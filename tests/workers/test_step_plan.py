@@ -25,14 +25,14 @@ sampling = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
     logit_bias=st.dictionaries(ints, floats32, max_size=3),
-    structured=st.none() | grammars,
 )
 sampling |= st.builds(SamplingParams, min_tokens=st.integers(0, 9), seed=ints)
 plans = st.builds(
     StepPlan,
     step=ints,
     new_rows=st.lists(
-        st.builds(NewRow, ints, ints, ints, st.lists(ints, max_size=5), sampling, st.tuples(ints)), max_size=3
+        st.builds(NewRow, ints, ints, ints, st.lists(ints, max_size=5), sampling, st.tuples(ints), st.none() | ints),
+        max_size=3,
     ),
     table_writes=st.lists(st.builds(TableWrite, ints, ints, ints), max_size=4),
     copies=st.lists(st.tuples(ints, ints), max_size=3),

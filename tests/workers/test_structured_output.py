@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.device_step import DeviceStep
 from coatcheck.workers.engine import Engine
 from coatcheck.workers.grammar_lanes import AT_ONCE
 from coatcheck.workers.grammar_ledger import MOST_KEPT
@@ -26,6 +28,7 @@ from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import Model, load_model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
+from coatcheck.workers.step_plan import StepPlan
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.fake_runner import SPEC, FakeRunner
@@ -44,7 +47,22 @@ SCHEMA = {
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
 LARGE = Grammar("json_schema", json.dumps({"properties": {f"a{n}": {"type": "null"} for n in range(400)}}))
+OTHER = Grammar("regex", "[a-z ]{40,50}")
 Make = Callable[..., Engine]
+
+
+@dataclass(frozen=True)
+class OffTheWire:
+    """Carries out each plan as other ranks get it; `told` is all that they are."""
+
+    runner: ModelRunner
+    told: list[bytes]
+
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """Of this one rank."""
+        ints = plan.encode()
+        self.told.append(ints.tobytes())
+        return self.runner.launch(StepPlan.decode(ints))
 
 
 def params(grammar: Grammar | None, **changes: Any) -> SamplingParams:
@@ -70,15 +88,19 @@ def make(model: Model) -> Make:
     """Makes an engine with a pool of its own."""
 
     def make_engine(
-        num_blocks: int = 200, depth: int = 0, kind: type[Grammars] = Grammars, grammars_kept: int = MOST_KEPT
+        num_blocks: int = 200,
+        depth: int = 0,
+        kind: type[Grammars] = Grammars,
+        grammars_kept: int = MOST_KEPT,
+        told: list[bytes] | None = None,
     ) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
         pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
         grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
         return Engine(
-            model.spec, runner, num_blocks=num_blocks, block_size=8, pipeline_depth=depth, max_num_seqs=16,
-            grammars=grammars, grammars_kept=grammars_kept,
+            model.spec, OffTheWire(runner, [] if told is None else told), num_blocks=num_blocks, block_size=8,
+            pipeline_depth=depth, max_num_seqs=16, grammars=grammars, grammars_kept=grammars_kept,
         )  # fmt: skip
 
     return make_engine
@@ -148,7 +170,7 @@ def test_every_road_gives_the_same_tokens(make: Make) -> None:
     alone = run(make(), mine)
     others = [
         Request("free", PROMPT[::-1], params(None, ignore_eos=True)),
-        Request("other", PROMPT[5:], params(Grammar("regex", "[a-z ]{40,50}"))),
+        Request("other", PROMPT[5:], params(OTHER)),
     ]
     for engine in (make(), make(depth=1), make(num_blocks=20), make(num_blocks=20, depth=1)):
         together = run(engine, others[0], mine, others[1])
@@ -160,6 +182,27 @@ def test_every_road_gives_the_same_tokens(make: Make) -> None:
         for depth in (0, 1):
             rest = run(make(depth=depth), Request("mine", PROMPT, mine.sampling, delivered))
             assert {key: alone[key][:count] + rest.get(key, []) for key in alone} == alone
+
+
+def test_a_grammar_is_told_once(make: Make) -> None:
+    """Its text is in one plan, however many requests and choices have it and however often they begin again; where it
+    was forgotten it is told anew, and each group has its own number for it."""
+    mine, told = Request("mine", PROMPT, params(JSON, n=3)), list[bytes]()
+
+    def times_told() -> int:
+        return sum(plan.count(JSON.text.encode()) for plan in told)
+
+    engine = make(num_blocks=20, grammars_kept=2, told=told)
+    first = Request("first", PROMPT[5:], params(OTHER))
+    said = run(engine, first, mine, Request("more", PROMPT[::-1], params(JSON)))
+    assert engine.stats().preemptions > 0 and times_told() == 1
+    alone = run(make(), mine)
+    assert {key: said[key] for key in said if key.startswith("mine")} == alone
+    run(engine, *(Request(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(3)))
+    assert run(engine, mine) == alone and times_told() == 2
+    delivered = {choice: tuple(alone[f"mine.{choice}"][:9]) for choice in range(3)}
+    rest = run(engine, Request("mine", PROMPT, mine.sampling, delivered))
+    assert {key: alone[key][:9] + rest[key] for key in alone} == alone
 
 
 def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | None:
@@ -175,14 +218,16 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
         follow(runner, communicator)
         return None
     group = GroupRunner(runner, communicator)
-    engine = Engine(model.spec, group, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
-    said = run(engine, Request("r", PROMPT, params(JSON, n=2)))
+    engine = Engine(model.spec, group, num_blocks=12, block_size=8, max_num_seqs=8, grammars=grammars)
+    large = Request("large", PROMPT[:9], params(LARGE, max_tokens=9))
+    said = run(engine, large, Request("other", PROMPT[5:], params(OTHER)), Request("r", PROMPT, params(JSON, n=2)))
+    assert engine.stats().preemptions > 0
     group.stop()
     return said
 
 
 def test_every_rank_makes_the_same_masks(checkpoint: Path) -> None:
-    """Two ranks draw what one draws."""
+    """Two ranks draw what one draws, of grammars in both lanes, and also where a sequence begins again."""
     assert run_ranks(2, answer, checkpoint)[0] == answer(Communicator(), checkpoint)
 
 
