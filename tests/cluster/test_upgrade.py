@@ -20,7 +20,7 @@ _FLAG, _MORE = r"(?m)^    deterministic: bool = False$", "    made_up: int = 7\n
 _EVOLUTION = (
     ("cluster/config.py", _FLAG, _MORE),
     ("workers/group_config.py", _FLAG, _MORE),
-    ("cluster/launch.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
+    ("cluster/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
     ("workers/rank.py", r"(tp=spec\.tp),", r"\1 + self.config.made_up - 7,"),
 )
 
@@ -53,6 +53,12 @@ def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
     text, count = re.subn(pattern, text, source.read_text())
     assert count == 1
     target.write_text(text)
+
+
+def test_the_made_up_version_finds_its_places() -> None:
+    """What makes an evolved version of the sources as they are today changes each place that it names, once."""
+    for file, pattern, _ in _EVOLUTION:
+        assert len(re.findall(pattern, (ROOT / file).read_text())) == 1, file
 
 
 @pytest.mark.full  # a minute or two on two cores: seven starts of processes that import torch
