@@ -1,6 +1,6 @@
 """Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80, sm_90 and sm_100 and AMD's gfx942.
 
-The keys and what they use are those of kernels/README.md, which ahead_of_time.py beside this file writes.
+The keys are those of kernel_keys.py, and what they use is in kernels/README.md, which ahead_of_time.py writes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.ahead_of_time import ARCHS, KEYS, OTHERS, TARGETS, Keys, compiled, usage
+from tests.kernels.ahead_of_time import ARCHS, TARGETS, compiled, usage
+from tests.kernels.kernel_keys import KEYS, OTHERS, Keys
 
 
 def check(key: Keys, target: str) -> None:
