@@ -1,4 +1,4 @@
-"""Which cold block goes next: by worth, by use, by tenant and by what requests asked for."""
+"""Which cold block goes next: by worth, by use, by tenant, and in any mix with what requests asked for."""
 
 import tracemalloc
 from weakref import WeakKeyDictionary
@@ -10,37 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.block_pool import BlockPool
-from coatcheck.workers.eviction import RETAINED_SHARE, SHELTER_SECONDS, Eviction
-from coatcheck.workers.eviction_order import order_of
-from coatcheck.workers.prefix_book import Prefix, PrefixBook
+from coatcheck.workers.eviction import SHELTER_SECONDS
+from coatcheck.workers.prefix_book import Prefix
 from coatcheck.workers.prefix_miss import EvictionReason
-
-
-def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:
-    """An eviction of its own book."""
-    book = PrefixBook(ghosts)
-    return Eviction(book, order_of(order, book.table), capacity)
-
-
-def chain_of(text: str, length: int) -> list[bytes]:
-    """Hashes of a prompt's blocks."""
-    return [f"{text}{depth}".encode() for depth in range(length)]
-
-
-def serve(pool: BlockPool, chain: list[bytes], tenant: str = "", retention: Retention | None = None) -> int:
-    """A request's way through the pool; returns how many blocks were found."""
-    pool.book.want(chain, tenant, retention)
-    found: list[int] = []
-    for block_hash in chain:
-        if (block := pool.lookup(block_hash)) is None:
-            break
-        found.append(block)
-    pool.share(found)
-    computed = pool.allocate(len(chain) - len(found))
-    for depth, block in enumerate(computed, len(found)):
-        pool.register(block, chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
-    pool.release([*found, *computed])
-    return len(found)
+from tests.workers.pool_visit import chain_of, make_eviction, serve
 
 
 class EvictionMachine(RuleBasedStateMachine):
@@ -174,71 +147,6 @@ def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
     assert serve(pool, quiet, "quiet") == 0
 
 
-@pytest.mark.parametrize("order", ["lru", "cost"])
-def test_a_retained_prompt_stays_until_its_time_is_over(order: str) -> None:
-    """A prompt retained for 60 seconds is there after a flood of the same tenant within them, and goes after them."""
-    pool = BlockPool(40, make_eviction(order, 40))
-    kept = chain_of("kept", 8)
-    serve(pool, kept, retention=Retention(50, 60.0))
-    for number in range(100):
-        pool.book.advance(number * 0.5)
-        serve(pool, chain_of(f"flood {number} ", 4))
-    assert all(pool.lookup(block_hash) is not None for block_hash in kept)
-    pool.book.advance(61.0)
-    for number in range(100):
-        serve(pool, chain_of(f"late {number} ", 4))
-    assert pool.lookup(kept[0]) is None
-
-
-def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
-    """A prompt that is retained again while its blocks are cold, since it was found in another tier, stays for the
-    longer time."""
-    pool = BlockPool(40, make_eviction("cost", 40))
-    kept = chain_of("kept", 8)
-    serve(pool, kept, retention=Retention(50, 60.0))
-    pool.book.advance(30.0)
-    pool.book.want(kept, "", Retention(50, 600.0))
-    for number in range(100):
-        pool.book.advance(61.0 + number)
-        serve(pool, chain_of(f"flood {number} ", 4))
-    assert all(pool.lookup(block_hash) is not None for block_hash in kept)
-    pool.book.advance(631.0)
-    for number in range(100):
-        serve(pool, chain_of(f"late {number} ", 4))
-    assert pool.lookup(kept[0]) is None
-
-
-def test_nobody_undoes_what_another_has_asked_for() -> None:
-    """A prompt that one request retains outlasts another's word that it is unwanted, and a lower claim that lasts
-    longer takes over when the higher one is over."""
-    pool = BlockPool(40, make_eviction("lru", 40))
-    shared = chain_of("shared", 5)
-    for retention in (Retention(80, 100.0), Retention(40, 1000.0), Retention(0, 500.0), None):
-        serve(pool, shared, retention=retention)
-    rival = chain_of("rival", 10)
-    for now, priority in ((50.0, 60), (150.0, 60)):
-        pool.book.advance(now)
-        serve(pool, rival, retention=Retention(priority, 20.0))
-        for number in range(30):
-            serve(pool, chain_of(f"flood {now} {number} ", 5))
-        # Together more than the cap: which of them gives way says whose claim is the higher.
-        kept = [sum(pool.lookup(block_hash) is not None for block_hash in chain) for chain in (shared, rival)]
-        assert kept == ([5, 5] if now < 100 else [0, 10])
-
-
-@pytest.mark.parametrize("later", [None, Retention(10, 1.0)])
-def test_what_is_asked_for_after_all_is_not_unwanted(later: Retention | None) -> None:
-    """A prompt said to be unwanted is an ordinary one again once another request has asked for it."""
-    pool = BlockPool(12, make_eviction("lru", 12))
-    shared, other = chain_of("shared", 5), chain_of("other", 5)
-    serve(pool, other)
-    serve(pool, shared, retention=Retention(0))
-    serve(pool, shared, retention=later)
-    pool.book.advance(2.0)
-    serve(pool, chain_of("new", 5))
-    assert pool.lookup(shared[4]) is not None and pool.lookup(other[4]) is None
-
-
 @pytest.mark.parametrize("priority", [None, 0, 50])
 def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
     """A prompt that is asked for over a thousand times without any eviction leaves no more behind than hundreds do."""
@@ -254,34 +162,6 @@ def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
             taken.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert taken[2] - taken[1] < 8_000
-
-
-@pytest.mark.parametrize("order", ["lru", "cost"])
-def test_of_retained_prompts_the_lowest_priority_goes_beyond_the_cap(order: str) -> None:
-    """Whoever retains more than the cap starves nobody: the highest priorities stay within it, the others count no
-    more than those that asked for nothing."""
-    capacity = 40
-    pool = BlockPool(capacity, make_eviction(order, capacity))
-    prompts = [chain_of(f"kept {priority} ", 5) for priority in (10, 90, 20, 80, 30, 40)]
-    for chain, priority in zip(prompts, (10, 90, 20, 80, 30, 40), strict=True):
-        serve(pool, chain, retention=Retention(priority, 1000.0))
-    for number in range(50):
-        serve(pool, chain_of(f"flood {number} ", 5))
-    there = [sum(pool.lookup(block_hash) is not None for block_hash in chain) for chain in prompts]
-    assert there == [0, 5, 0, 5, 0, 0]
-    assert sum(there) == capacity * RETAINED_SHARE
-
-
-def test_what_is_not_wanted_again_goes_first() -> None:
-    """A prompt of priority 0 goes before those that are older."""
-    pool = BlockPool(12, make_eviction("cost", 12))
-    old, discarded = chain_of("old", 6), chain_of("discarded", 6)
-    serve(pool, old)
-    serve(pool, discarded, retention=Retention(0))
-    serve(pool, chain_of("new", 6))
-    assert pool.lookup(old[5]) is not None
-    assert pool.lookup(discarded[0]) is None
-    assert pool.stats().evictions == {EvictionReason.UNWANTED: 6}
 
 
 def test_ghosts_are_bounded() -> None:
