@@ -3,8 +3,8 @@
 import pytest
 
 from coatcheck.proto.errors import NeverFits
+from tests.workers.collector import Collector, request
 from tests.workers.fake_runner import answer
-from tests.workers.test_engine import Collector, request
 from tests.workers.test_tiers import make_engine
 
 

@@ -9,62 +9,10 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.errors import InvalidRequest, NeverFits
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.engine import Engine
 from coatcheck.workers.request import Request
-from coatcheck.workers.step_output import FinishReason, SequenceOutput
-from tests.workers.fake_runner import SPEC, FakeRunner, answer, next_token
-
-
-def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: int = 64) -> tuple[Engine, FakeRunner]:
-    """An engine over 4-token blocks."""
-    runner = FakeRunner(num_blocks, 4)
-    engine = Engine(
-        SPEC,
-        runner,
-        num_blocks=num_blocks,
-        block_size=4,
-        max_num_seqs=seqs,
-        max_batch_tokens=budget,
-        pipeline_depth=depth,
-    )
-    return engine, runner
-
-
-def request(name: str, prompt: list[int], max_tokens: int = 8, **changes: object) -> Request:
-    """A greedy request."""
-    resume = changes.pop("resume", {})
-    salt, priority = changes.pop("salt", ""), changes.pop("priority", 0)
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=7, **changes)  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), params, resume, salt, priority)  # type: ignore[arg-type]
-
-
-class Collector:
-    """Runs an engine and keeps what each choice said."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.ends: dict[tuple[str, int], SequenceOutput] = {}
-        self.first: dict[tuple[str, int], SequenceOutput] = {}
-
-    def step(self) -> None:
-        """One step, with every invariant checked after it."""
-        for output in self.engine.step().outputs:
-            key = (output.request_id, output.choice)
-            assert key not in self.ends, "an ended choice goes on"
-            self.first.setdefault(key, output)
-            self.tokens.setdefault(key, []).extend(output.token_ids)
-            if output.finish_reason:
-                self.ends[key] = output
-        self.engine.check()
-
-    def run(self) -> "Collector":
-        """Steps until nothing is left."""
-        for _ in range(5000):
-            if not self.engine.has_work:
-                return self
-            self.step()
-        raise AssertionError("the engine never ends")
+from coatcheck.workers.step_output import FinishReason
+from tests.workers.collector import Collector, make_engine, request
+from tests.workers.fake_runner import answer, next_token
 
 
 @pytest.mark.parametrize("depth", [0, 1])

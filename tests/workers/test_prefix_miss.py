@@ -5,7 +5,7 @@ import dataclasses
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.prefix_miss import EvictionReason, MissReason, PrefixMiss, content_chain
 from coatcheck.workers.tier import Tier
-from tests.workers.test_engine import Collector, request
+from tests.workers.collector import Collector, request
 from tests.workers.test_tiers import ask, make_engine
 
 PROMPT = list(range(1, 42))

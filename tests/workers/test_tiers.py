@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.engine import Engine
+from tests.workers.collector import Collector, request
 from tests.workers.fake_runner import SPEC, FakeRunner, answer
-from tests.workers.test_engine import Collector, request
 
 
 def make_engine(
