@@ -1,0 +1,113 @@
+"""A tiny random llama with a tokenizer, engines over it whose answers grammars bind, and what these say."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.block_layout import BlockLayout
+from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.device_step import DeviceStep
+from coatcheck.workers.engine import Engine
+from coatcheck.workers.grammar_ledger import MOST_KEPT
+from coatcheck.workers.grammars import Grammars
+from coatcheck.workers.kv_dtype import KvDtype
+from coatcheck.workers.kv_pool import allocate_pool
+from coatcheck.workers.model import Model, load_model
+from coatcheck.workers.request import Request
+from coatcheck.workers.runner import ModelRunner
+from coatcheck.workers.step_plan import StepPlan
+from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
+from tests.workers.checkpoints import tiny_checkpoint
+
+EOS = 0
+PROMPT = tuple((i * 37 + 11) % 550 + 3 for i in range(30))
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+JSON = Grammar("json_schema", json.dumps(SCHEMA))
+LARGE = Grammar("json_schema", json.dumps({"properties": {f"a{n}": {"type": "null"} for n in range(400)}}))
+OTHER = Grammar("regex", "[a-z ]{40,50}")
+Make = Callable[..., Engine]
+
+
+@dataclass(frozen=True)
+class OffTheWire:
+    """Carries out each plan as other ranks get it; `told` is all that they are."""
+
+    runner: ModelRunner
+    told: list[bytes]
+
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """Of this one rank."""
+        ints = plan.encode()
+        self.told.append(ints.tobytes())
+        return self.runner.launch(StepPlan.decode(ints))
+
+
+def params(grammar: Grammar | None, **changes: Any) -> SamplingParams:
+    """Warm sampling, so that every mask matters."""
+    return SamplingParams(**{**dict(max_tokens=60, seed=5, temperature=1.0, structured=grammar), **changes})
+
+
+def write_checkpoint(directory: Path) -> Path:
+    """The model with its tokenizer."""
+    return write_model(tiny_checkpoint("llama", directory, vocab_size=600, eos_token_id=EOS, pad_token_id=3))
+
+
+def load_alone(checkpoint: Path) -> Model:
+    """The model as one rank holds it."""
+    return load_model(checkpoint, communicator=Communicator(), device="cpu")
+
+
+def engines_of(model: Model) -> Make:
+    """What makes engines over it, each with a pool of its own."""
+
+    def make_engine(
+        num_blocks: int = 200,
+        depth: int = 0,
+        kind: type[Grammars] = Grammars,
+        grammars_kept: int = MOST_KEPT,
+        told: list[bytes] | None = None,
+    ) -> Engine:
+        layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+        pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
+        grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+        runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
+        return Engine(
+            model.spec, OffTheWire(runner, [] if told is None else told), num_blocks=num_blocks, block_size=8,
+            pipeline_depth=depth, max_num_seqs=16, grammars=grammars, grammars_kept=grammars_kept,
+        )  # fmt: skip
+
+    return make_engine
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    """Every choice's tokens."""
+    said: dict[str, list[int]] = {}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        output = engine.step()
+        assert not output.refused
+        for part in output.outputs:
+            said.setdefault(f"{part.request_id}.{part.choice}", []).extend(part.token_ids)
+        engine.check()
+    return said
+
+
+def text_of(token_ids: list[int]) -> str:
+    """Without the end."""
+    text: str = byte_level_tokenizer().decode(token_ids, skip_special_tokens=True)
+    return text
