@@ -10,19 +10,16 @@ group at once.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
-from ..proto.block_hash import HASH_BYTES
-from ..proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents, SnapshotChunk
+from ..proto.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from .event_trouble import EventTrouble
 from .expectations import Expectation, Expectations
 from .prefix_match import Match, walk
 from .regret import Regret
-
-_TIERS: Final = (TIER_DEVICE, TIER_HOST)
+from .residency import Residency
 
 
 class Outcome(Enum):
@@ -48,17 +45,15 @@ class PrefixIndexStats:
 
 
 @dataclass(slots=True)
-class _Holding:
-    """What is known of one group. `next_sequence` None: nothing until a snapshot has come."""
+class _Member:
+    """One group, and where its events stand. `next_sequence` None: nothing is known until a snapshot has come."""
 
     bit: int
     epoch: str
     capacity: int  # most entries that it can have; 0: not said
     block_size: int  # tokens; 0: not said
     next_sequence: int | None = None
-    tiers: dict[bytes, int] = field(default_factory=dict)  # block hash -> set of tiers, as bits
     staged: list[KvEvent] | None = None  # a snapshot on its way
-    entries: int = 0  # in both tiers
 
 
 class PrefixIndex:
@@ -66,18 +61,18 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.regret = Regret()
-        self._groups: dict[str, _Holding] = {}
-        self._names: dict[int, str] = {}
-        self._live = 0  # every group's bit
-        self._where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # per tier: block hash -> groups
-        self._expectations = Expectations()
         self.troubles: Counter[EventTrouble] = Counter()
         self.events = self._snapshots = 0
+        self._groups: dict[str, _Member] = {}
+        self._names: dict[int, str] = {}
+        self._live = 0  # every group's bit
+        self._residency = Residency(self.regret, self.troubles)
+        self._expectations = Expectations()
 
     @property
     def entries(self) -> int:
         """Blocks by group and tier."""
-        return sum(holding.entries for holding in self._groups.values())
+        return self._residency.entries
 
     def other_block_size(self, group: str, block_size: int) -> int:
         """That of the groups beside this one, if it is another; 0 if it is the same, or there is none."""
@@ -90,86 +85,85 @@ class PrefixIndex:
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
         self._live |= free
-        self._groups[group] = _Holding(free, epoch, capacity, block_size)
+        self._groups[group] = _Member(free, epoch, capacity, block_size)
         self._names[free] = group
 
     def remove_group(self, group: str) -> None:
         """A group has gone, and with it all that it held; an unknown one already has."""
-        holding = self._groups.pop(group, None)
-        if holding is None:
+        member = self._groups.pop(group, None)
+        if member is None:
             return
-        self._clear(holding)
-        self._expectations.forget(holding.bit)
-        self._live &= ~holding.bit
-        del self._names[holding.bit]
+        self._residency.forget(member.bit)
+        self._expectations.forget(member.bit)
+        self._live &= ~member.bit
+        del self._names[member.bit]
 
     def apply(self, group: str, message: KvEvents) -> Outcome:
         """Takes the next events of a group."""
-        holding = self._groups.get(group)
-        if holding is None or holding.epoch != message.epoch:
-            return self._refuse(holding, len(message.events))
-        if holding.next_sequence is None:
+        member = self._groups.get(group)
+        if member is None or member.epoch != message.epoch:
+            return self._refuse(member, len(message.events))
+        if member.next_sequence is None:
             return self._ignore(EventTrouble.BEFORE_SNAPSHOT, len(message.events))
-        known = holding.next_sequence - message.sequence
+        known = member.next_sequence - message.sequence
         if known < 0:
             self.troubles[EventTrouble.GAP] += 1
-            self._forget(holding)
+            self._forget(member)
             return Outcome.SNAPSHOT_NEEDED
         if known and known >= len(message.events):
             return self._ignore(EventTrouble.REPEATED, len(message.events))
-        self._store(holding, message.events[known:] if known else message.events)
-        holding.next_sequence += len(message.events) - known
-        return self._weigh(holding)
+        self._store(member, message.events[known:] if known else message.events)
+        member.next_sequence += len(message.events) - known
+        return self._weigh(member)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> Outcome:
         """Takes a piece of a snapshot; only a whole one counts, and it replaces what was known."""
-        holding = self._groups.get(group)
-        if holding is None or holding.epoch != chunk.epoch:
-            return self._refuse(holding, len(chunk.events))
+        member = self._groups.get(group)
+        if member is None or member.epoch != chunk.epoch:
+            return self._refuse(member, len(chunk.events))
         if chunk.first:
-            holding.staged = []
-        if holding.staged is None:  # its beginning was missed
+            member.staged = []
+        if member.staged is None:  # its beginning was missed
             self.troubles[EventTrouble.GAP] += 1
-            self._forget(holding)
+            self._forget(member)
             return Outcome.SNAPSHOT_NEEDED
-        holding.staged.extend(chunk.events)
-        if holding.capacity and len(holding.staged) > holding.capacity:
-            return self._disbelieve(holding)
+        member.staged.extend(chunk.events)
+        if member.capacity and len(member.staged) > member.capacity:
+            return self._disbelieve(member)
         if chunk.last:
-            staged = holding.staged
-            self._forget(holding)
-            self._store(holding, staged)
-            holding.next_sequence = chunk.sequence
+            staged = member.staged
+            self._forget(member)
+            self._store(member, staged)
+            member.next_sequence = chunk.sequence
             self._snapshots += 1
         return Outcome.APPLIED
 
     def expect(self, group: str, chain: Sequence[bytes]) -> Expectation | None:
         """A prompt of this chain has been sent to the group: until `settle` its blocks match as expected there."""
-        holding = self._groups.get(group)
-        if holding is None:
+        member = self._groups.get(group)
+        if member is None:
             return None
-        self._expectations.add(holding.bit, chain)
-        return Expectation(group, holding.epoch, chain)
+        self._expectations.add(member.bit, chain)
+        return Expectation(group, member.epoch, chain)
 
     def settle(self, expectation: Expectation) -> None:
         """The group's events have told of the prompt's blocks, or never will; call it once."""
-        holding = self._groups.get(expectation.group)
-        if holding is not None and holding.epoch == expectation.epoch:  # else it went with its incarnation
-            self._expectations.remove(holding.bit, expectation.chain)
+        member = self._groups.get(expectation.group)
+        if member is not None and member.epoch == expectation.epoch:  # else it went with its incarnation
+            self._expectations.remove(member.bit, expectation.chain)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, Match]:
         """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups
         that hold not even the first are left out."""
-        on_device, on_host = self._where
+        on_device, on_host = self._residency.where
         matches = walk(chain, self._live, on_device, on_host, self._expectations.where)
         return {self._names[bit]: match for bit, match in matches}
 
     def stats(self) -> PrefixIndexStats:
         """Counts as of now."""
-        on_device, on_host = self._where
         return PrefixIndexStats(
             groups=len(self._groups),
-            blocks=len(on_device.keys() | on_host.keys()),
+            blocks=self._residency.blocks,
             entries=self.entries,
             expected=len(self._expectations),
             events=self.events,
@@ -179,79 +173,33 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        assert self._live == sum(holding.bit for holding in self._groups.values()), "a group's bit is lost or shared"
-        assert self._names == {holding.bit: name for name, holding in self._groups.items()}
-        for place, where in enumerate(self._where):
-            expected: dict[bytes, int] = {}
-            for holding in self._groups.values():
-                for block, tiers in holding.tiers.items():
-                    assert tiers, "an entry in no tier"
-                    if tiers >> place & 1:
-                        expected[block] = expected.get(block, 0) | holding.bit
-            assert where == expected, "the shared index and the groups' own disagree"
-        for holding in self._groups.values():
-            assert holding.entries == sum(tiers.bit_count() for tiers in holding.tiers.values()), "entries miscounted"
+        assert self._live == sum(member.bit for member in self._groups.values()), "a group's bit is lost or shared"
+        assert self._names == {member.bit: name for name, member in self._groups.items()}
+        self._residency.check()
         self._expectations.check()
 
-    def _store(self, holding: _Holding, events: Iterable[KvEvent]) -> None:
-        held, bit, regret = holding.tiers, holding.bit, self.regret
-        on_device, on_host = self._where
-        for event in events:
-            self.events += 1
-            block, tier = event.block_hash, event.tier
-            if tier not in _TIERS or len(block) != HASH_BYTES:
-                self.troubles[EventTrouble.UNNAMED] += 1
-                continue
-            place = tier - 1
-            where, tiers = self._where[place], held.get(block, 0)
-            if event.stored:
-                if not tiers >> place & 1:
-                    held[block] = tiers | 1 << place
-                    where[block] = where.get(block, 0) | bit
-                    holding.entries += 1
-                    regret.stored(block)
-                if (parent := event.parent_hash) and parent not in held:
-                    self.troubles[EventTrouble.NO_PARENT] += 1
-            elif tiers >> place & 1:
-                _set_or_drop(held, block, tiers & ~(1 << place))
-                _set_or_drop(where, block, where[block] & ~bit)
-                holding.entries -= 1
-                if block not in on_device and block not in on_host:
-                    regret.evicted(block, len(on_device))
+    def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
+        self.events += len(events)
+        self._residency.apply(member.bit, events)
 
-    def _weigh(self, holding: _Holding) -> Outcome:
-        if not holding.capacity or holding.entries <= holding.capacity:
+    def _weigh(self, member: _Member) -> Outcome:
+        if not member.capacity or self._residency.entries_of(member.bit) <= member.capacity:
             return Outcome.APPLIED
-        return self._disbelieve(holding)
+        return self._disbelieve(member)
 
-    def _disbelieve(self, holding: _Holding) -> Outcome:
+    def _disbelieve(self, member: _Member) -> Outcome:
         self.troubles[EventTrouble.IMPOSSIBLE] += 1
-        self._forget(holding)
+        self._forget(member)
         return Outcome.IMPOSSIBLE
 
-    def _forget(self, holding: _Holding) -> None:
-        self._clear(holding)
-        holding.next_sequence = None
-        holding.staged = None
+    def _forget(self, member: _Member) -> None:
+        self._residency.forget(member.bit)
+        member.next_sequence = None
+        member.staged = None
 
-    def _clear(self, holding: _Holding) -> None:
-        for block, tiers in holding.tiers.items():
-            for place, where in enumerate(self._where):
-                if tiers >> place & 1:
-                    _set_or_drop(where, block, where[block] & ~holding.bit)
-        holding.tiers.clear()
-        holding.entries = 0
-
-    def _refuse(self, holding: _Holding | None, events: int) -> Outcome:
-        return self._ignore(EventTrouble.UNKNOWN_GROUP if holding is None else EventTrouble.OTHER_EPOCH, events)
+    def _refuse(self, member: _Member | None, events: int) -> Outcome:
+        return self._ignore(EventTrouble.UNKNOWN_GROUP if member is None else EventTrouble.OTHER_EPOCH, events)
 
     def _ignore(self, trouble: EventTrouble, events: int) -> Outcome:
         self.troubles[trouble] += events
         return Outcome.IGNORED
-
-
-def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
-    if value:
-        bits[block] = value
-    else:
-        del bits[block]
