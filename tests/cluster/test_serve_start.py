@@ -1,4 +1,4 @@
-"""`coatcheck serve` before it serves: a Ray that is not there, and Ctrl-C at every stage."""
+"""`coatcheck serve` before it serves: what cannot be, a Ray that is not there, and Ctrl-C at every stage."""
 
 import os
 import signal
@@ -14,6 +14,50 @@ import pytest
 from tests.cluster.serving import Serving, coatcheck, lives, until
 
 pytestmark = pytest.mark.ray
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["/nowhere/model"], 2, "model directory /nowhere/model does not exist"),
+        (["some/model", "--tp", "0"], 2, "tp is 0"),
+        (["some/model", "--kv-memory", "lots"], 2, "kv-memory is 'lots'"),
+        (["some/model", "--config", "/nowhere.yaml"], 2, "No such file"),
+        (["some/model", "--tensor-parallel-size", "2"], 2, "here it is --tp"),
+        ([], 2, "model is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], code: int, message: str) -> None:
+    """A setting that cannot be is answered within seconds by one line that says what to change."""
+    done = coatcheck("serve", *arguments, seconds=20)
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
+    assert done.stderr.startswith("error: ") and message in done.stderr
+
+
+def test_a_taken_port_is_named(tiny_model: Path) -> None:
+    """A port that somebody else holds is refused with its number, before Ray starts."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = coatcheck("serve", str(tiny_model), "--grpc-port", str(port), seconds=20)
+    assert done.returncode == 2
+    said = f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --grpc-port"
+    assert done.stderr == f"error: {said}\n"
+
+
+def test_what_the_cluster_lacks_is_named(tiny_model: Path) -> None:
+    """More GPUs than there are is refused with both numbers, not waited for."""
+    done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
+    assert done.returncode == 2
+    assert "error: 2 groups with tp 2 need 4 GPUs, and this Ray cluster has 0 free" in done.stderr
+
+
+def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
+    """What only a rank can find ends the command with the rank's own reason; before it comes a line for each stage."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "900TiB") as serving:
+        *stages, last = serving.rest().splitlines()
+        assert serving.process.wait(20) == 1
+    assert last.startswith("error: kv-memory asks for") and "are free; lower kv-memory" in last
+    assert stages[0] == "starting Ray" and stages[1].startswith("starting 1 group of 1 rank on ")
 
 
 def test_a_cluster_that_has_ended_is_no_cluster(tmp_path: Path) -> None:
