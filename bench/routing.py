@@ -39,6 +39,15 @@ CELLS = (
 )
 
 
+def _cells(only: str) -> list[Cell]:
+    """Those whose name begins so. Raises InvalidConfig if there is none."""
+    cells = [cell for cell in CELLS if cell.name.startswith(only)]
+    if not cells:
+        names = f"{CELLS[0].name} to {CELLS[-1].name}"
+        raise InvalidConfig(f"no cell's name begins with {only!r}; they are trace/blocks/load, {names}")
+    return cells
+
+
 def _run_cell(task: tuple[Cell, Path, int]) -> tuple[Cell, float, dict[str, Outcome]]:
     cell, traces, routers = task
     entries = read_trace(traces / FILES[cell.trace])
@@ -70,12 +79,12 @@ def _row(cell: Cell, pooled: float, outcomes: dict[str, Outcome]) -> tuple[str, 
 
 
 def _read(path: Path | None) -> dict[str, dict[str, Any]]:
-    """What an earlier run has written, by cell. Raises ValueError if its groups were others."""
+    """What an earlier run has written, by cell. Raises InvalidConfig if its groups were others."""
     if path is None or not path.exists():
         return {}
     written = json.loads(path.read_text())
     if written["model"] != asdict(ServiceModel()):
-        raise ValueError(f"{path} has other service times; take it away to begin anew")
+        raise InvalidConfig(f"{path} has other service times; take it away to begin anew")
     return {row["cell"]: row for row in written["cells"]}
 
 
@@ -91,13 +100,13 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Prints a line per cell, ours beside the best other by each figure, and how many cells reach each target."""
-    cells = [cell for cell in CELLS if cell.name.startswith(only)]
     try:
+        cells = _cells(only)
         check_traces(traces, dict.fromkeys(FILES[cell.trace] for cell in cells))
+        known = _read(json_path)
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
     began = time.perf_counter()
-    known = _read(json_path)
     results, tally = list(known.values()), [0] * 5
     columns = "cell", "TTFT p90: ours / best other", "ratio", "p99", "ratio", "hits: ours / pooled", "max/mean work"
     print("| " + " | ".join((*columns, "goodput", "success")) + " |\n|" + "---|" * 9)

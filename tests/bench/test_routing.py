@@ -1,12 +1,16 @@
 """The routing benchmark: its groups keep their own books, it repeats itself, and our router beats the plain rules."""
 
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coatcheck.bench import routing
+from coatcheck.bench.public_traces import AZURE
 from coatcheck.bench.routing_rules import rules
 from coatcheck.bench.service_model import BLOCK, Job, ServiceModel
 from coatcheck.bench.simulated_group import SimulatedGroup
@@ -58,6 +62,26 @@ def test_a_pooled_cache_forgets_the_least_recently_used() -> None:
     entries = [TraceEntry(0.0, len(chain) * BLOCK + 1, 1, chain) for chain in chains]
     assert pooled_hits(entries, 3) == [0, BLOCK, 0, BLOCK]
     assert pooled_hits(entries, 9) == [0, BLOCK, 0, 2 * BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [
+        ("azur/", "no cell's name begins with 'azur/'; they are trace/blocks/load, conversation/1000/0.3 to "),
+        ("azure", "old.json has other service times; take it away to begin anew"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, said: str
+) -> None:
+    """A cell that there is not, and figures of other groups to go on from: one line that says what to change."""
+    (tmp_path / AZURE).touch()
+    (tmp_path / "old.json").write_text(json.dumps({"model": {"blocks": 1}, "cells": []}))
+    with pytest.raises(SystemExit) as ended:
+        routing.main(traces=tmp_path, only=only, json_path=tmp_path / "old.json")
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    assert printed.err.startswith("error: ") and said in printed.err and printed.err.count("\n") == 1
 
 
 @settings(max_examples=25, deadline=None)
