@@ -21,7 +21,7 @@ _EVOLUTION = (
     ("cluster/config.py", _FLAG, _MORE),
     ("workers/group_config.py", _FLAG, _MORE),
     ("cluster/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
-    ("workers/rank.py", r"(tp=spec\.tp),", r"\1 + self.config.made_up - 7,"),
+    ("workers/leader.py", r"(tp=spec\.tp),", r"\1 + config.made_up - 7,"),
 )
 
 
