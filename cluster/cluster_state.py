@@ -26,12 +26,13 @@ class GroupState:
 @dataclass(frozen=True, slots=True)
 class ClusterState:
     """`routers` and `http` are host:port, once clients may connect to all of them (`http` stays empty when there is
-    none). `failure`: why the cluster will never serve, else empty."""
+    none). `failure`: why the cluster will never serve, else empty. `calls`: see Supervisor."""
 
     groups: tuple[GroupState, ...] = ()
     routers: tuple[str, ...] = ()
     failure: str = ""
     http: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
 
     @property
     def is_ready(self) -> bool:

@@ -135,7 +135,7 @@ class Serving:
                 stage = state.stage
                 if state.is_ready:
                     since = since or time.monotonic()
-                    missed = self._ask("misses")
+                    missed = self._ask("misses") if "misses" in state.calls else ""
                     if not missed:
                         return state
                     if time.monotonic() > since + _ATTACHES_SECONDS:

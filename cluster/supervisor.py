@@ -25,7 +25,13 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Every method answers at once, but for `drain`, `restart…`, `scale` and `stop`."""
+    """Every method answers at once, but for `drain`, `restart…`, `scale` and `stop`.
+
+    Whoever asks may be of a newer version. Ray ends an actor's process that is asked for a method which it lacks, so a
+    method that came later than the others is in LATER, which `state` tells, and is asked only where it is told.
+    """
+
+    LATER = ("misses",)
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: Placement, plane: Plane) -> None:  # type: ignore[misc]
@@ -56,7 +62,7 @@ class Supervisor:
         groups = tuple(self._groups.states)
         failure = self._failure or self._routers.failure or self._groups.failure
         routers = tuple(self._routers.addresses) if self._routers.is_whole else ()
-        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
+        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses), self.LATER)
 
     async def misses(self) -> str:
         """See RouterSet.misses: while it says something, clients may be refused for want of that group."""

@@ -2,12 +2,15 @@
 
 import re
 import shutil
+from collections.abc import Sequence
+from inspect import getmembers, isfunction
 from pathlib import Path
 
 import pytest
 
 from coatcheck import __version__
 from coatcheck.bench.ray_nodes import RayNodes
+from coatcheck.cluster.supervisor import Supervisor
 from tests.cluster.serving import Serving, coatcheck, until
 
 pytestmark = pytest.mark.ray
@@ -23,6 +26,11 @@ _EVOLUTION = (
     ("cluster/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
     ("workers/leader.py", r"(tp=spec\.tp),", r"\1 + config.made_up - 7,"),
 )
+# A supervisor as it was before it could be asked what routers miss.
+_FORMER = (
+    ("cluster/supervisor.py", r"(?s)    async def misses.*?\n\n", ""),
+    ("cluster/supervisor.py", r", self\.LATER\)", ")"),
+)
 
 
 class Installed:
@@ -32,9 +40,10 @@ class Installed:
         self.folder = folder
         folder.mkdir()
 
-    def install(self, version: str, contract: int = 0, *, evolved: bool = False) -> None:
-        """In the place of the one before, as pip does it: what runs goes on with what it has read. `evolved`: settings
-        and what ranks are told have a field that was not there before, and is used."""
+    def install(self, version: str, contract: int = 0, *, changed: Sequence[tuple[str, str, str]] = ()) -> None:
+        """In the place of the one before, as pip does it: what runs goes on with what it has read. `changed`: (file,
+        pattern, what stands there). In an evolved one settings and what ranks are told have a field that was not there
+        before, and is used."""
         made = self.folder.with_name(f"coatcheck-{version}")
         made.mkdir()
         for room in _ROOMS:
@@ -42,7 +51,7 @@ class Installed:
         _rewrite(ROOT / "__init__.py", made / "__init__.py", r'__version__ = "\S+"', f'__version__ = "{version}"')
         number = made / "proto" / "contract.py"
         _rewrite(number, number, r"CONTRACT: Final = \d+", f"CONTRACT: Final = {contract}")
-        for file, pattern, text in _EVOLUTION if evolved else ():
+        for file, pattern, text in changed:
             _rewrite(made / file, made / file, pattern, text)
         link = self.folder / "next"
         link.symlink_to(made)
@@ -80,7 +89,7 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
         with Serving(*command, environment=nodes.environment) as serving:
             serving.wait_ready()
             assert versions(serving) == ["0.0.1"] * 3
-            installed.install("0.0.2", evolved=True)
+            installed.install("0.0.2", changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 0, said
             until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what", 10.0)
@@ -89,22 +98,58 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             code, out, said = restart("--routers")
             assert code == 0 and out.count("serves again") == 4, said
             until(lambda: versions(serving) == ["0.0.2"] * 3, "all are new", 10.0)
-            installed.install("0.0.3", contract=1, evolved=True)
+            installed.install("0.0.3", contract=1, changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 1 and "router-0 does not use group-0" in said
             assert "coatcheck 0.0.2 with contract 0" in said and "0.0.3 with contract 1" in said
             assert "install one version on every node" in said
             assert serving.generate("def main", "--max-tokens", "4")["group"] == "group-1"
-            installed.install("0.0.4", evolved=True)
+            installed.install("0.0.4", changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 0, said
             until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back", 10.0)
+
+
+@pytest.mark.full  # two starts for what no other version has shown yet
+@pytest.mark.timeout(200)
+def test_serve_joins_an_older_supervisor(tmp_path: Path, tiny_model: Path) -> None:
+    """A newer `serve` asks an older supervisor for nothing that it does not know, which would end its process: it is
+    ready once all serve, as the older one was."""
+    installed = Installed(tmp_path / "installed")
+    installed.install("0.0.1", changed=_FORMER)
+    with RayNodes(tmp_path, head_cpus=1, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
+        command = [str(tiny_model), "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
+        command += ["--ray-address", nodes.address]
+        with Serving(*command, environment=nodes.environment) as older:
+            older.wait_ready()
+        before = supervisors(nodes)
+        with Serving(*command, environment={**nodes.environment, "PYTHONPATH": ""}) as newer:
+            newer.wait_ready()
+            assert versions(newer) == ["0.0.1"] * 2
+            assert len(before) == 1 and supervisors(nodes) == before
+
+
+def supervisors(nodes: RayNodes) -> list[int]:
+    """Their processes."""
+    return [pid for pid, command in nodes.processes().items() if command.startswith("ray::Supervisor")]
 
 
 def versions(serving: Serving) -> list[str]:
     """The router's, then each group's."""
     status = serving.status()
     return [status["version"], *(group.get("version", "") for group in status["groups"])]
+
+
+def test_what_came_later_is_told() -> None:
+    """A supervisor names every method of its own that one of the first version does not have."""
+    first = {"config", "state", "drain", "restart", "restart_router", "restart_supervisor", "scale", "stop"}
+    assert {name for name, _ in getmembers(Supervisor, isfunction) if name[0] != "_"} == first | {*Supervisor.LATER}
+
+
+@pytest.mark.parametrize("changed", [_EVOLUTION, _FORMER])
+def test_other_versions_can_be_made(tmp_path: Path, changed: Sequence[tuple[str, str, str]]) -> None:
+    """What the long tests here change in a version is still there to be changed."""
+    Installed(tmp_path / "installed").install("0.0.1", changed=changed)
 
 
 def test_the_version_is_one() -> None:
