@@ -8,9 +8,11 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import takewhile
 
 import grpc
 
+from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -51,6 +53,7 @@ def scripted_token(submit: Submit, choice: int, position: int) -> int:
 class FakeGroup(WorkerServicer):
     """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called. With `chunk` a
     prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those.
+    It finds cached what `blocks` say that it holds, or, whatever they say, up to `finds` tokens of any prompt.
     `last_word` is said ahead of an end by `die_on_submit` or `poison`."""
 
     def __init__(
@@ -68,6 +71,7 @@ class FakeGroup(WorkerServicer):
         last_word: str = "",
         chunk: int = 0,
         score_at_most: int | None = None,
+        finds: int | None = None,
     ) -> None:
         self.name = name
         self.epoch = uuid.uuid4().hex
@@ -85,6 +89,7 @@ class FakeGroup(WorkerServicer):
         self.last_word = last_word
         self.chunk = chunk
         self.score_at_most = score_at_most
+        self.finds = finds
         self.contract, self.version = CONTRACT, VERSION
         self.silent = False  # a stopped process: connected, and saying nothing
         self.submits: list[Submit] = []
@@ -253,7 +258,7 @@ class FakeGroup(WorkerServicer):
                 output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1))
             if first:
                 first = False
-                output.cached.CopyFrom(Cached(device_tokens=min(4, len(submit.prompt_token_ids) - 1)))
+                output.cached.CopyFrom(Cached(device_tokens=self._found(submit)))
                 output.prompt_logprobs.extend(scored)
             if token in ends:
                 output.finish_reason, output.stop_token_id = FINISH_REASON_STOP, token
@@ -263,6 +268,15 @@ class FakeGroup(WorkerServicer):
             if output.finish_reason:
                 return
             await asyncio.sleep(0)
+
+    def _found(self, submit: Submit) -> int:
+        prompt = submit.prompt_token_ids[:-1]  # the last one is always computed
+        if self.finds is not None:
+            return min(self.finds, len(prompt))
+        key = block_key(salt=submit.cache_salt, model=self.model.name, fingerprint=self.model.fingerprint)
+        held = {event.block_hash for event in self.blocks}
+        chain = hash_chain(key, prompt, self.model.block_size)
+        return self.model.block_size * sum(1 for _ in takewhile(held.__contains__, chain))
 
     async def _released(self, position: int) -> None:
         while self.hold_after is not None and position >= self.hold_after:

@@ -93,7 +93,7 @@ async def test_what_was_sent_draws_the_next_of_its_kind_at_once(open_door: OpenD
 
 async def test_the_audit_is_exported_and_a_group_that_diverges_is_snapshotted_anew(open_door: OpenDoor) -> None:
     """A group that finds far less than its events promise is asked for its blocks again, and the status counts it."""
-    group = FakeGroup()  # it finds one block of any prompt
+    group = FakeGroup(finds=4)  # one block
     group.blocks = blocks()
     door = await open_door(group)
     while door.router.groups.index.stats().entries != 10:

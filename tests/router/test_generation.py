@@ -33,7 +33,7 @@ def ask(text: str = "hello there, fox", **sampling: object) -> GenerateRequest:
 
 async def test_a_stream_starts_flows_and_ends(open_door: OpenDoor, tokenizer: TokenizerJson) -> None:
     """Started comes first, then deltas whose text is the decoded tokens, then one Final with usage by tier."""
-    group = FakeGroup()
+    group = FakeGroup(finds=4)
     door = await open_door(group)
     events: list[GenerateEvent] = [event async for event in door.generation.GenerateStream(ask())]
     started, *deltas, final = events

@@ -37,7 +37,7 @@ async def test_a_prompt_goes_where_its_prefix_is(open_door: OpenDoor) -> None:
     await _indexed(door, 10)
     assert {await ask(door) for _ in range(6)} == {"holder"}
     assert len({await ask(door, salt="another tenant") for _ in range(24)}) > 1
-    late.blocks = blocks("another tenant")  # a fake finds less than is foreseen, and may be asked for a snapshot
+    late.blocks = blocks("another tenant")
     late.send_events(*late.blocks)
     await _indexed(door, 20)
     assert {await ask(door, salt="another tenant") for _ in range(6)} == {"late"}

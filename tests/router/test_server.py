@@ -160,7 +160,7 @@ async def test_bad_drains_are_refused(open_door: OpenDoor, request_: DrainReques
 
 async def test_status_tells_what_groups_report(open_door: OpenDoor) -> None:
     """Groups with the supervisor's state and their own load, latencies, and the share of tokens found in a cache."""
-    group = FakeGroup()
+    group = FakeGroup(finds=4)
     group.load.status.blocks_used = 3
     group.load.status.ranks.add(rank=0, pid=42)
     door = await open_door(group)

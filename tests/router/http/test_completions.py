@@ -21,7 +21,7 @@ async def over_grpc(web: Web, **request: Any) -> Any:
 
 async def test_an_answer_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
     """The same prompt and seed give the same text over both protocols, whole and streamed, with its usage."""
-    web = await open_web(FakeGroup())
+    web = await open_web(FakeGroup(finds=4))
     wanted = await over_grpc(web, text="the quick fox", sampling=dict(max_tokens=12, seed=3))
     asked: dict[str, Any] = dict(model="tiny", prompt="the quick fox", max_tokens=12, seed=3)
     whole = await web.openai.completions.create(**asked)
@@ -30,7 +30,7 @@ async def test_an_answer_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
     assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
     usage = wanted.final.usage
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
-    assert whole.usage.prompt_tokens_details.cached_tokens == usage.cached_device_tokens
+    assert whole.usage.prompt_tokens_details.cached_tokens == usage.cached_device_tokens == 2
     stream = await web.openai.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == wanted.choices[0].text
