@@ -65,7 +65,8 @@ class Autoscaler:
             self._seen = groups
         self._samples.append(Sample(now, queue_seconds, busy))
         longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
-        while self._samples[0].time < now - longest - 2 * _LOOK_SECONDS:
+        # One that is as old stays, however long ago the look before it was: it shows that they reach back so far.
+        while len(self._samples) > 1 and self._samples[1].time <= now - longest:
             self._samples.popleft()
         wished = self._rule.wished(self._samples, groups, now)
         # What groups hold is in use. To ask for that too would keep a node that has none: it could serve as well.

@@ -116,3 +116,22 @@ async def test_idleness_may_be_shorter_than_a_queue() -> None:
     for clock in range(12, 18):
         await autoscaler.look(float(clock))
     assert groups == 2
+
+
+@pytest.mark.parametrize("apart", [0.9, 2.4, 4.5, 7.0, 61.0])
+async def test_looks_may_be_far_apart(apart: float) -> None:
+    """A group that has nothing to do goes at the first look after its minute, however seldom a busy machine looks."""
+    wanted: list[float] = []
+    clock = 0.0
+
+    async def pressure() -> tuple[float, int]:
+        return 0.0, 1
+
+    async def scale(_: int, __: float) -> None:
+        wanted.append(clock)
+
+    autoscaler = Autoscaler(RULE, pressure=pressure, size=lambda: 2, ask_room=lambda _: None, scale=scale)
+    while not wanted and clock < 200.0:
+        await autoscaler.look(clock)
+        clock += apart
+    assert wanted and wanted[0] - apart < 60.0 <= wanted[0]
