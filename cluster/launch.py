@@ -12,7 +12,6 @@ through it. This module does not know when any of these is called: see serve.py 
 """
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +31,7 @@ from .authority import Authority, Plane
 from .config import ServeConfig
 from .counted import counted
 from .exposure import needs_plane
+from .node_names import node_names
 from .placement import Placement, Resources
 
 NAMESPACE = "coatcheck"
@@ -94,13 +94,13 @@ def _start_ray(config: ServeConfig) -> None:
 
 
 def free_resources() -> dict[str, Resources]:
-    """What each node of the cluster has free, by the node's name; of equal names, with a bit of its id."""
+    """What each node of the cluster has free, by what the node is called."""
     from ray._private.state import available_resources_per_node  # public only as a command, `ray status`
 
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
-    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    times = Counter(names[id] for id in free)
-    return {names[id] if times[names[id]] == 1 else f"{names[id]} ({id[:6]})": free[id] for id in free}
+    nodes = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    names = node_names({id: nodes[id] for id in free})
+    return {names[id]: free[id] for id in free}
 
 
 def hosts_of(reserved: PlacementGroup) -> list[str]:

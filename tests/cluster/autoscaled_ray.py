@@ -100,3 +100,9 @@ class AutoscaledRay:
     def nodes(self) -> int:
         """Raylets that run: the head's, and one for each node that was brought."""
         return sum("/raylet/raylet " in command for command in descendants(self._process.pid).values())
+
+    def last_words(self, actor: str, lines: int = 12) -> str:
+        """What actors of that class have logged last."""
+        logs = Path(self._folder, "session_latest", "logs").glob("worker-*.err")
+        texts = [text for log in logs if f":actor_name:{actor}\n" in (text := log.read_text())]
+        return "".join(f"\n{line}" for text in texts for line in text.splitlines()[-lines:])

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,11 +30,13 @@ def coatcheck(
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=seconds, env=env)
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = 45.0) -> None:
-    """Polls until it holds."""
+def until(
+    holds: Callable[[], bool], what: str, seconds: float = 45.0, *, else_tell: Callable[[], object] = lambda: ""
+) -> None:
+    """Polls until it holds; `else_tell`: what is to be known where it does not."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s {else_tell()}"
         time.sleep(0.1)
 
 
@@ -189,3 +191,19 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def still_running(processes: Mapping[int, str]) -> dict[int, str]:
+    """Those that have not ended; each with what it waits for, if for the kernel."""
+    return {
+        pid: f"{_read(pid, 'wchan')} {_read(pid, 'stat').rpartition(')')[2][:40]} {command}"
+        for pid, command in processes.items()
+        if lives(pid)
+    }
+
+
+def _read(pid: int, what: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_text()
+    except OSError:
+        return ""

@@ -4,6 +4,7 @@ import signal
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,10 @@ from tests.cluster.autoscaled_ray import AutoscaledRay
 from tests.cluster.serving import Serving, until
 
 _CLIENTS = 12  # one is answered, four are ready behind it, the others wait in line
+# Ten seconds of queue, then a node (4 s), a process that imports torch and loads (5 s on a quiet machine, 15 s on two
+# cores beside five busy processes) and an answer (4 s): who has none after this has begun again, or is stuck.
+_COMES = 120
+_GOES = 60  # 5 s without work, 2 s without ranks, and a look or two of each
 
 
 class Clients:
@@ -40,6 +45,10 @@ class Clients:
         """The router's groups."""
         return {group.name: group.state for group in self._admin.Status(StatusRequest()).groups}
 
+    def story(self, ray: AutoscaledRay) -> str:
+        """How far everything is: answers, groups, nodes, and what the supervisor has said of it."""
+        return f"{dict(self.answers)} {self.states()}, {ray.nodes()} nodes; supervisor:{ray.last_words('Supervisor')}"
+
 
 @pytest.mark.ray
 @pytest.mark.full  # a minute: ten seconds of queue, a node, a group, and all of it back
@@ -55,9 +64,15 @@ def test_a_queue_brings_a_node_and_idleness_takes_it_away(tiny_model: Path, tmp_
             serving.wait_ready()
             assert ray.nodes() == 1
             many, one = Clients(serving.address), Clients(serving.address)
+            told = partial(many.story, ray)
             asking = [pool.submit(many.ask_on, seed) for seed in range(_CLIENTS)]
             try:
-                until(lambda: many.answers["group-1"] > 0 or asking[0].done(), "another group answers", 120)
+                until(
+                    lambda: many.answers["group-1"] > 0 or asking[0].done(),
+                    "another group answers",
+                    _COMES,
+                    else_tell=told,
+                )
                 assert ray.nodes() == 2 and many.states() == {"group-0": "serving", "group-1": "serving"}
             finally:
                 many.stopped.set()
@@ -65,8 +80,10 @@ def test_a_queue_brings_a_node_and_idleness_takes_it_away(tiny_model: Path, tmp_
                 client.result()
             last = pool.submit(one.ask_on, 0)
             try:
-                until(lambda: set(one.states()) == {"group-0"} or last.done(), "the group is gone", 60)
-                until(lambda: ray.nodes() == 1, "the node is gone", 60)
+                until(
+                    lambda: set(one.states()) == {"group-0"} or last.done(), "the group is gone", _GOES, else_tell=told
+                )
+                until(lambda: ray.nodes() == 1, "the node is gone", _GOES, else_tell=told)
             finally:
                 one.stopped.set()
             last.result()

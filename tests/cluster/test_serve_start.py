@@ -6,12 +6,13 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.cluster.serving import Serving, coatcheck, lives, until
+from tests.cluster.serving import Serving, coatcheck, still_running, until
 
 pytestmark = pytest.mark.ray
 
@@ -124,4 +125,5 @@ def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> N
         os.killpg(serving.process.pid, signal.SIGINT)
         assert serving.process.wait(10) == 130, serving.rest()
         assert "Traceback" not in serving.rest()
-        until(lambda: not any(lives(pid) for pid in processes), "every process is gone", 10)
+        left = partial(still_running, processes)
+        until(lambda: not left(), "every process is gone", 10, else_tell=left)
