@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from coatcheck.bench.servers import free_port
+from coatcheck.cluster.descendants import descendants
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -169,27 +170,6 @@ class RayNodes:
         agent = f"--dashboard-agent-listen-port={free_port()}"
         command = [str(Path(sys.executable).with_name("ray")), "start", *plain, agent, *flags]
         return RayNode(command, self.environment, self._scratch / f"ray-{next(self._numbers)}.log")
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Every process below one, with its command line."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue  # it has just ended
-            children.setdefault(parent, []).append(int(entry.name))
-    found, pending = {}, [root]
-    while pending:
-        for pid in children.get(pending.pop(), []):
-            pending.append(pid)
-            try:
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-    return found
 
 
 def listens(address: str) -> bool:

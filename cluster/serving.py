@@ -14,6 +14,7 @@ from rich.console import Console
 from ..proto.errors import Unavailable
 from .config import ServeConfig
 from .counted import counted
+from .descendants import adopt_orphans, end_descendants
 from .exposure import warn_of_exposure
 from .own_ray import forget_ended, known_to_its_user, ray_folder
 from .ray_environment import confine_local_ray, environment_token, quiet_driver
@@ -27,6 +28,7 @@ _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
 _STOP_SECONDS = 15.0
+_END_SECONDS = 1.0  # for what has been told to end, or sees that Ray is gone
 _HESITATES_SECONDS = 10.0
 _ATTACHES_SECONDS = 3.0  # a router to a group that serves, with time to spare
 
@@ -50,7 +52,6 @@ class Serving:
         quiet_driver()
         if self._config.ray_address is None:
             confine_local_ray()
-        import ray
 
         try:
             self._connect()
@@ -65,10 +66,23 @@ class Serving:
                 self._watch(state)
                 self._drain()
         finally:
-            self._notes.close()
-            self._stop()
-            ray.shutdown()
+            self._leave()
         return 0 if self._has_served and not self._signals.forced.is_set() else EXIT_STOPPED
+
+    def _leave(self) -> None:
+        """Ends what has been started. On our own Ray that is everything."""
+        import ray
+
+        is_own = self._config.ray_address is None
+        if is_own:
+            adopt_orphans()
+        self._notes.close()
+        self._stop()
+        ray.shutdown()
+        if is_own:
+            # Ray gives its raylet a second. One that needs longer is killed, and what it has started finds out by
+            # itself: its agents first try for a minute to tell a head that is gone as well.
+            end_descendants(_END_SECONDS)
 
     def _connect(self) -> None:
         from . import launch

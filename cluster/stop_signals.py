@@ -6,6 +6,8 @@ import socket
 import threading
 from typing import Final
 
+from .descendants import end_descendants
+
 EXIT_STOPPED: Final = 130
 
 
@@ -38,4 +40,7 @@ class Signals:
             if self._arrivals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
                 (self.forced if self.asked.is_set() else self.asked).set()
                 if self.ends_at_once:
-                    os._exit(EXIT_STOPPED)  # a Ray of our own ends with its parent
+                    # A Ray of our own ends with its parent, but for what has been started by what then ends: Ray's
+                    # agents would first try for a minute to tell a head that is gone.
+                    end_descendants()
+                    os._exit(EXIT_STOPPED)

@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Final, Self
 
-from coatcheck.bench.ray_nodes import ENVIRONMENT, descendants, listens
+from coatcheck.bench.ray_nodes import ENVIRONMENT, listens
 from coatcheck.bench.servers import free_port
+from coatcheck.cluster.descendants import descendants
 from tests.cluster.serving import until
 
 _HEAD: Final = "f" * 51 + "00000"  # as the provider names it

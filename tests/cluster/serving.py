@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import grpc
 
+from coatcheck.cluster.descendants import descendants
 from coatcheck.cluster.status import as_json_object
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
@@ -142,23 +143,7 @@ class Serving:
 
     def descendants(self) -> dict[int, str]:
         """Every process below this one, with its command line."""
-        children: dict[int, list[int]] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except (OSError, IndexError):
-                    continue  # it has just ended
-                children.setdefault(parent, []).append(int(entry.name))
-        found, pending = {}, [self.process.pid]
-        while pending:
-            for pid in children.get(pending.pop(), []):
-                pending.append(pid)
-                try:
-                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                except OSError:
-                    continue
-        return found
+        return descendants(self.process.pid)
 
 
 def listening(pids: Iterable[int]) -> set[str]:

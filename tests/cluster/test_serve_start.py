@@ -127,3 +127,15 @@ def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> N
         assert "Traceback" not in serving.rest()
         left = partial(still_running, processes)
         until(lambda: not left(), "every process is gone", 10, else_tell=left)
+
+
+def test_a_signal_leaves_nothing_of_a_ray_that_is_half_there(tiny_model: Path) -> None:
+    """Ray's agents, which by themselves try for a minute to tell a head that is gone, end with the command too."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB") as serving:
+        serving.wait_line("starting Ray")
+        until(lambda: serving.actor("RuntimeEnvAgent") > 0, "Ray's agents run")
+        processes = serving.descendants()
+        os.killpg(serving.process.pid, signal.SIGINT)
+        assert serving.process.wait(10) == 130, serving.rest()
+        left = partial(still_running, processes)
+        until(lambda: not left(), "every process is gone", 10, else_tell=left)

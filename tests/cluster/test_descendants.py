@@ -1,0 +1,58 @@
+"""The processes below one, and their end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from coatcheck.cluster.descendants import descendants
+from tests.cluster.serving import lives, until
+
+_SLEEPER = "import time; time.sleep(300)"
+# It starts a process, says which, and waits for the end of its input, then ends.
+_PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+_FAMILY = """
+import os, subprocess, sys, time
+from coatcheck.cluster.descendants import adopt_orphans, descendants, end_descendants
+middle = subprocess.Popen([sys.executable, "-c", {middle!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+inner = int(middle.stdout.readline())
+soon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+assert {{middle.pid, inner, soon.pid}} == set(descendants(os.getpid()))
+adopt_orphans()
+middle.stdin.close()
+middle.wait()
+assert middle.returncode == 0 and inner in descendants(os.getpid()), "an orphan is not in sight"
+end_descendants(1.0)
+print(inner, soon.wait(), flush=True)
+"""
+
+
+def test_orphans_end_too_and_who_ends_in_time_is_not_killed() -> None:
+    """A process whose parent has ended is killed with the others after the grace; one that ends within it ends as it
+    would have."""
+    family = _FAMILY.format(middle=_PARENT.format(child=_SLEEPER))
+    done = subprocess.run([sys.executable, "-c", family], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    inner, soon = map(int, done.stdout.split())
+    assert soon == 0
+    until(lambda: not lives(inner), "the orphan is gone", 5)
+
+
+def test_a_process_is_told_with_its_command(tmp_path: Path) -> None:
+    """Children and theirs are found, others are not, and one that has ended is gone though nobody has asked for it."""
+    parent = _PARENT.format(child=_SLEEPER)
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path
+    ) as middle:
+        assert middle.stdout is not None
+        inner = int(middle.stdout.readline())
+        found = descendants(os.getpid())
+        assert _SLEEPER in found[inner] and middle.pid in found and os.getpid() not in found
+        os.kill(inner, 9)
+        os.kill(middle.pid, 9)
+        until(lambda: not {inner, middle.pid} & descendants(os.getpid()).keys(), "they are gone", 5)
