@@ -233,7 +233,8 @@ def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterato
                       beside="off" if kept else "", beside_ms=costs[0][1] * 1e3 if kept else None)  # fmt: skip
             yield Row("deterministic", f"prefill, {shape.name}, {mode}", prefill * 1e3,
                       beside="off" if kept else "", beside_ms=costs[0][0] * 1e3 if kept else None)  # fmt: skip
-        prompts = [prompt[: 150 + 61 * i] for i, prompt in enumerate(prompts_of(6, 600, model.spec.vocab_size))]
+        shortest, more = (20, 5) if quick else (150, 61)
+        prompts = [all_[: shortest + more * i] for i, all_ in enumerate(prompts_of(6, 600, model.spec.vocab_size))]
         sampling = SamplingParams(max_tokens=24, temperature=0.8, seed=9, ignore_eos=True, logprobs=0)
         cold = {str(i): serve(group.engine(), [prompt], sampling)["0"] for i, prompt in enumerate(prompts)}
         cached = group.engine(budget=700)

@@ -42,8 +42,8 @@ def takes_triton(tensor: Tensor) -> bool:
 
 @cache
 def arch_of(device: torch.device) -> Arch:
-    """That of a CUDA or ROCm device; the interpreter's tensors are on no GPU, and take an sm_90's choices but PTX."""
-    if device.type != "cuda":
+    """That of a CUDA or ROCm device; the interpreter takes an sm_90's choices but PTX, wherever its tensors are."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
         return SM_90._replace(convert=1)
     if torch.version.hip is not None:
         return GFX942

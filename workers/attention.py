@@ -18,6 +18,7 @@ from ..kernels.paged_attention import paged_attention
 from ..kernels.store_kv import store_kv
 from ..proto.errors import InvalidModel
 from .attention_metadata import AttentionMetadata
+from .meta_pass import meta_pass
 
 NAME = "coatcheck"
 _PROBE = "coatcheck_probe"
@@ -92,7 +93,7 @@ def probe_attention(model: PreTrainedModel) -> list[AttentionCall]:
     config._experts_implementation = "batched_mm"  # the only form that runs on the meta device
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode():
+        with meta_pass(model):
             model.base_model(input_ids=ids, position_ids=ids, use_cache=False, probed=(names, calls))
     except _Refused as refused:
         raise InvalidModel(f"{model.config.model_type} cannot be served: {refused}") from None

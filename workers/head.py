@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ..proto.errors import InvalidModel
+from .meta_pass import meta_pass
 
 
 class Head:
@@ -38,7 +39,7 @@ def probe_head(model: PreTrainedModel) -> None:
     base, config = model.base_model, model.config
     hidden = torch.empty(1, config.hidden_size, dtype=model.dtype, device="meta")
     try:
-        with torch.inference_mode():
+        with meta_pass(model):
             shape = tuple(Head(model).logits(hidden).shape)
     except Exception as error:  # whatever a foreign model's code raises when called so is the reason
         raise InvalidModel(f"{config.model_type} cannot be served: its head needs more than hidden states") from error

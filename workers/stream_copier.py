@@ -10,7 +10,7 @@ which prefix a block holds.
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -25,16 +25,18 @@ _IDLE_SECONDS = 0.001
 
 
 class StreamCopier:
-    """`pool` lies on the GPU, `host` in pinned memory."""
+    """`pool` lies on the GPU, `host` in pinned memory. `thread` ends what it is given in that order, so that copies of
+    one slot end as they were asked for."""
 
-    def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator) -> None:
+    def __init__(
+        self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None
+    ) -> None:  # fmt: skip
         self.host = host
         self._pool = pool
         self._log = CopyLog(communicator)
         self._sums = torch.zeros(len(host), dtype=torch.int64)
         self._stream = torch.cuda.Stream(pool.device)
-        # One thread, so that copies of one slot end in the order in which they were asked for.
-        self._thread = ThreadPoolExecutor(1, "copier", initializer=lambda: torch.set_num_threads(1))
+        self._thread = thread or ThreadPoolExecutor(1, "copier", initializer=lambda: torch.set_num_threads(1))
         self._work: deque[Future[None]] = deque()
         self._idle = False
 

@@ -1,0 +1,63 @@
+"""Puts a simulated GPU in torch.cuda's place, for the rest of this process, which has TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+from .gpu import SimulatedGpu
+from .graph import Capture, Graph
+from .streams import Event, Stream
+from .tensors import CudaTensor, Mode
+
+
+def install() -> SimulatedGpu:
+    gpu = SimulatedGpu()
+    for made_for in (Stream, Event, Graph, Capture, CudaTensor, Mode):
+        made_for.gpu = gpu  # type: ignore[attr-defined]
+    Stream()
+    in_place: dict[str, Any] = {
+        "_lazy_init": lambda: None, "is_available": lambda: True, "current_device": lambda: 0,
+        "current_stream": gpu.current_stream, "stream": gpu.on, "Stream": Stream, "Event": Event,
+        "synchronize": gpu.wait_for_all, "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": lambda: 0,
+        "empty_cache": lambda: None, "mem_get_info": lambda device=None: (1 << 28, 1 << 29),
+        "max_memory_allocated": lambda device=None: 1 << 20,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: gpu.pinned.add(address, nbytes) or 0,
+            cudaHostUnregister=gpu.pinned.remove,
+        ),
+    }  # fmt: skip
+    for name, stands in in_place.items():
+        setattr(torch.cuda, name, stands)
+    # torch.tensor(values, device="cuda") then makes them on the host, and copies.
+    torch._C._set_only_lift_cpu_tensors(True)
+    _follow_kernels(gpu)
+    Mode().__enter__()
+    return gpu
+
+
+def _follow_kernels(gpu: SimulatedGpu) -> None:
+    """Into Triton's interpreter."""
+    launch = interpreter.GridExecutor.__call__
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        def kernel(*held: Any, **named: Any) -> None:
+            launch(self, *held, **named)
+
+        gpu.launch(kernel, self.fn.__name__, args, kwargs)
+
+    def loaded(self: Any, at: Any, mask: Any, *rest: Any) -> Any:
+        gpu.accessed(at.data, mask.data, write=False)
+        return load(self, at, mask, *rest)
+
+    def stored(self: Any, at: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        gpu.accessed(at.data, mask.data, write=True)
+        return store(self, at, value, mask, *rest)
+
+    interpreter.GridExecutor.__call__ = launched
+    builder.create_masked_load, builder.create_masked_store = loaded, stored

@@ -1,0 +1,56 @@
+"""A rank of a GPU on a simulated one: that it waits where a GPU needs it, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
+from tests.workers.simulated_run import make, serve
+
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("arch", "kv_dtype", "more"),
+    [
+        ("gemma2", "int8", "forget"),
+        pytest.param("llama", "auto", "forget", marks=full),
+        pytest.param("qwen3", "fp8", "deterministic", marks=full),
+        pytest.param("granite", "auto", "", marks=full),  # transformers' own modules, without graphs
+    ],
+)
+def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: str, more: str) -> None:
+    """Through Triton's kernels, graphs, transfers and the copier's stream a model says what it says on the CPU; the
+    host waits for tokens alone, streams wait for each other, and a run that forgets one of these waits is found out."""
+    path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=2)
+    runner = make(path, torch.device("cpu"), kv_dtype, deterministic=more == "deterministic")
+    want, restored = serve(runner)
+    assert restored > 0
+    assert simulated("simulated_run", str(path), kv_dtype, json.dumps(want), more)[-1] == "agreed"
+
+
+def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
+    """No pass of a model's code, of those that count shapes only either, mixes the GPU's tensors with others'."""
+    paths = [str(tiny_checkpoint(arch, checkpoint_directory)) for arch in ARCHITECTURES]
+    assert len(simulated("simulated_load", *paths)) == len(paths)
+
+
+def simulated(module: str, *arguments: str) -> list[str]:
+    """What it prints, in a process in which the simulated GPU can take the real one's place."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.workers.{module}", *arguments],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.splitlines()
