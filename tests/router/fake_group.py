@@ -8,11 +8,9 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from itertools import takewhile
 
 import grpc
 
-from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -53,7 +51,7 @@ def scripted_token(submit: Submit, choice: int, position: int) -> int:
 class FakeGroup(WorkerServicer):
     """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called. With `chunk` a
     prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those.
-    It finds cached what `blocks` say that it holds, or, whatever they say, up to `finds` tokens of any prompt.
+    It finds cached what the router foresees, as a group does that keeps its word, or up to `finds` tokens of a prompt.
     `last_word` is said ahead of an end by `die_on_submit` or `poison`."""
 
     def __init__(
@@ -270,13 +268,10 @@ class FakeGroup(WorkerServicer):
             await asyncio.sleep(0)
 
     def _found(self, submit: Submit) -> int:
-        prompt = submit.prompt_token_ids[:-1]  # the last one is always computed
+        prompt = len(submit.prompt_token_ids)
         if self.finds is not None:
-            return min(self.finds, len(prompt))
-        key = block_key(salt=submit.cache_salt, model=self.model.name, fingerprint=self.model.fingerprint)
-        held = {event.block_hash for event in self.blocks}
-        chain = hash_chain(key, prompt, self.model.block_size)
-        return self.model.block_size * sum(1 for _ in takewhile(held.__contains__, chain))
+            return min(self.finds, prompt - 1)  # the last one is always computed
+        return prompt - submit.uncached_tokens if submit.HasField("uncached_tokens") else 0
 
     async def _released(self, position: int) -> None:
         while self.hold_after is not None and position >= self.hold_after:
