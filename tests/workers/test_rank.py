@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import grpc
 import pytest
 
 from coatcheck.proto import worker_pb2 as wire
-from coatcheck.proto.coatcheck_pb2 import SamplingParams
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.group_config import GroupConfig
 from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.rank_client import generate
 from tests.workers.rank_group import RankGroup
 
 
@@ -45,29 +44,6 @@ def start(checkpoint_directory: Path) -> Iterator[Callable[..., RankGroup]]:
     yield start
     for group in groups:
         group.kill()
-
-
-def generate(address: str, prompt: list[int], max_tokens: int) -> list[int]:
-    """Greedy tokens over the worker stream."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    submit = wire.Submit(id=1, prompt_token_ids=prompt, sampling=sampling)
-    tokens: list[int] = []
-    answered = threading.Event()
-    with grpc.insecure_channel(address) as channel:
-        sent = [wire.ToGroup(hello=wire.Hello(router="test")), wire.ToGroup(submit=submit)]
-        stream = WorkerStub(channel).Attach(_then_wait(sent, answered))
-        for message in stream:
-            for output in message.batch.outputs:
-                tokens += output.token_ids
-                if output.finish_reason:
-                    answered.set()
-                    return tokens
-    raise AssertionError(f"the stream ended after {tokens}")
-
-
-def _then_wait(messages: list[wire.ToGroup], answered: threading.Event) -> Iterator[wire.ToGroup]:
-    yield from messages
-    answered.wait(60)
 
 
 def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., RankGroup]) -> None:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coatcheck.workers.group_config import GroupConfig
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
+from tests.workers.rank_client import generate
+from tests.workers.rank_group import RankGroup
 from tests.workers.simulated_run import make, serve
 
 full = pytest.mark.full
@@ -34,6 +37,18 @@ def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: s
     want, restored = serve(runner)
     assert restored > 0
     assert simulated("simulated_run", str(path), kv_dtype, json.dumps(want), more)[-1] == "agreed"
+
+
+@full
+def test_a_whole_life_of_a_rank(tmp_path: Path) -> None:
+    """It warms, captures, serves over gRPC the same twice, though blocks went to the host meanwhile, and ends; no
+    kernel is compiled late."""
+    path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    settings = dict(kv_memory=1 << 20, dtype="float32", device="cpu", threads=1)
+    group = RankGroup(GroupConfig("g", str(path), "tiny", **settings))  # type: ignore[arg-type]
+    want = generate(group.wait_ready(), list(range(3, 23)), 3)
+    group.kill()
+    assert simulated("simulated_rank", str(path))[-1] == " ".join(map(str, want))
 
 
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
