@@ -16,8 +16,8 @@ from tests.cluster.autoscaled_ray import AutoscaledRay
 from tests.cluster.serving import Serving, until
 
 _CLIENTS = 12  # one is answered, four are ready behind it, the others wait in line
-# Ten seconds of queue, then a node (4 s), a process that imports torch and loads (5 s on a quiet machine, 15 s on two
-# cores beside five busy processes) and an answer (4 s): who has none after this has begun again, or is stuck.
+# Ten seconds of queue, a node (4 to 6 s), a process that imports torch and loads (10 to 30), an answer (3 to 8): 33 s
+# at a load of eight on two cores, and 56 at thirteen. After twice that it is stuck or has begun again.
 _COMES = 120
 _GOES = 60  # 5 s without work, 2 s without ranks, and a look or two of each
 
