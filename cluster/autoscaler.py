@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from ..proto.errors import CoatcheckError
 from .autoscale import AutoscaleRule, Sample
+from .counted import counted
 from .placement import NoRoom
 
 _LOOK_SECONDS = 1.0
@@ -80,13 +81,13 @@ class Autoscaler:
             return
         is_new, self._said = wished != self._said, wished
         if is_new:
-            _log.info("requests wait %.1f s: %d groups are wanted, and there are %d", queue_seconds, wished, groups)
+            _log.info("requests wait %.1f s: %s, and %d wanted", queue_seconds, counted(groups, "group"), wished)
         try:
             await self._scale(wished, _DRAIN_SECONDS)
         except NoRoom as error:
             # Found out by asking Ray what is free. A node may be on its way: the next look asks again.
             if is_new:
-                _log.warning("there are still %d groups: %s", groups, error)
+                _log.warning("still %s: %s", counted(groups, "group"), error)
         except CoatcheckError as error:
-            _log.warning("there are still %d groups: %s", groups, error)
+            _log.warning("still %s: %s", counted(groups, "group"), error)
             self._not_before = now + _RETRY_SECONDS

@@ -159,7 +159,7 @@ class GroupSet:
             for keeper in grown:
                 await keeper.wait_started()
                 await self._wait_used(keeper.state.name)
-            _log.info("there are %s now", counted(groups, "group"))
+            _log.info("%s now", counted(groups, "group"))
         except BaseException:
             for name in reversed(names):
                 await self._remove(name)
@@ -185,7 +185,7 @@ class GroupSet:
             await self._remove(keeper.state.name)
             # Only now: a supervisor that is lost before finds the group, and nothing is left behind.
             cluster_notes.note_group_count(len(self._keepers))
-        _log.info("there are %s now", counted(groups, "group"))
+        _log.info("%s now", counted(groups, "group"))
 
     async def _remove(self, name: str) -> None:
         keeper = next((keeper for keeper in self._keepers if keeper.state.name == name), None)
