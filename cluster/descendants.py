@@ -23,7 +23,7 @@ def descendants(root: int) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError):  # it has just ended
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = _text(entry / "stat").rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(entry.name))
     found, pending = {}, [root]
@@ -31,7 +31,7 @@ def descendants(root: int) -> dict[int, str]:
         for pid in children.get(pending.pop(), []):
             pending.append(pid)
             with suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                found[pid] = _text(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
     return found
 
 
@@ -55,6 +55,10 @@ def end_descendants(grace_seconds: float = 0.0) -> None:
         stopped |= more
     for pid in stopped:
         _send(pid, signal.SIGKILL)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace")  # names are bytes, and Linux cuts a long one anywhere
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -17,7 +17,7 @@ print(child.pid, flush=True)
 sys.stdin.read()
 """
 _FAMILY = """
-import os, subprocess, sys, time
+import os, subprocess, sys
 from coatcheck.cluster.descendants import adopt_orphans, descendants, end_descendants
 middle = subprocess.Popen([sys.executable, "-c", {middle!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 inner = int(middle.stdout.readline())
@@ -56,3 +56,14 @@ def test_a_process_is_told_with_its_command(tmp_path: Path) -> None:
         os.kill(inner, 9)
         os.kill(middle.pid, 9)
         until(lambda: not {inner, middle.pid} & descendants(os.getpid()).keys(), "they are gone", 5)
+
+
+def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
+    """One whose name and arguments are no text is found like others."""
+    named = "from pathlib import Path; Path('/proc/self/comm').write_bytes(b'\\xc3'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", named, b"\xff"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert named in descendants(os.getpid())[process.pid]
+        process.kill()
