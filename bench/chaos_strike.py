@@ -20,7 +20,6 @@ from coatcheck.proto import coatcheck_pb2 as pb
 
 MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
 _SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # in which a kill comes, from the command on
-_BESIDE_GROUPS = ("router", "supervisor", "serve")
 _PATIENCE = 120.0
 _LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
 _SHELVES = 8  # long prompts that come again and again, so that the host's memory holds some

@@ -14,7 +14,6 @@ from coatcheck.bench.gpu_table import Row
 from coatcheck.workers.kv_dtype import KvDtype
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-_FLOATS = {torch.float32: KvDtype.FLOAT32, torch.float16: KvDtype.FLOAT16, torch.bfloat16: KvDtype.BFLOAT16}
 _GB = 1e9
 
 

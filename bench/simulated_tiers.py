@@ -20,7 +20,7 @@ def block_name(block: int) -> bytes:
     return block.to_bytes(16, "little")
 
 
-def _event(block: int, tier: "int", stored: bool) -> KvEvent:
+def _event(block: int, tier: int, stored: bool) -> KvEvent:
     known = _STORED if stored else _REMOVED
     event = known.get((block, tier))
     if event is None:
@@ -63,7 +63,8 @@ class SimulatedTiers:
         return len(self._host)
 
     def match(self, chain: Iterable[int]) -> tuple[int, int]:
-        """Blocks of it found on the device, or there and on the host; as a router's index counts them."""
+        """Blocks of it, up to the first that is nowhere: on the device, and on the host alone; as a router's index
+        counts them."""
         device = host = 0
         for block in chain:
             if block in self._refs or block in self._cold:
