@@ -4,9 +4,24 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from tests.kernels.interpreted_attention import attention, long, matrix, one_order, quantised
 from tests.kernels.interpreted_rows import elements, empty, rows, stores
 from tests.kernels.interpreted_sampling import filters, penalties, probabilities, sampling
+from tests.kernels.mended_bfloat16 import mend
+
+
+def bfloat16() -> None:
+    """What there is in bfloat16 alone, and over quantised pools, once the interpreter can do it."""
+    mend()
+    attention((torch.bfloat16,))
+    matrix(pools=(torch.bfloat16,))
+    one_order((torch.bfloat16,), torch.bfloat16)
+    quantised(torch.bfloat16, torch.bfloat16)
+    stores((torch.bfloat16,))
+    rows((torch.bfloat16,))
+
 
 GROUPS: dict[str, Callable[[], None]] = {
     "attention": attention,
@@ -23,6 +38,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "filters": filters,
     "probabilities": probabilities,
     "penalties": penalties,
+    "bfloat16": bfloat16,
 }
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from tests.kernels.agreement import SENTINEL
 from tests.kernels.caches import QUANTISED
 from tests.kernels.test_native_attention import Batch, close
 
+Dtypes = tuple[torch.dtype, ...]
 
-def attention() -> None:
+
+def attention(dtypes: Dtypes = (torch.float32, torch.float16)) -> None:
     lengths = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 600), (0, 0), (20, 33)]
     shapes = ((6, 2, 32, 0, 0.0, False), (4, 4, 16, 13, 5.0, True), (3, 1, 80, 20, 0.0, True))
-    for dtype in (torch.float32, torch.float16):
+    for dtype in dtypes:
         for heads, kv_heads, dim, window, softcap, with_sinks in shapes:
             batch = Batch(lengths, heads, kv_heads, dim, dtype)
             sinks = torch.randn(heads) if with_sinks else None
@@ -35,9 +37,10 @@ def attention() -> None:
             close(out, want)
 
 
-def one_order() -> None:
-    """A query has the same bits alone, in a short chunk and in a whole prompt, with neighbours and without."""
-    for dtype, pool in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float32, torch.int8)):
+def one_order(dtypes: Dtypes = (torch.float32, torch.float16), quantised: torch.dtype = torch.float32) -> None:
+    """A query has the same bits alone, in a short chunk and in a whole prompt, with neighbours and without; over int8
+    as `quantised`."""
+    for dtype, pool in (*zip(dtypes, dtypes, strict=True), (quantised, torch.int8)):
         whole = Batch([(45, 45), (3, 20)], 4, 2, 32, dtype, 16, pool)
         options = (whole.scale, 30, 5.0, torch.randn(4))
         want, have = torch.empty_like(whole.q), torch.empty_like(whole.q)
@@ -58,10 +61,10 @@ HEADS = ((2, 2), (4, 2), (3, 1))  # MHA, GQA, MQA
 OPTIONS = ((0, 0.0, False), (13, 0.0, False), (0, 5.0, False), (0, 0.0, True), (20, 5.0, True))  # window, cap, sinks
 
 
-def matrix(whole: bool = False) -> None:
+def matrix(whole: bool = False, pools: Dtypes = POOLS) -> None:
     """Every head size over every pool, the other features in turn so that each meets each; `whole`: all of them."""
     for d, dim in enumerate(DIMS):
-        for p, pool in enumerate(POOLS):
+        for p, pool in enumerate(pools):
             for h, heads in enumerate(HEADS):
                 for o, options in enumerate(OPTIONS):
                     if whole or (h == (d + p) % len(HEADS) and o == (d + 2 * p) % len(OPTIONS)):
@@ -72,7 +75,7 @@ def cell(
     dim: int, pool: torch.dtype, heads: int, kv_heads: int, window: int, softcap: float, with_sinks: bool, size: int
 ) -> None:
     """Both kernels in one batch: a last block that is full, one of a single token, prefixes shared, rows to spare."""
-    dtype = torch.float16 if pool == torch.float16 else torch.float32
+    dtype = pool if pool in (torch.float16, torch.bfloat16) else torch.float32
     batch = Batch([(1, 2 * size + 1), (18, 33), (1, size), (0, 0)], heads, kv_heads, dim, dtype, size, pool)
     batch.block_tables[2] = batch.block_tables[0]
     sinks = torch.randn(heads) if with_sinks else None
@@ -104,13 +107,13 @@ def long() -> None:
     launch_prefill(empty.q, empty.cache, *empty.tables().values(), 1, 1.0, 0, 0.0, None, empty.q)
 
 
-def quantised() -> None:
+def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float16) -> None:
     """Decode and prefill over pools of every other kind; e4m3 taken apart here or not."""
     lengths = [(1, 1), (1, 17), (9, 33), (1, 530)]
     for kv in (*QUANTISED, torch.float16):
         for dtype, (heads, kv_heads, dim, window, softcap) in (
-            (torch.float32, (6, 2, 32, 0, 0.0)),
-            (torch.float16, (3, 1, 80, 20, 5.0)),
+            (one, (6, 2, 32, 0, 0.0)),
+            (other, (3, 1, 80, 20, 5.0)),
         ):
             batch = Batch(lengths, heads, kv_heads, dim, dtype, kv=kv)
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)

@@ -59,10 +59,10 @@ def elements() -> None:
     assert torch.equal(bits.view(torch.float8_e4m3fn).float(), x.to(torch.float8_e4m3fn).float())
 
 
-def stores() -> None:
+def stores(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
     """The store, and rotary with the store, into pools of every kind that is not the activations' own."""
     for kv in (*QUANTISED, torch.float16):
-        for dtype in (torch.float32, torch.float16):
+        for dtype in dtypes:
             store(dtype, kv)
 
 
@@ -91,9 +91,9 @@ def store(dtype: torch.dtype, kv: torch.dtype) -> None:
             assert ((ours - theirs).nan_to_num().abs() <= 0.16 * largest).all()
 
 
-def rows() -> None:
+def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.float16):
+    for dtype in dtypes:
         x, residual, weight = torch.randn(3, 40).to(dtype), torch.randn(3, 40).to(dtype), torch.randn(40).to(dtype)
         for offset, cast_first in ((0.0, True), (1.0, False)):
             out, total = torch.full_like(x, SENTINEL), torch.full_like(x, SENTINEL)
