@@ -7,7 +7,8 @@ Everything is computed at once, so tokens are those of any device. What is watch
 - a copy from pinned memory that is changed before the copy is known to be over;
 - a graph, which repeats operators and kernels with the numbers that it was captured with (graph.py).
 
-`waits` says each time what the host waited for. It does not know speed, nor what the compiler makes of a kernel.
+`waits` says each time what the host waited for. It does not know speed, what the compiler makes of a kernel, nor memory
+that is freed and given away while another stream still uses it.
 """
 
 from __future__ import annotations

@@ -46,8 +46,10 @@ def test_a_whole_life_of_a_rank(tmp_path: Path) -> None:
     path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
     settings = dict(kv_memory=1 << 20, dtype="float32", device="cpu", threads=1)
     group = RankGroup(GroupConfig("g", str(path), "tiny", **settings))  # type: ignore[arg-type]
-    want = generate(group.wait_ready(), list(range(3, 23)), 3)
-    group.kill()
+    try:
+        want = generate(group.wait_ready(), list(range(3, 23)), 3)
+    finally:
+        group.kill()
     assert simulated("simulated_rank", str(path))[-1] == " ".join(map(str, want))
 
 
