@@ -42,7 +42,6 @@ class AutoscaleRule:
 
 
 def _throughout(samples: Sequence[Sample], now: float, hold: float, holds: Sequence[bool]) -> bool:
-    """Whether it held in each sample of that time, and they reach so far back."""
-    if not samples or samples[0].time > now - hold:
-        return False
-    return all(held for sample, held in zip(samples, holds, strict=True) if sample.time >= now - hold) and holds[-1]
+    """Whether it held all that time: in the last sample from before it, which says how it began, and in each since."""
+    before = sum(1 for sample in samples if sample.time <= now - hold)
+    return before > 0 and all(holds[before - 1 :])

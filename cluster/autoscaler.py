@@ -66,7 +66,7 @@ class Autoscaler:
             self._seen = groups
         self._samples.append(Sample(now, queue_seconds, busy))
         longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
-        # One that is as old stays, however long ago the look before it was: it shows that they reach back so far.
+        # One that is as old stays, however long ago the look was: it says how that time began.
         while len(self._samples) > 1 and self._samples[1].time <= now - longest:
             self._samples.popleft()
         wished = self._rule.wished(self._samples, groups, now)

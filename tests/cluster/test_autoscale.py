@@ -34,6 +34,9 @@ def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[Sample]
         (each_second(61, 0.0, busy=2), 2, 2),  # nobody waits, and all have work
         (each_second(61, 0.1, busy=1), 2, 2),
         (each_second(61, 0.0, busy=0), 1, 1),
+        ([Sample(0.0, 0.0, 2), Sample(70.0, 0.0, 1)], 2, 2),  # looks may be far apart: nobody knows since when
+        ([Sample(0.0, 0.0, 2), Sample(10.0, 0.0, 1), Sample(70.0, 0.0, 1)], 2, 1),
+        ([Sample(0.0, 0.0, 2), Sample(12.0, 9.0, 2)], 2, 2),
     ],
 )
 def test_the_number_follows_a_queue_that_lasts(samples: list[Sample], groups: int, wished: int) -> None:
