@@ -25,6 +25,7 @@ from coatcheck.bench.routing_rules import rules
 from coatcheck.bench.service_model import ServiceModel
 from coatcheck.bench.simulation import GROUPS, OURS, Cell, Outcome, pooled_hits, run
 from coatcheck.cluster.command import fail
+from coatcheck.cluster.counted import counted
 from coatcheck.cluster.trace import read_trace
 from coatcheck.proto.errors import InvalidConfig
 
@@ -78,13 +79,17 @@ def _row(cell: Cell, pooled: float, outcomes: dict[str, Outcome]) -> tuple[str, 
     return line, reached
 
 
-def _read(path: Path | None) -> dict[str, dict[str, Any]]:
-    """What an earlier run has written, by cell. Raises InvalidConfig if its groups were others."""
+def _read(path: Path | None, routers: int) -> dict[str, dict[str, Any]]:
+    """What an earlier run has written, by cell. Raises InvalidConfig if its groups or routers were others."""
     if path is None or not path.exists():
         return {}
     written = json.loads(path.read_text())
     if written["model"] != asdict(ServiceModel()):
         raise InvalidConfig(f"{path} has other service times; take it away to begin anew")
+    if (theirs := written.get("routers", 1)) != routers:
+        raise InvalidConfig(
+            f"{path} is of {counted(theirs, 'router')}; name another file, or take it away to begin anew"
+        )
     return {row["cell"]: row for row in written["cells"]}
 
 
@@ -103,7 +108,7 @@ def main(
     try:
         cells = _cells(only)
         check_traces(traces, dict.fromkeys(FILES[cell.trace] for cell in cells))
-        known = _read(json_path)
+        known = _read(json_path, routers)
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
     began = time.perf_counter()
@@ -123,7 +128,8 @@ def main(
             rows = {rule: asdict(outcome) for rule, outcome in outcomes.items()}
             results.append({"cell": cell.name, "pooled_hit_ratio": pooled, "rules": rows})
             if json_path is not None:
-                json_path.write_text(json.dumps({"model": asdict(ServiceModel()), "cells": results}, indent=1) + "\n")
+                written = {"model": asdict(ServiceModel()), "routers": routers, "cells": results}
+                json_path.write_text(json.dumps(written, indent=1) + "\n")
     names = ("p90 at or below", "p99 within 2%", "goodput at or above", "work at most 1.15", "p90 10% below")
     print(f"of {len(cells)}: " + ", ".join(f"{name} in {count}" for name, count in zip(names, tally, strict=True)))
     print(f"{time.perf_counter() - began:.0f} s")

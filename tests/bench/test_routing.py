@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -65,20 +66,22 @@ def test_a_pooled_cache_forgets_the_least_recently_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("only", "said"),
+    ("only", "model", "said"),
     [
-        ("azur/", "no cell's name begins with 'azur/'; they are trace/blocks/load, conversation/1000/0.3 to "),
-        ("azure", "old.json has other service times; take it away to begin anew"),
+        ("azur/", {}, "no cell's name begins with 'azur/'; they are trace/blocks/load, conversation/1000/0.3 to "),
+        ("azure", {"blocks": 1}, "old.json has other service times; take it away to begin anew"),
+        ("azure", asdict(ServiceModel()), "old.json is of 1 router; name another file, or take it away to begin anew"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, model: dict[str, float], said: str
 ) -> None:
-    """A cell that there is not, and figures of other groups to go on from: one line that says what to change."""
+    """A cell that there is not, and figures of other groups or routers to go on from: one line that says what to
+    change."""
     (tmp_path / AZURE).touch()
-    (tmp_path / "old.json").write_text(json.dumps({"model": {"blocks": 1}, "cells": []}))
+    (tmp_path / "old.json").write_text(json.dumps({"model": model, "cells": []}))
     with pytest.raises(SystemExit) as ended:
-        routing.main(traces=tmp_path, only=only, json_path=tmp_path / "old.json")
+        routing.main(traces=tmp_path, only=only, routers=4, json_path=tmp_path / "old.json")
     printed = capsys.readouterr()
     assert ended.value.code == 2 and not printed.out
     assert printed.err.startswith("error: ") and said in printed.err and printed.err.count("\n") == 1
