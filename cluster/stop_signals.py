@@ -42,5 +42,7 @@ class Signals:
                 if self.ends_at_once:
                     # A Ray of our own ends with its parent, but for what has been started by what then ends: Ray's
                     # agents would first try for a minute to tell a head that is gone.
-                    end_descendants()
-                    os._exit(EXIT_STOPPED)
+                    try:
+                        end_descendants()
+                    finally:  # whatever becomes of them: no other thread would end this process
+                        os._exit(EXIT_STOPPED)
