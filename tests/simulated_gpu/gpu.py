@@ -47,10 +47,9 @@ class SimulatedGpu:
         self.waits: list[str] = []
         self.streams_wait = self.host_waits = True
         self.capturing: Graph | None = None
-        self.launches: Counter[str] = Counter()
         self.watched: list[Memory] = []
         self.pinned = Pinned()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._local = threading.local()
 
     def watch(self, pool: Tensor) -> None:
@@ -75,7 +74,7 @@ class SimulatedGpu:
 
     def wait(self, clock: Clock, why: str) -> None:
         """The host waits."""
-        with self._lock:
+        with self.lock:
             if self.capturing is not None:
                 raise Hazard(f"the host waits ({why}) while a graph is captured")
             self.waits.append(why)
@@ -89,7 +88,7 @@ class SimulatedGpu:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator of torch's, if a tensor or the device that it is given is ours."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, torch.inference_mode(False), torch.no_grad():
             name, device = func.name().partition(".")[0], kwargs.get("device")
             if name in _PINNING:
                 return self.pinned.made(args[0].clone())
@@ -97,10 +96,15 @@ class SimulatedGpu:
                 return self.pinned.made(func(*args, **{**kwargs, "pin_memory": False}))
             flat = pytree.tree_leaves((args, kwargs))
             ours = [x for x in flat if isinstance(x, CudaTensor)]
-            if name == "aten::_to_copy" and device is not None and device.type != ("cuda" if ours else "cpu"):
-                return self._across(args[0], device, kwargs.get("dtype"), kwargs.get("non_blocking", False))
+            if name in ("aten::_to_copy", "aten::to"):
+                said = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+                goes = said.get("device")
+                if goes is not None and goes.type != ("cuda" if ours else "cpu"):
+                    return self._across(args[0], goes, said.get("dtype"), said.get("non_blocking", False))
             if name == "aten::copy_" and len(ours) == 1:
                 return self._copy(args[0], args[1], (*args, kwargs.get("non_blocking", False))[2])
+            if name == "aten::histc" and ours and not args[0].is_floating_point():  # a CPU has it of floats alone
+                return self.run(func, (args[0].float(), *args[1:]), kwargs).to(args[0].dtype)
             if ours or (device is not None and device.type == "cuda"):
                 self._look(name, flat, ours, device)
                 return self._compute(func, args, kwargs, ours)
@@ -185,6 +189,8 @@ class SimulatedGpu:
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         if self.capturing is not None:
             raise Hazard("a copy between host and device while a graph is captured")
+        if source.numel() == 0:
+            return to
         stream = self.current_stream()
         time = stream.tick()
         if isinstance(to, CudaTensor):
@@ -204,41 +210,6 @@ class SimulatedGpu:
         if not asynchronous:
             self.wait(Counter(stream.clock), "a copy")
         return to
-
-    # Triton's kernels.
-
-    def launch(self, kernel: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Of Triton's interpreter, over what the tensors hold."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            every = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            ours = [x for x in every if isinstance(x, CudaTensor)]
-            if len(ours) < len(every):
-                raise Hazard(f"{name} was given a tensor on the host")
-            self.launches[name] += 1
-            held, named = pytree.tree_map(lambda x: x.held if isinstance(x, CudaTensor) else x, (args, kwargs))
-            touched = [weakref.ref(x.memory) for x in ours]
-
-            def call() -> None:
-                stream = self.current_stream()
-                stream.tick()
-                for of in touched:
-                    memory = of()
-                    if memory is not None and not memory.watched:  # what is watched is seen address by address
-                        memory.touch(stream.number, stream.clock, write=True, what=name)
-                kernel(*held, **named)
-
-            if self.capturing is not None:
-                self.capturing.add(call, [x.memory for x in ours])
-            else:
-                call()
-
-    def accessed(self, addresses: Any, mask: Any, *, write: bool) -> None:
-        """By a kernel."""
-        if self.capturing is None:
-            stream, at = self.current_stream(), addresses[mask]
-            for memory in self.watched:
-                places = memory.places_at(at, write=write)
-                memory.touch(stream.number, stream.clock, write=write, what="a kernel", places=places)
 
 
 def _roles(func: Any, args: Any, kwargs: Any) -> list[tuple[CudaTensor, bool]]:

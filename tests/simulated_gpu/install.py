@@ -10,6 +10,7 @@ from triton.runtime import interpreter  # type: ignore[import-untyped]
 
 from .gpu import SimulatedGpu
 from .graph import Capture, Graph
+from .kernels import accessed, launch
 from .streams import Event, Stream
 from .tensors import CudaTensor, Mode
 
@@ -25,6 +26,7 @@ def install() -> SimulatedGpu:
         "synchronize": gpu.wait_for_all, "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": lambda: 0,
         "empty_cache": lambda: None, "mem_get_info": lambda device=None: (1 << 28, 1 << 29),
         "max_memory_allocated": lambda device=None: 1 << 20,
+        "get_device_capability": lambda device=None: (9, 0),
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda address, nbytes, flags: gpu.pinned.add(address, nbytes) or 0,
             cudaHostUnregister=gpu.pinned.remove,
@@ -41,22 +43,22 @@ def install() -> SimulatedGpu:
 
 def _follow_kernels(gpu: SimulatedGpu) -> None:
     """Into Triton's interpreter."""
-    launch = interpreter.GridExecutor.__call__
+    run = interpreter.GridExecutor.__call__
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
         def kernel(*held: Any, **named: Any) -> None:
-            launch(self, *held, **named)
+            run(self, *held, **named)
 
-        gpu.launch(kernel, self.fn.__name__, args, kwargs)
+        launch(gpu, kernel, self.fn.__name__, args, kwargs)
 
     def loaded(self: Any, at: Any, mask: Any, *rest: Any) -> Any:
-        gpu.accessed(at.data, mask.data, write=False)
+        accessed(gpu, at.data, mask.data, write=False)
         return load(self, at, mask, *rest)
 
     def stored(self: Any, at: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        gpu.accessed(at.data, mask.data, write=True)
+        accessed(gpu, at.data, mask.data, write=True)
         return store(self, at, value, mask, *rest)
 
     interpreter.GridExecutor.__call__ = launched

@@ -27,6 +27,7 @@ full = pytest.mark.full
         pytest.param("llama", "auto", "forget", marks=full),
         pytest.param("qwen3", "fp8", "deterministic", marks=full),
         pytest.param("granite", "auto", "", marks=full),  # transformers' own modules, without graphs
+        pytest.param("mixtral", "auto", "", marks=full),
     ],
 )
 def test_a_rank_keeps_to_what_a_gpu_needs(tmp_path: Path, arch: str, kv_dtype: str, more: str) -> None:
