@@ -1,4 +1,8 @@
-"""Puts a simulated GPU in torch.cuda's place, for the rest of this process, which has TRITON_INTERPRET=1."""
+"""Puts a simulated GPU in torch.cuda's place, for the rest of this process, which has TRITON_INTERPRET=1.
+
+Other packages' names are replaced, as nowhere else in the tests but in mended_bfloat16.py: neither torch nor Triton has
+a seam for a device that is not there. So it is only done in processes that do nothing else.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def install() -> SimulatedGpu:
         "max_memory_allocated": lambda device=None: 1 << 20,
         "get_device_capability": lambda device=None: (9, 0),
         "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=lambda address, nbytes, flags: gpu.pinned.add(address, nbytes) or 0,
+            cudaHostRegister=lambda address, nbytes, flags: gpu.pinned.add(address, nbytes),
             cudaHostUnregister=gpu.pinned.remove,
         ),
     }  # fmt: skip

@@ -29,8 +29,10 @@ class Pinned:
         self._arriving: list[_Copy] = []
         self._leaving: list[_Copy] = []
 
-    def add(self, address: int, nbytes: int) -> None:
+    def add(self, address: int, nbytes: int) -> int:
+        """CUDA's code for success."""
         self._ranges[address] = nbytes
+        return 0
 
     def remove(self, address: int) -> None:
         del self._ranges[address]
