@@ -19,6 +19,13 @@ _context.set_forkserver_preload(["coatcheck.workers.model"])
 Work = Callable[[Communicator, Any], Any]
 
 
+def free_address() -> str:
+    """Where nobody listens yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 def run_ranks(
     size: int,
     work: Work,
@@ -32,9 +39,7 @@ def run_ranks(
 
     Answers are plain Python values: a tensor's memory would go with the rank that sent it.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     processes = [
         _context.Process(

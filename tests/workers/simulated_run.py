@@ -19,6 +19,7 @@ from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.copier import Copier, CpuCopier
 from coatcheck.workers.engine import Engine
+from coatcheck.workers.group_runner import GroupRunner
 from coatcheck.workers.host_memory import allocate_host
 from coatcheck.workers.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv_pool import allocate_pool
@@ -46,26 +47,33 @@ _ROUNDS: list[list[tuple[list[int], SamplingParams]]] = [
 ]
 
 
-def make(path: Path, device: torch.device, kv_dtype: str, *, deterministic: bool = False) -> ModelRunner:
-    model = load_model(path, communicator=Communicator(), dtype="float32", device=device, deterministic=deterministic)
+def make(
+    path: Path,
+    device: torch.device,
+    kv_dtype: str,
+    *,
+    deterministic: bool = False,
+    communicator: Communicator | None = None,
+) -> ModelRunner:
+    ranks = communicator or Communicator()
+    model = load_model(path, communicator=ranks, dtype="float32", device=device, deterministic=deterministic)
     layout = BlockLayout.of(model.spec.layers, _SIZE, choose_kv_dtype(kv_dtype, model.spec.dtype))
     pool = allocate_pool(layout, _BLOCKS, device)
     host = allocate_host(_HOST_BLOCKS, layout.bytes_per_block, device)
-    alone = Communicator()
     copier: Copier = (
-        CpuCopier(pool, host, alone) if device.type == "cpu" else StreamCopier(pool, host, alone, LateThread())
+        CpuCopier(pool, host, ranks) if device.type == "cpu" else StreamCopier(pool, host, ranks, LateThread())
     )  # fmt: skip
     return ModelRunner(
         model, layout, pool, max_num_seqs=4, max_model_len=64, graph_sizes=(2, 4) if model.capturable else (),
-        copier=copier,
+        copier=copier, communicator=communicator,
     )  # fmt: skip
 
 
-def serve(runner: ModelRunner) -> tuple[list[list[int]], int]:
+def serve(runner: ModelRunner, group: GroupRunner | None = None) -> tuple[list[list[int]], int]:
     """What was said, and how many blocks came back from the host."""
     engine = Engine(
-        runner.model.spec, runner, num_blocks=_BLOCKS, host_blocks=_HOST_BLOCKS, block_size=_SIZE, max_num_seqs=4,
-        max_batch_tokens=24, pipeline_depth=1,
+        runner.model.spec, group or runner, num_blocks=_BLOCKS, host_blocks=_HOST_BLOCKS, block_size=_SIZE,
+        max_num_seqs=4, max_batch_tokens=24, pipeline_depth=1,
     )  # fmt: skip
     said: dict[str, list[int]] = {}
     for number, requests in enumerate(_ROUNDS):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from coatcheck.workers.group_config import GroupConfig
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
 from tests.workers.rank_client import generate
 from tests.workers.rank_group import RankGroup
+from tests.workers.ranks import free_address
 from tests.workers.simulated_run import make, serve
 
 full = pytest.mark.full
@@ -52,6 +54,18 @@ def test_a_whole_life_of_a_rank(tmp_path: Path) -> None:
     finally:
         group.kill()
     assert simulated("simulated_rank", str(path))[-1] == " ".join(map(str, want))
+
+
+@full
+def test_two_ranks_of_one_gpu(tmp_path: Path) -> None:
+    """Each with half of the heads and of every block, a host tier too, they say what one rank says."""
+    path = tiny_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    want, _ = serve(make(path, torch.device("cpu"), "auto"))
+    address = free_address()
+    with ThreadPoolExecutor(2) as ranks:
+        both = [ranks.submit(simulated, "simulated_ranks", str(rank), address, str(path)) for rank in range(2)]
+        assert json.loads(both[0].result()[-1]) == want
+        both[1].result()
 
 
 def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
