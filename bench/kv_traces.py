@@ -12,13 +12,14 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from coatcheck.bench.public_traces import CONVERSATION, SYNTHETIC
 from coatcheck.workers.block_pool import BlockPool, max_ghosts
 from coatcheck.workers.eviction import Eviction
 from coatcheck.workers.eviction_order import order_of
 from coatcheck.workers.prefix_book import PrefixBook
 
 CAPACITIES = (250, 1000, 3000, 10000)
-TRACES = ("mooncake_conversation", "mooncake_synthetic")
+TRACES = tuple(file.removesuffix(".jsonl.gz") for file in (CONVERSATION, SYNTHETIC))
 # A block of the traces has 512 tokens; attention doubles a token's cost at some 32,000 in models of 8 billion weights.
 CROSSOVER_BLOCKS = 64.0
 _NEVER = 1 << 60

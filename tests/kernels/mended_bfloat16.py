@@ -1,7 +1,7 @@
 """bfloat16 in Triton's interpreter, which holds it as uint16: its casts cut bits off, its products are of those ints.
 
 `mend` puts right what our kernels ask for, casts and products of matrices, which it rounds as a GPU does: casts to the
-nearest, of ties the even; products in float32. All other arithmetic of bfloat16s is refused, as no kernel does any.
+nearest, of ties the even; products in float32. Other arithmetic of their elements is refused, as no kernel does any.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def mend() -> None:
     """For the rest of this process."""
     builder = interpreter.InterpreterBuilder
     cast, convert = builder.cast_impl, builder.create_fp_to_fp
-    dot, binary = builder.create_dot, builder.binary_op
+    dot, binary, unary = builder.create_dot, builder.binary_op, builder.unary_op
 
     def cast_impl(self: Any, x: Any, to: Any) -> Any:
         was, becomes = x.dtype.scalar, to.scalar
@@ -47,9 +47,13 @@ def mend() -> None:
         assert _BF16 not in (lhs.dtype.scalar, rhs.dtype.scalar), "arithmetic of bfloat16s, which is not emulated"
         return binary(self, lhs, rhs, op)
 
+    def unary_op(self: Any, x: Any, op: Any) -> Any:
+        assert x.dtype.scalar != _BF16, "arithmetic of bfloat16s, which is not emulated"
+        return unary(self, x, op)
+
     for name, mended in (
         ("cast_impl", cast_impl), ("create_fp_to_fp", create_fp_to_fp), ("create_dot", create_dot),
-        ("binary_op", binary_op),
+        ("binary_op", binary_op), ("unary_op", unary_op),
     ):  # fmt: skip
         setattr(builder, name, mended)
 

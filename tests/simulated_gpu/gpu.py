@@ -117,7 +117,7 @@ class SimulatedGpu:
         for x in flat:
             if isinstance(x, Tensor) and not isinstance(x, CudaTensor) and x.dim() > 0 and device is None:
                 if name not in _INDEXING:
-                    raise RuntimeError(f"{name}: expected all tensors to be on one device, found cuda:0 and cpu")
+                    raise RuntimeError(f"{name}: expected all tensors to be on one device, found cuda:0 and {x.device}")
                 self.wait(Counter(self.current_stream().clock), f"{name} by an index on the host")
 
     def _compute(self, func: Any, args: Any, kwargs: Any, ours: list[CudaTensor]) -> Any:
@@ -150,7 +150,7 @@ class SimulatedGpu:
         return result
 
     def _begin(self, name: str, roles: Sequence[tuple[CudaTensor, bool]]) -> None:
-        if self.capturing is None:  # then nothing runs yet
+        if self.capturing is None:  # what is captured runs when it is replayed
             self.current_stream().tick()
             for x, write in roles:
                 self._touch(x.memory, x.held, name, write=write)
