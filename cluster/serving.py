@@ -100,14 +100,12 @@ class Serving:
         self._signals.install()
 
     def _find_or_start_supervisor(self) -> Any:
-        import ray
-
         from . import launch
         from .placement import NoRoom, choose_placement
 
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
-            found = ray.get(running.config.remote())
+            found = self._ask("config", running)
             launch.require_same(found, config)
             if found.groups != config.groups:
                 now = counted(found.groups, "group")
@@ -209,14 +207,14 @@ class Serving:
         state: ClusterState = self._ask("state")
         return state
 
-    def _ask(self, what: str) -> Any:
+    def _ask(self, what: str, supervisor: Any = None) -> Any:
         import ray
         from ray.exceptions import RayError
 
         deadline = time.monotonic() + _LOST_SECONDS
         while True:
             try:
-                return ray.get(getattr(self._supervisor, what).remote(), timeout=10.0)
+                return ray.get(getattr(supervisor or self._supervisor, what).remote(), timeout=10.0)
             except RayError as error:  # Ray is starting the supervisor again
                 if time.monotonic() > deadline:
                     raise Unavailable(f"the supervisor does not answer: {type(error).__name__}") from None
