@@ -1,34 +1,41 @@
 # Every target works as the very first command in a fresh clone: it makes .venv when that is missing or stale.
 # BENCH_OUT: where `make bench` leaves its figures. bench/results holds those that were published; git keeps them.
-# Needs python3 (3.11 or later, with venv), make and gcc.
+# Needs python3 (3.11 to 3.13, with venv), make and gcc.
 
 PYTHON ?= python3
 BIN := .venv/bin
 BENCH_OUT ?= bench/out
-NATIVE := $(shell find kernels -name '*.[ch]')
+NATIVE := $(wildcard kernels/*.[ch] kernels/*/*.[ch])
+# Of the full matrices `make test` runs a pairwise sample; `make test-all` empties this.
+SAMPLE := and not full
 # Triton 3.6's interpreter breaks on numpy 2.4.
 FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
 # What these bring in versions of their own, and so cannot take from constraints.txt.
 FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingface_hub|hf-xet|safetensors
 
-.PHONY: demo test test-all test-floor together bench lint types clean
+.PHONY: demo test test-all test-floor tests-together tests-alone programs bench lint types clean
 
 demo: .venv/installed
 	$(BIN)/python demo/demo.py
 
-test: lint
-	$(MAKE) -j2 types together
-	$(BIN)/pytest -m 'ray and not full'
+# Runs lint, types, tests-together and tests-alone, and sums up what was skipped and what failed.
+test: programs
+	@$(BIN)/python -m tests.run
 
-# The full matrices, of which `make test` runs a pairwise sample.
-test-all: lint
-	$(MAKE) -j2 types together KINDS='not ray'
-	$(BIN)/pytest -m ray
+test-all: programs
+	@$(BIN)/python -m tests.run SAMPLE=
 
-# What does not start Ray, three at a time, since many wait; what does wants the cores to itself.
-KINDS := not ray and not full
-together: .venv/installed
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m '$(KINDS)'
+# What does not start Ray, three at a time, since many wait.
+tests-together: programs
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
+
+# What starts Ray wants the cores to itself.
+tests-alone: programs
+	$(BIN)/pytest -m 'ray $(SAMPLE)'
+
+# A browser, Redis and helm for the tests. A test whose program cannot be had is skipped.
+programs: .venv/installed
+	@$(BIN)/python -m tests.programs.install
 
 # Workers and kernels at the oldest versions that GPU hosts may have.
 test-floor: .venv-floor/installed
@@ -54,7 +61,6 @@ types: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt torch
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e '.[dev]'
 	mkdir -p .venv/import && ln -sfn ../.. .venv/import/coatcheck
-	$(BIN)/python tests/helm/unpack_helm.py $(BIN)/helm
 	touch $@
 
 # On x86 these releases of torch come with CUDA alone, several GB, and do not load without it.

@@ -31,6 +31,7 @@ from coatcheck.bench.chaos_load import ChaosLoad, cases
 from coatcheck.bench.chaos_strike import MOMENTS, Strike, Striker
 from coatcheck.bench.checkpoint import VOCABULARY, train_tokenizer
 from coatcheck.bench.machine import describe_machine
+from coatcheck.bench.patience import PATIENCE_SECONDS
 
 _COUNTS = ("started", "ended", "failed", "changed", "refused", "moved")
 
@@ -95,7 +96,7 @@ async def run(
         )
         write(figures, json_path)
     load.stop()
-    await asyncio.wait_for(keeping, 300)
+    await asyncio.wait_for(keeping, PATIENCE_SECONDS)
     await load.close()
     figures = figures_of(load, striker, made, time.monotonic() - began)
     write(figures, json_path)

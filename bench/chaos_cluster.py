@@ -15,6 +15,7 @@ from typing import Self
 
 import grpc
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.bench.ray_nodes import RayNodes
 from coatcheck.bench.servers import free_port
 from coatcheck.proto import coatcheck_pb2 as pb
@@ -58,8 +59,8 @@ class ChaosCluster:
         try:
             for _ in range(self.groups):
                 self._ray.add(self._tp)
-            self.start_serve(wait_seconds=60.0)
-            self.wait_whole(120.0)
+            self.start_serve(wait_seconds=PATIENCE_SECONDS)
+            self.wait_whole(PATIENCE_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -120,7 +121,9 @@ class ChaosCluster:
         command += ["--ray-address", self.ray_address]
         with (self._scratch / "scale.log").open("ab") as output:
             environment = {**os.environ, **self._ray.environment}
-            return not subprocess.run(command, stdout=output, stderr=output, env=environment, timeout=120).returncode
+            return not subprocess.run(
+                command, stdout=output, stderr=output, env=environment, timeout=PATIENCE_SECONDS
+            ).returncode
 
     def drain(self, group: str, *, undo: bool = False) -> None:
         """No new work for it, or work again; nothing where no router answers."""

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from coatcheck.bench.chaos_cluster import ChaosCluster
 from coatcheck.bench.chaos_load import LONG_PROMPT, ChaosLoad, Running
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as pb
 
 MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
 _SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # in which a kill comes, from the command on
-_PATIENCE = 120.0
 _LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
 _SHELVES = 8  # long prompts that come again and again, so that the host's memory holds some
 
@@ -48,7 +48,7 @@ class Striker:
 
     async def strike(self, kind: str, moment: str) -> list[Strike]:
         """One kill, or two for a failover; returns once every stream that ran has come further."""
-        await asyncio.to_thread(self._cluster.wait_whole, _PATIENCE)
+        await asyncio.to_thread(self._cluster.wait_whole, PATIENCE_SECONDS)
         groups = await asyncio.to_thread(self._cluster.serving)
         victim = self._rng.choice(groups)
         made = [(kind, moment)]
@@ -74,7 +74,7 @@ class Striker:
         await self._hit(kind, victim)
         await self._settle()
         if mine is not None:
-            await asyncio.wait_for(mine, _PATIENCE)
+            await asyncio.wait_for(mine, PATIENCE_SECONDS)
         if moment == "drain":
             await asyncio.to_thread(self._cluster.drain, drained, undo=True)
         stall = self._longest_stall(began)
@@ -176,10 +176,10 @@ class Striker:
 
 
 async def _until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not await asyncio.to_thread(holds):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {_PATIENCE:g} s")
+            raise TimeoutError(f"{what}: not within {PATIENCE_SECONDS:g} s")
         await asyncio.sleep(0.05)
 
 

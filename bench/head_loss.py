@@ -27,13 +27,13 @@ from coatcheck.bench.chaos import make_small_checkpoint
 from coatcheck.bench.chaos_load import ChaosLoad, cases
 from coatcheck.bench.checkpoint import VOCABULARY
 from coatcheck.bench.machine import describe_machine
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.bench.ray_nodes import RayNodes
 from coatcheck.bench.redis_server import redis_server
 from coatcheck.bench.servers import free_port
 
 _STREAMS = 4
 _TITLES = {"supervisor": "ray::Supervisor", "router": "ray::RouterActor", "ranks": "ray::RankActor"}
-_READY_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Case:
             environment = {**os.environ, **self.nodes.environment}
             self.serve = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         while b"ready: " not in self._log.read_bytes():
-            if self.serve.poll() is not None or time.monotonic() - began > _READY_SECONDS:
+            if self.serve.poll() is not None or time.monotonic() - began > PATIENCE_SECONDS:
                 raise RuntimeError(f"coatcheck serve does not come up: {self.said()}")
             time.sleep(0.1)
         return time.monotonic() - began

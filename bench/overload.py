@@ -58,6 +58,7 @@ def _run_group(pipe: Connection) -> None:
             writing = asyncio.Lock()  # one write at a time
             waiting: deque[Submit] = deque()
             running: set[asyncio.Task[None]] = set()
+            taken = 0
 
             async def answer(submit: Submit) -> None:
                 await asyncio.sleep(SERVICE_SECONDS)
@@ -79,12 +80,13 @@ def _run_group(pipe: Connection) -> None:
                 while True:
                     status = GroupStatus(running=len(running), waiting=len(waiting), prefill_tokens_per_second=1e6)
                     async with writing:
-                        await context.write(FromGroup(load=Load(status=status)))
+                        await context.write(FromGroup(load=Load(status=status, submissions=taken)))
                     await asyncio.sleep(0.1)
 
             reporter = asyncio.create_task(report())
             while isinstance(message := await context.read(), ToGroup):
                 if message.HasField("submit"):
+                    taken += 1
                     waiting.append(message.submit)
                     begin()
             reporter.cancel()

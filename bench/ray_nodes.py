@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.bench.servers import free_port
 from coatcheck.cluster.descendants import descendants
 
@@ -26,26 +27,33 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    # A node that is gone is known as such after some two seconds, not after half a minute.
+    # A node that is gone is known as such after some five seconds, not after half a minute. One that is merely slow on
+    # a busy machine is not: it is asked ten times, two seconds each.
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
-    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_health_check_failure_threshold": "10",
 }
-_START_SECONDS = 60.0
 _ALIVE = 0  # GcsNodeInfo.ALIVE
+# What `ray start` says as it ends because a busy machine has not started its processes within 30 s; nothing sets that.
+_GAVE_UP = "timed out during startup"
 
 
 class RayNode:
     """One node."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **environment}, start_new_session=True
-            )
-        self._log = log
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], log: Path, *, remove_first: Path | None = None
+    ) -> None:
+        """`remove_first`: a file that each start removes before it."""
+        self._command, self._environment, self._log = command, {**os.environ, **environment}, log
+        self._remove_first = remove_first
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process of `ray start`, which leads a session of its own."""
+        return self._process.pid
 
     def processes(self) -> dict[int, str]:
         """Everything that runs on it, by process, with its command line."""
@@ -66,7 +74,7 @@ class RayNode:
 
     def wait_started(self) -> None:
         """Raises RuntimeError when it ends instead, TimeoutError."""
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while "Ray runtime started" not in self._log.read_text():
             self.check()
             if time.monotonic() > deadline:
@@ -78,9 +86,22 @@ class RayNode:
         return self._log.read_text()[-2000:]
 
     def check(self) -> None:
-        """Raises RuntimeError when it has ended by itself."""
-        if not self.runs():
+        """Starts it again where Ray has given the start up. Raises RuntimeError when it has ended by itself."""
+        if self.runs():
+            return
+        if _GAVE_UP not in self.said():
             raise RuntimeError(f"a Ray node ended with {self._process.returncode}: {self.said()}")
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it has started and left behind
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if self._remove_first is not None:
+            self._remove_first.unlink(missing_ok=True)
+        with self._log.open("wb") as output:
+            return subprocess.Popen(
+                self._command, stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
 
 
 class RayNodes:
@@ -113,11 +134,11 @@ class RayNodes:
 
     def start_head(self) -> None:
         """Starts it, or starts it again at the same address."""
-        # Ray refuses to start where nodes that wait for a head still name its address; only this note makes it look.
-        (Path(self._folder) / "ray_current_cluster").unlink(missing_ok=True)
         port = self.address.rpartition(":")[2]
         flags = [f"--port={port}", f"--num-cpus={self._head_cpus}", f"--temp-dir={self._folder}"]
-        self.head = self._start("--head", "--include-dashboard=false", *flags)
+        # Ray refuses to start where nodes that wait for a head still name its address; only this note makes it look.
+        note = Path(self._folder) / "ray_current_cluster"
+        self.head = self._start("--head", "--include-dashboard=false", *flags, remove_first=note)
         self.head.wait_started()
 
     def add(self, cpus: int, resources: Mapping[str, float] | None = None, *, wait: bool = True) -> RayNode:
@@ -165,11 +186,12 @@ class RayNodes:
     def _env(self) -> dict[str, str]:
         return {**os.environ, **self.environment}
 
-    def _start(self, *flags: str) -> RayNode:
+    def _start(self, *flags: str, remove_first: Path | None = None) -> RayNode:
         plain = ["--block", "--node-ip-address=127.0.0.1", "--object-store-memory=83886080"]
         agent = f"--dashboard-agent-listen-port={free_port()}"
         command = [str(Path(sys.executable).with_name("ray")), "start", *plain, agent, *flags]
-        return RayNode(command, self.environment, self._scratch / f"ray-{next(self._numbers)}.log")
+        log = self._scratch / f"ray-{next(self._numbers)}.log"
+        return RayNode(command, self.environment, log, remove_first=remove_first)
 
 
 def listens(address: str) -> bool:

@@ -2,30 +2,28 @@
 
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.bench.ray_nodes import listens
 from coatcheck.bench.servers import free_port
-
-_START_SECONDS = 20.0
 
 
 @contextmanager
 def redis_server(directory: Path) -> Iterator[str]:
     """host:port of one that keeps nothing on disk; raises RuntimeError where none is installed or it does not start."""
-    program = shutil.which("redis-server")
+    program = shutil.which("redis-server") or shutil.which("redis-server", path=Path(sys.executable).parent)
     if program is None:
-        raise RuntimeError(
-            "there is no redis-server; install it (Debian: apt-get install redis-server, as .ci/run does)"
-        )
+        raise RuntimeError("there is no redis-server; install it, or run `make programs`")
     address = f"127.0.0.1:{free_port()}"
     flags = ["--port", address.rpartition(":")[2], "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
     with subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + _START_SECONDS
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while not listens(address):
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError(f"redis-server does not listen at {address}")

@@ -1,11 +1,16 @@
-"""What routing is worth: the router's own choose() and index beside the published rules of others, over real traces.
+"""What routing is worth: the router's own choose() and index beside the published rules of others.
 
-Each rule runs in each cell, as simulation.py does. The rules of others see every group's true state at each moment; our
-router sees what it would: reports each 100 ms, events, and what it has sent itself.
+The load is three public traces, and one made-up trace in which all requests share a system prompt. Each rule runs in
+each cell, as simulation.py does. The rules of others see every group's true state at each moment, and place each
+request when it comes. Our router sees what it would in production (reports every 100 ms, events, what it has sent
+itself), and keeps requests in its own queue while no group has room. So part of its lead is the queue's.
 
     python bench/routing.py [--traces DIR] [--json out.json] [--only conversation/3000/0.95] [--routers 4]
 
-Cells that the JSON file has are not run again: what was cut off goes on. Take the file away after a change to routing.
+Cells that the JSON file has are not run again, so a run that was interrupted goes on. After a change to routing,
+`--ours` runs our router alone in the cells that the file has and keeps the figures of the other rules, which do not
+depend on it. Keep a copy of the file: an interrupted `--ours` leaves only the cells that it finished. After a change
+to the simulation take the file away.
 public_traces.py says where the traces come from; they are looked for in bench/traces unless --traces is given.
 """
 
@@ -23,10 +28,11 @@ import typer
 from coatcheck.bench.public_traces import AZURE, CONVERSATION, FOLDER, SYNTHETIC, Traces, check_traces
 from coatcheck.bench.routing_rules import rules
 from coatcheck.bench.service_model import ServiceModel
+from coatcheck.bench.shared_prompt import SHARED_PROMPT, shared_prompt_trace
 from coatcheck.bench.simulation import GROUPS, OURS, Cell, Outcome, pooled_hits, run
 from coatcheck.cluster.command import fail
 from coatcheck.cluster.counted import counted
-from coatcheck.cluster.trace import read_trace
+from coatcheck.cluster.trace import TraceEntry, read_trace
 from coatcheck.proto.errors import InvalidConfig
 
 FILES = {"conversation": CONVERSATION, "synthetic": SYNTHETIC, "azure": AZURE}
@@ -37,6 +43,7 @@ CELLS = (
     *(Cell(trace, blocks, load) for trace in ("conversation", "synthetic") for blocks in SIZES for load in LOADS),
     *(Cell("azure", 3000, load) for load in LOADS),
     *(Cell(trace, 1000, load, 4000) for trace in ("conversation", "synthetic") for load in (0.5, 0.85)),
+    *(Cell(SHARED_PROMPT, 3000, load) for load in (0.3, 0.5, 0.8)),
 )
 
 
@@ -49,15 +56,22 @@ def _cells(only: str) -> list[Cell]:
     return cells
 
 
-def _run_cell(task: tuple[Cell, Path, int]) -> tuple[Cell, float, dict[str, Outcome]]:
-    cell, traces, routers = task
-    entries = read_trace(traces / FILES[cell.trace])
+def _run_cell(task: tuple[Cell, Path, int, dict[str, Outcome]]) -> tuple[Cell, float, dict[str, Outcome]]:
+    """Runs in one cell every rule whose outcome is not known yet."""
+    cell, traces, routers, known = task
+    entries = _entries(cell, traces)
     hits = pooled_hits(entries, (cell.blocks + cell.host_blocks) * GROUPS)
-    outcomes: dict[str, Outcome] = {}
+    outcomes = dict(known)
     pooled = 0.0
     for rule in (*rules(), OURS):
+        if rule in known:
+            continue
         outcomes[rule], pooled = run(cell, rule, entries, routers=routers if rule == OURS else 1, hits=hits)
     return cell, pooled, outcomes
+
+
+def _entries(cell: Cell, traces: Path) -> list[TraceEntry]:
+    return shared_prompt_trace() if cell.trace == SHARED_PROMPT else read_trace(traces / FILES[cell.trace])
 
 
 def _row(cell: Cell, pooled: float, outcomes: dict[str, Outcome]) -> tuple[str, list[bool]]:
@@ -101,34 +115,37 @@ def main(
     traces: Traces = FOLDER,
     only: Annotated[str, typer.Option(help="Cells whose name begins so.")] = "",
     routers: Annotated[int, typer.Option(help="Routers that share our requests, each with its own view.")] = 1,
+    ours: Annotated[bool, typer.Option("--ours", help="Run our router anew in the cells that the file has.")] = False,
     processes: Annotated[int, typer.Option(help="At once.")] = 2,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Prints a line per cell, ours beside the best other by each figure, and how many cells reach each target."""
     try:
         cells = _cells(only)
-        check_traces(traces, dict.fromkeys(FILES[cell.trace] for cell in cells))
+        check_traces(traces, dict.fromkeys(FILES[cell.trace] for cell in cells if cell.trace in FILES))
         known = _read(json_path, routers)
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
     began = time.perf_counter()
-    results, tally = list(known.values()), [0] * 5
+    parsed = {cell.name: _parse(cell, known[cell.name]) for cell in cells if cell.name in known}
+    others = {name: {r: o for r, o in outcomes.items() if r != OURS} for name, (_, _, outcomes) in parsed.items()}
+    if ours:
+        parsed = {}
+    results, tally = dict(known), [0] * 5
     columns = "cell", "TTFT p90: ours / best other", "ratio", "p99", "ratio", "hits: ours / pooled", "max/mean work"
     print("| " + " | ".join((*columns, "goodput", "success")) + " |\n|" + "---|" * 9)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        fresh = pool.imap(_run_cell, [(cell, traces, routers) for cell in cells if cell.name not in known])
-        for cell, pooled, outcomes in chain(
-            (_parse(cell, known[cell.name]) for cell in cells if cell.name in known), fresh
-        ):
+        tasks = [(cell, traces, routers, others.get(cell.name, {})) for cell in cells if cell.name not in parsed]
+        for cell, pooled, outcomes in chain(parsed.values(), pool.imap(_run_cell, tasks)):
             line, reached = _row(cell, pooled, outcomes)
             print(line, flush=True)
             tally = [count + ok for count, ok in zip(tally, reached, strict=True)]
-            if cell.name in known:
+            if cell.name in parsed:
                 continue
             rows = {rule: asdict(outcome) for rule, outcome in outcomes.items()}
-            results.append({"cell": cell.name, "pooled_hit_ratio": pooled, "rules": rows})
+            results[cell.name] = {"cell": cell.name, "pooled_hit_ratio": pooled, "rules": rows}
             if json_path is not None:
-                written = {"model": asdict(ServiceModel()), "routers": routers, "cells": results}
+                written = {"model": asdict(ServiceModel()), "routers": routers, "cells": list(results.values())}
                 json_path.write_text(json.dumps(written, indent=1) + "\n")
     names = ("p90 at or below", "p99 within 2%", "goodput at or above", "work at most 1.15", "p90 10% below")
     print(f"of {len(cells)}: " + ", ".join(f"{name} in {count}" for name, count in zip(names, tally, strict=True)))

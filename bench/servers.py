@@ -22,11 +22,11 @@ from typing import Any, Self
 
 import grpc
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.bench.scenario import Figures, Scenario
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
 
-START_SECONDS = 300.0
 KV_GIB = 2
 
 
@@ -43,7 +43,7 @@ class Server(ABC):
                 command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}, start_new_session=True
             )
         try:
-            self._wait_until_ready(started + START_SECONDS)
+            self._wait_until_ready(started + PATIENCE_SECONDS)
         except BaseException:
             self.stop()
             raise

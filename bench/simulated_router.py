@@ -6,7 +6,8 @@ and its own line. Whoever asks moves it on in time; it does not know who comes n
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 from coatcheck.bench.routing_rules import Rule
 from coatcheck.bench.service_model import BLOCK, Job
@@ -94,6 +95,8 @@ class _View:
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
         self._sent: dict[int, tuple[Sent, Expectation | None]] = {}
+        self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}  # not in a report yet
+        self._reported = dict.fromkeys(self._groups, 0)  # submissions that are
         for group in groups:
             most = group.model
             registration = Registration(
@@ -111,7 +114,7 @@ class _View:
         if not len(self.line) and self._has_room:
             yield self._place(job, job.at)
         else:
-            seconds = min(terms.prefill + terms.restore for terms in self._decide(job).terms)
+            seconds = min(terms.prefill + terms.restore for terms in self._decide(job, self._loads).terms)
             self.line.put(job, ANYONE, due=due_at(job.at, seconds))
 
     def move(self, now: float) -> Placed:
@@ -146,17 +149,24 @@ class _View:
             group = self._groups[name]
             if (report := group.load(now)) is not load.last:
                 period = group.model.report_seconds
-                load.report(report, math.floor(now / period) * period)
+                tick = math.floor(now / period) * period
+                sent_at = self._sent_at[name]
+                while sent_at and sent_at[0] <= tick:
+                    sent_at.popleft()
+                    self._reported[name] += 1
+                report.submissions = self._reported[name]  # each router has its own stream, and its own count
+                load.report(report, tick)
 
-    def _decide(self, job: Job) -> Decision:
+    def _decide(self, job: Job, loads: Mapping[str, GroupLoad]) -> Decision:
         matched = self.index.matched_blocks(_chain(job))
-        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in self._loads.items()]
+        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
         return choose(candidates, job.prompt, self._rng, regret=self.index.regret.rate, in_line=len(self.line))
 
     def _place(self, job: Job, now: float) -> tuple[Job, SimulatedGroup]:
-        decision = self._decide(job)
+        decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})
         job.group = decision.group
-        sent = self._loads[job.group].sent(job.prompt - decision.chosen.cached_tokens, now)
+        self._sent_at[job.group].append(now)
+        sent = self._loads[job.group].sent(job.prompt - decision.chosen.cached_tokens)
         self._sent[id(job)] = sent, self.index.expect(job.group, _chain(job))
         return job, self._groups[job.group]
 

@@ -55,6 +55,8 @@ class Access:
             raise InvalidConfig("the API key has characters that no key has; was it copied whole, and alone?")
         roots = _read(tls_ca) if tls_ca and tls_ca != _SYSTEM else None
         pair = (_read(tls_key), _read(tls_cert)) if tls_cert and tls_key else None
+        if tls_ca:
+            _check_certificates(tls_ca, tls_cert, tls_key)
         return cls(roots, bool(tls_ca), pair, api_key)
 
     @property
@@ -83,6 +85,25 @@ def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api
         return Access.build(tls_ca, tls_cert, tls_key, api_key)
     except InvalidConfig as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:
+    """Raises InvalidConfig for files that are no valid PEM: gRPC would accept them and reach no server."""
+    import ssl  # here: a command that speaks no TLS does not pay for it
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls_ca != _SYSTEM:
+        try:
+            context.load_verify_locations(Path(tls_ca).expanduser())
+        except ssl.SSLError:
+            raise InvalidConfig(f"--tls-ca {tls_ca} holds no certificate in PEM") from None
+    if tls_cert and tls_key:
+        try:
+            # The empty password keeps OpenSSL from asking for one on the terminal: an encrypted key is refused.
+            context.load_cert_chain(Path(tls_cert).expanduser(), Path(tls_key).expanduser(), password="")
+        except ssl.SSLError:
+            pair = f"--tls-cert {tls_cert} and --tls-key {tls_key}"
+            raise InvalidConfig(f"{pair} are not a certificate and its key, unencrypted and in PEM") from None
 
 
 def _read(file: str) -> bytes:

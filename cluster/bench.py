@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..proto import coatcheck_pb2 as pb
-from ..proto.errors import InvalidConfig, Unavailable
+from ..proto.errors import InvalidConfig, error_of
 from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
-from .client import Client
+from .client import LONGEST_TIMEOUT, Client
 from .load import INTERRUPTED, Load, Recording
 from .report import Report, Sample, measure, summarize
 from .report_plot import check_plot, plot_report
@@ -56,11 +56,11 @@ def bench(
     prompts: Annotated[Prompts, _PROMPTS(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
     prompt: Annotated[str | None, _PROMPTS(help="This text as every prompt.")] = None,
     input_len: Annotated[int, _PROMPTS(min=1, help="Prompt tokens (after the prefix, where one is shared).")] = 512,
-    output_len: Annotated[int, _PROMPTS(min=1, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
+    output_len: Annotated[int, _PROMPTS(min=1, max=2**31, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
     num_prefixes: Annotated[int, _PROMPTS(min=1, help="Different shared prefixes, taken in turn.")] = 4,
     prefix_len: Annotated[int, _PROMPTS(min=1, help="Tokens of each shared prefix.")] = 1024,
     temperature: Annotated[float, _PROMPTS(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, _PROMPTS(min=0, help="Of prompts and arrivals.")] = 0,
+    seed: Annotated[int, _PROMPTS(min=0, max=2**63 - 1, help="Of prompts and arrivals.")] = 0,
     warmup: Annotated[int, _LOAD(min=0, help="Requests sent first and not counted, with prompts of their own.")] = 1,
     reuse_cache: Annotated[
         bool,
@@ -72,7 +72,9 @@ def bench(
     ] = False,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
-    timeout: Annotated[float | None, _LOAD(help="Seconds until a request is given up.")] = None,
+    timeout: Annotated[
+        float | None, _LOAD(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until a request is given up.")
+    ] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -87,14 +89,14 @@ def bench(
     access = access_of(tls_ca, tls_cert, tls_key, api_key)
     if plot is not None:
         check_plot(plot)  # now, and not when the run is over
+    entries = read_trace(trace, num_requests) if trace is not None else None
     model = asyncio.run(_model(addresses, access))
     salt = "" if reuse_cache else secrets.token_hex(8)
     workload = Workload(
         vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
         num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
     )  # fmt: skip
-    if trace is not None:
-        entries = read_trace(trace, num_requests)
+    if entries is not None:
         jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
     else:
         jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
@@ -168,10 +170,10 @@ async def _run(
 def _require_answers(recordings: list[Recording]) -> None:
     """A run whose warm-up is not answered would measure errors."""
     for recording in recordings:
-        if recording.status == grpc.StatusCode.UNAVAILABLE.name:
-            raise Unavailable(f"the warm-up was not answered: {recording.details}")
         if recording.status != "OK":
-            raise InvalidConfig(f"the warm-up was refused ({recording.status}): {recording.details}")
+            code = grpc.StatusCode[recording.status]
+            said = "was not answered" if code is grpc.StatusCode.UNAVAILABLE else f"was refused ({recording.status})"
+            raise error_of(code.value[0], f"the warm-up {said}: {recording.details}")
 
 
 async def _show_progress(load: Load, total: int) -> None:

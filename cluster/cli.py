@@ -1,6 +1,7 @@
 """The `coatcheck` command. A subcommand's module is imported when it is the one asked for, so that each starts fast."""
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -57,12 +58,14 @@ def main() -> None:
     """The console script."""
     # Nothing is to be put away until a command says so: Ctrl-C ends it at once, also amid the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from .command import fail
+    # gRPC's core reads this as it is imported. By default it prints a line for each server that ends.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from .command import EXIT_WRONG_WORDS, fail
     from .foreign_flags import find_hint
 
     arguments = sys.argv[1:] or ["--help"]
     if hint := find_hint(arguments):
-        sys.exit(fail(hint, 2))
+        sys.exit(fail(hint, EXIT_WRONG_WORDS))
     build_app(arguments)(arguments, prog_name="coatcheck")
 
 

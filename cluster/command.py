@@ -1,9 +1,15 @@
 """Command: help written as people write it (PROMPT where Typer has `{prompt}`, flags without `<bool>`), and failures.
 
-Whatever goes wrong ends as one line on stderr that begins with `error: `, with 2 where a word of the command or a
-setting is wrong, and with 1 for what the world refuses.
+A command that fails prints one line on stderr that begins with `error: `. Its exit code says who has to act:
+
+    2    the command line, a setting, a file or the request is wrong: the same command fails again
+    1    anything else: no server answers, the server is full, the key does not allow it, a disk is full
+    130  Ctrl-C
+
+`coatcheck serve` ends with 0 after SIGINT or SIGTERM once it has served (see stop_signals.py).
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,10 +18,15 @@ from typing import Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel
+from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, InvalidRequest, NotFound
 
 # Typer's root of what is written wrongly: of click's, or of its own copy of that, as its version has it.
 _WRONG_USAGE: Final[Any] = typer.BadParameter.__base__
+# Errors that the person who typed the command must mend, whether this process or the server has found them.
+_WRONG_WORDS: Final = (InvalidConfig, InvalidModel, InvalidRequest, NotFound)
+
+EXIT_FAILED: Final = 1
+EXIT_WRONG_WORDS: Final = 2
 
 
 class Command(TyperCommand):
@@ -45,10 +56,20 @@ class CommandGroup(TyperGroup):
             return run()
         try:
             code = run()
+            sys.stdout.flush()  # at interpreter exit a full disk would be a traceback
         except CoatcheckError as error:
-            code = fail(str(error), 2 if isinstance(error, InvalidConfig | InvalidModel) else 1)
+            code = fail(str(error), EXIT_WRONG_WORDS if isinstance(error, _WRONG_WORDS) else EXIT_FAILED)
         except _WRONG_USAGE as error:
-            code = fail(_in_words(error), 2)
+            code = fail(_in_words(error), EXIT_WRONG_WORDS)
+        except UnicodeError as error:
+            code = fail(_not_utf8(error), EXIT_WRONG_WORDS)
+        except BrokenPipeError:  # the reader has what it wanted, as in `| head`
+            code = EXIT_FAILED
+            _discard_output()
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            code = fail(f"{where}{error.strerror or error}", EXIT_FAILED)
+            _discard_output()
         sys.exit(code)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -65,6 +86,20 @@ def _in_words(error: Any) -> str:
     said = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
     command = f"{error.ctx.command_path} --help" if error.ctx else "coatcheck --help"
     return f"{said[:1].lower()}{said[1:]}; see `{command}`"
+
+
+def _not_utf8(error: UnicodeError) -> str:
+    if not isinstance(error, UnicodeEncodeError | UnicodeDecodeError):
+        return str(error)
+    return f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} is not UTF-8; encode it so"
+
+
+def _discard_output() -> None:
+    """Lets Python's own flush at exit succeed where stdout takes no more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plain(params: list[Any]) -> list[Any]:

@@ -37,8 +37,12 @@ def descendants(root: int) -> dict[int, str]:
 
 def adopt_orphans() -> None:
     """From now on a descendant whose parent ends is this process's child, and stays in sight."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _set_subreaper(True)
+
+
+def disown_orphans() -> None:
+    """From now on a descendant whose parent ends goes to the system's first process, which reaps what has ended."""
+    _set_subreaper(False)
 
 
 def end_descendants(grace_seconds: float = 0.0) -> None:
@@ -55,6 +59,27 @@ def end_descendants(grace_seconds: float = 0.0) -> None:
         stopped |= more
     for pid in stopped:
         _send(pid, signal.SIGKILL)
+
+
+def children() -> set[int]:
+    """The ids of this process's children, zombies included."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found.update(map(int, _text(file).split()))
+    return found
+
+
+def reap(adopted: set[int]) -> None:
+    """Waits for those of `adopted` that have ended: nobody else does, and they would stay zombies."""
+    for pid in adopted:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _set_subreaper(is_one: bool) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_one), 0, 0, 0)
 
 
 def _text(file: Path) -> str:

@@ -16,7 +16,7 @@ from ..proto.coatcheck_pb2_grpc import AdminStub
 from .access import ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .client import explain_error
-from .generate import put_prompt
+from .generate import build_sampling, put_prompt
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show which group would answer PROMPT and each group's cost in seconds, term by term; sends nothing."""
-    request = pb.GenerateRequest(cache_salt=cache_salt, sampling=pb.SamplingParams(max_tokens=max_tokens))
+    request = pb.GenerateRequest(cache_salt=cache_salt, sampling=build_sampling({"max_tokens": max_tokens}))
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     check_addresses([address])
     access = access_of(tls_ca, tls_cert, tls_key, api_key)

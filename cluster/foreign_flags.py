@@ -28,6 +28,7 @@ _HINTS: Final[dict[str, dict[str, str]]] = {
         "--ssl-ca-certs": "--tls-client-ca",
         "--api-key": "--api-keys FILE, which `coatcheck keys` writes: keys as arguments are seen by others",
         "--context-length": "--max-model-len",
+        "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
         "--swap-space": "--host-kv-memory, such as 4GiB",
         "--enable-prefix-caching": "nothing: prefixes are always cached",
         "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",

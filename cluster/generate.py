@@ -23,7 +23,7 @@ from ..proto.sampling import SamplingParams
 from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
 from .answer import Answer
-from .client import Client
+from .client import LONGEST_TIMEOUT, Client
 
 _PROMPT = partial(typer.Option, rich_help_panel="Prompt")
 _SAMPLING = partial(typer.Option, rich_help_panel="Sampling")
@@ -36,9 +36,11 @@ def generate(
     address: Annotated[
         list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
     ] = None,
-    max_tokens: Annotated[int | None, _LENGTH(help="Most tokens to generate; default: what fits.")] = None,
+    max_tokens: Annotated[
+        int | None, _LENGTH(help="Most tokens to generate; default: the model's own, else what fits.")
+    ] = None,
     min_tokens: Annotated[int | None, _LENGTH(help="Do not stop before this many.")] = None,
-    temperature: Annotated[float | None, _SAMPLING(help="0 is greedy; default 1.")] = None,
+    temperature: Annotated[float | None, _SAMPLING(help="0 is greedy; default: the model's own, else 1.")] = None,
     top_k: Annotated[int | None, _SAMPLING(help="Sample among this many likeliest tokens; 0 is off.")] = None,
     top_p: Annotated[float | None, _SAMPLING(help="Sample from this much probability mass, in (0, 1].")] = None,
     min_p: Annotated[float | None, _SAMPLING(help="Drop tokens below this share of the likeliest's.")] = None,
@@ -65,7 +67,9 @@ def generate(
     retain_seconds: Annotated[
         float | None, _CACHE(help=f"For so long (with --retain); default {DEFAULT_TTL_SECONDS:g}.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until the request is given up.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until the request is given up.")
+    ] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -89,7 +93,7 @@ def generate(
     if retain_seconds is not None and retain is None:
         raise typer.BadParameter("--retain-seconds needs --retain")
     streams_text = not as_json and (n is None or n == 1)
-    request.sampling.CopyFrom(_sampling(given))
+    request.sampling.CopyFrom(build_sampling(given))
     if retain is not None:
         ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
         request.retention.CopyFrom(Retention(retain, ttl).to_message())
@@ -124,8 +128,8 @@ async def _stream(
     return answer
 
 
-def _sampling(given: dict[str, Any]) -> pb.SamplingParams:
-    """Only what was given goes over the wire, checked here first so that a mistake needs no server."""
+def build_sampling(given: dict[str, Any]) -> pb.SamplingParams:
+    """The message with the values that are not None. Raises InvalidRequest, so that a mistake needs no server."""
     present = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**present)
     try:

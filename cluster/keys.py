@@ -11,6 +11,7 @@ import typer
 from ..proto.errors import InvalidConfig
 from ..router.key_file import hash_key, read_keys
 from ..router.tenant import Tenant
+from ..workers.safe_files import create_file
 
 _PREFIX: Final = "cc-"  # so that scanners for leaked secrets, and people, know one when they see it
 _BYTES: Final = 32
@@ -47,9 +48,11 @@ def _add(file: Path, name: str, hashed: str, role: str | None) -> None:
         tenants.append(entry)
     entry.setdefault("keys", []).append(hashed)
     # A router may read at any moment: it finds the old file or the new one. Comments do not survive.
-    made = file.with_name(f".{file.name}.{os.getpid()}")
+    made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
-        made.write_text(yaml.safe_dump({"tenants": tenants}, sort_keys=False))
+        with os.fdopen(create_file(made, mode=0o666), "w") as output:
+            output.write(yaml.safe_dump({"tenants": tenants}, sort_keys=False))
         made.replace(file)
     except OSError as error:
+        made.unlink(missing_ok=True)
         raise InvalidConfig(f"{file}: {error.strerror or error}") from None

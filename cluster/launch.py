@@ -11,13 +11,16 @@ back: the supervisor is restarted by Ray, ranks and routers by the supervisor. R
 through it. This module does not know when any of these is called: see serve.py and supervisor.py.
 """
 
+import errno
 import os
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -33,6 +36,7 @@ from .counted import counted
 from .exposure import needs_plane
 from .node_names import node_names
 from .placement import Placement, Resources
+from .ray_start import RayNotReady
 
 NAMESPACE = "coatcheck"
 SUPERVISOR = "supervisor"
@@ -51,21 +55,31 @@ Actor = Any  # Ray's handles answer to whatever methods the class has
 
 
 def connect(config: ServeConfig) -> None:
-    """Connects to the cluster at `ray_address`, or starts a local Ray that ends with this process."""
+    """Connects to the cluster at `ray_address`, or starts a local Ray that ends with this process.
+
+    One attempt. Raises RayNotReady where another one may succeed, Unavailable or InvalidConfig where none will.
+    """
     if config.ray_address:
         join(config.ray_address)
         return
     try:
         _start_ray(config)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except (ValueError, TypeError, PermissionError) as error:
         raise Unavailable(f"Ray did not start: {_first_line(error)}") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
+            raise Unavailable(f"Ray did not start: {_first_line(error)}; make room there, or set RAY_TMPDIR") from None
+        raise RayNotReady("Ray did not start", _first_line(error)) from None
+    except Exception as error:  # Ray raises no class of its own where a process of it comes up too late
+        raise RayNotReady("Ray did not start", _first_line(error)) from None
 
 
 def join(address: str) -> None:
-    """Connects to a cluster that is there; raises Unavailable, and InvalidConfig where it runs other versions."""
+    """Connects to a cluster that is there; raises RayNotReady (an Unavailable) where none answers in Ray's own time,
+    and InvalidConfig where other versions run there."""
     try:
         ray.init(address=address, **_QUIETLY)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # see `connect`
         if isinstance(error, AuthenticationError):
             raise Unavailable(
                 f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN; one that "
@@ -74,12 +88,37 @@ def join(address: str) -> None:
         if "ersion mismatch" in str(error):
             versions = " ".join(str(error).split())
             raise InvalidConfig(f"{versions}; install the same versions of Ray and Python on every node") from None
-        raise Unavailable(f"no Ray cluster answers at {address}: {_first_line(error)}") from None
+        what = f"no Ray cluster answers at {address}"
+        if isinstance(error, ValueError | TypeError):
+            raise Unavailable(f"{what}: {_first_line(error)}") from None
+        raise RayNotReady(what, _first_line(error)) from None
 
 
 def ray_address() -> str:
     """HOST:PORT of the head that this process has connected to."""
     return str(ray.get_runtime_context().gcs_address)
+
+
+def log_folder() -> Path:
+    """Where Ray's processes of this node write their logs."""
+    from ray._private.worker import global_worker  # no public call tells
+
+    node: Any = global_worker.node
+    return Path(node.get_logs_dir_path())
+
+
+def has_node() -> bool:
+    """Whether this process's raylet still accepts connections."""
+    from ray._private.worker import global_worker  # no public call tells
+
+    node: Any = global_worker.node
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(node.raylet_socket_name) == 0
+
+
+def own_node() -> str:
+    """The id of the node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _start_ray(config: ServeConfig) -> None:
@@ -227,9 +266,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def require_same(running: ServeConfig, wanted: ServeConfig) -> None:
-    """Raises InvalidConfig unless the cluster already serves just this. Its own address has many spellings, and how
-    many groups it has is for `coatcheck scale` to change."""
-    if running != wanted.model_copy(update={"ray_address": running.ray_address, "groups": running.groups}):
+    """Raises InvalidConfig unless the cluster already serves just this. Its own address has many spellings, how
+    many groups it has is for `coatcheck scale` to change, and how long a start may take concerns only who starts."""
+    ignored = ("ray_address", "groups", "ray_start_timeout")
+    if running != wanted.model_copy(update={name: getattr(running, name) for name in ignored}):
         raise InvalidConfig(
             f"this Ray cluster already serves {running.model_name} with other settings; "
             "stop that `coatcheck serve` first"

@@ -3,9 +3,15 @@
 A rank measures again, and has the last word. It knows neither torch nor Ray.
 """
 
+from pathlib import Path
+from typing import Final
+
 from ..proto.errors import InvalidConfig
 from ..workers.free_memory import host_free_bytes
 from .config import ServeConfig
+
+# Device files of NVIDIA's drivers (the second and third are Jetson's), of AMD's, and of Windows' for Linux guests.
+_GPU_FILES: Final = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "kfd", "dxg")
 
 
 def check_machine(config: ServeConfig, free_bytes: int | None = None) -> None:
@@ -25,4 +31,15 @@ def check_machine(config: ServeConfig, free_bytes: int | None = None) -> None:
         raise InvalidConfig(
             f"{names} {ask} for {asked:,} bytes for each of {ranks} ranks, and {free_bytes:,} are free here; "
             f"lower {names}, groups or tp"
+        )
+
+
+def check_gpus(config: ServeConfig, devices: Path = Path("/dev")) -> None:
+    """Raises InvalidConfig for device cuda on a machine without any GPU. How many there are is for Ray to count."""
+    if config.ray_address is not None or config.device != "cuda":
+        return
+    if not any(file for pattern in _GPU_FILES for file in devices.glob(pattern)):
+        raise InvalidConfig(
+            "device is cuda, and this machine has no GPU (no device file of one in /dev); leave --device out, give the "
+            "container its GPUs, or join a Ray cluster that has some with --ray-address"
         )

@@ -56,4 +56,5 @@ def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertifi
         insecure=config.insecure,
         plane=plane,
         max_queued=config.max_queued,
+        generation_config=config.generation_config,
     )

@@ -6,11 +6,14 @@ neither torch nor Ray.
 
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeGuard
 
-from ..proto.errors import InvalidConfig, InvalidModel
+from ..proto.errors import InvalidModel
+from ..proto.generation_config import end_token_ids, sampling_defaults
 from ..workers.block_layout import BlockLayout
+from ..workers.known_architectures import TESTED_MODEL_TYPES, check_causal, check_known
 from ..workers.kv_dtype import choose_kv_dtype
+from ..workers.model_rules import check_deterministic_heads, check_kind, choose_length, no_deterministic_experts
 from ..workers.pool_size import choose_host_blocks, choose_num_blocks
 from ..workers.shard import Shard
 from .config import ServeConfig
@@ -23,6 +26,8 @@ _FIELDS: Final = (
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
 )
+# Names under which families of models give their number of experts.
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_model(config: ServeConfig) -> None:
@@ -31,9 +36,12 @@ def check_model(config: ServeConfig) -> None:
     elsewhere may reach what it does not."""
     if config.ray_address is not None and not Path(config.model_source).is_dir():
         return
+    _check_generation_config(config)
     model = ModelConfig.open(config.model_source)
+    _check_architecture(model)
     _check_fields(model)
     _check_length(config, model)
+    _check_experts(config, model)
     model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
     try:
         shape = ModelShape.of(model)
@@ -44,9 +52,22 @@ def check_model(config: ServeConfig) -> None:
     layers = [shard.cut_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
         shard.vocabulary(vocabulary)
+    _check_mlp(model, shard)
+    if config.deterministic and config.device == "cpu":
+        for layer in layers:
+            check_deterministic_heads(layer.head_dim)
     dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
     if config.kv_dtype != "auto" or dtype is not None:
         _check_blocks(config, BlockLayout.of(layers, config.block_size, choose_kv_dtype(config.kv_dtype, dtype or "")))
+
+
+def _check_generation_config(config: ServeConfig) -> None:
+    """Raises InvalidModel for a generation_config.json that ranks or routers would refuse; skipped for a hub id."""
+    directory = Path(config.model_source)
+    if directory.is_dir():
+        end_token_ids(directory)
+        if config.generation_config == "auto":
+            sampling_defaults(directory)
 
 
 def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
@@ -65,10 +86,23 @@ def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
         )
 
 
-def _check_fields(model: ModelConfig) -> None:
-    """transformers would take a class's default for what is left out, and a rank find that no weight has that shape."""
+def _check_architecture(model: ModelConfig) -> None:
+    """Raises InvalidModel for a model that transformers cannot build, or that is of another kind than we serve."""
     if not model.model_type:
         raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
+    check_known(model.name, model.model_type, brings_code="auto_map" in model.values)
+    check_kind(
+        model.name,
+        model.model_type,
+        is_quantised=model.values.get("quantization_config") is not None,
+        takes_more=model.is_multimodal,
+        is_encoder_decoder=model.values.get("is_encoder_decoder") is True,
+    )
+    check_causal(model.name, model.model_type)
+
+
+def _check_fields(model: ModelConfig) -> None:
+    """transformers would take a class's default for what is left out, and a rank find that no weight has that shape."""
     there = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
     if len(there) < 2:  # a family with names of its own
         return
@@ -79,13 +113,28 @@ def _check_fields(model: ModelConfig) -> None:
 
 def _check_length(config: ServeConfig, model: ModelConfig) -> None:
     made_for = model.values.get("max_position_embeddings")
-    if config.max_model_len is None or not isinstance(made_for, int):
-        return
     scaling = model.values.get("rope_parameters") or model.values.get("rope_scaling") or {}
-    # Whether and how far it may be stretched, its kind of scaling says; the factor is the most.
-    factor = scaling.get("factor") if isinstance(scaling, dict) else None
-    longest = int(made_for * factor) if isinstance(factor, int | float) and factor > 1 else made_for
-    if config.max_model_len > longest:
-        raise InvalidConfig(
-            f"max-model-len is {config.max_model_len}, but the model goes to {longest}; use at most that"
-        )
+    if config.max_model_len is None or not isinstance(made_for, int) or not isinstance(scaling, dict):
+        return
+    kind = scaling.get("rope_type", scaling.get("type"))  # as newer models call it, and older ones
+    numbers = {name: value for name, value in scaling.items() if _is_number(value)}
+    choose_length(config.max_model_len, made_for, {**numbers, "rope_type": kind})
+
+
+def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
+    counts = [(name, model.values.get(name)) for name in _EXPERTS]
+    said = next((f"{name} {count}" for name, count in counts if _is_number(count) and count > 0), None)
+    if config.deterministic and said is not None:
+        raise no_deterministic_experts(f"a mixture of experts ({said} in config.json)")
+
+
+def _check_mlp(model: ModelConfig, shard: Shard) -> None:
+    """Checked only for families that shard all linears; of others only building the model tells."""
+    if model.model_type in TESTED_MODEL_TYPES:
+        name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"
+        if _is_number(size := model.values.get(name)):
+            shard.even(int(size), name)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

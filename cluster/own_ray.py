@@ -2,23 +2,26 @@
 
 Such a Ray lets in whoever shows its token. The token lies in a file beside Ray's sessions that nobody else may read,
 named by the port where the Ray's head listens; it ends with the command, and what kill -9 has left with the next one.
-It does not import Ray.
+Every user of the host may write to that folder, and could rename our file to the name for a port where they listen: so
+the file also contains the port that its token is for. It does not import Ray.
 """
 
 import os
 import secrets
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from ..workers.safe_files import create_file, read_file
 
 _PREFIX: Final = "coatcheck-"
 _SUFFIX: Final = ".token"
 _HOST: Final = "127.0.0.1"
 _LOOPBACK: Final = (_HOST, "localhost")
 _ANSWER_SECONDS: Final = 1.0
+_MOST_BYTES: Final = 4096
 
 
 def ray_folder() -> Path:
@@ -29,11 +32,12 @@ def ray_folder() -> Path:
 @contextmanager
 def known_to_its_user(folder: Path, address: str, token: str) -> Iterator[None]:
     """The Ray whose head listens at `address` is found while inside; `folder` is Ray's."""
-    file = _file_of(folder, address.rpartition(":")[2])
-    # Everybody may write to Ray's folder: a new file takes the place of whatever has this name, and is never shared.
+    port = address.rpartition(":")[2]
+    file = _file_of(folder, port)
+    # A new file takes the place of whatever has this name, and is never shared.
     made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
-        output.write(token)
+    with os.fdopen(create_file(made), "w") as output:
+        output.write(f"{port} {token}")
     made.replace(file)
     try:
         yield
@@ -77,13 +81,9 @@ def _file_of(folder: Path, port: str) -> Path:
 
 
 def _read(file: Path) -> str | None:
-    """Only what this user has written: anybody could have put a file of that name there."""
+    """The token in a file that this user alone has written, for the port in the file's name; else None."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        port, _, token = read_file(file, _MOST_BYTES, private=True).partition(" ")
     except OSError:
         return None
-    with os.fdopen(descriptor) as opened:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            return None
-        return opened.read()
+    return token if file.name == f"{_PREFIX}{port}{_SUFFIX}" else None

@@ -52,7 +52,7 @@ def _answer(sizing: Sizing) -> Text:
         )
     else:
         text.append(f"The {settings.concurrency:,} asked for do not fit", "bold red")
-        text.append(f": so many could have {sizing.longest_context:,} tokens each. ")
+        text.append(f"; {settings.concurrency:,} sequences of {sizing.longest_context:,} tokens would. ")
         text.append("Raise --tp or --gpu-memory, choose a smaller --kv-dtype, or lower --context or --concurrency.")
     return text
 
@@ -139,11 +139,11 @@ def _paging(sizing: Sizing) -> Text:
     lengths, block_size = sizing.lengths, sizing.cache.block_size
     paged = lengths.paged(sizing.num_blocks, block_size)
     reserved = lengths.reserved(sizing.num_blocks, block_size, sizing.context)
-    times = f", {paged / reserved:.1f} times as many" if reserved else ""
-    left_out = f" Longer ones, not counted: {lengths.left_out:,}." if lengths.left_out else ""
+    beside = f"{paged / reserved:.1f} times the {reserved:,}" if reserved else "none"
+    left_out = f" {lengths.left_out:,} longer ones are not counted." if lengths.left_out else ""
     return Text(
-        f"Paged, {paged:,} sequences of these lengths (mean {lengths.mean:,.0f}) fit; with {sizing.context:,} tokens "
-        f"reserved for each, {reserved:,}{times}.{left_out}"
+        f"In pages {paged:,} sequences of these lengths (mean {lengths.mean:,.0f}) fit, {beside} with "
+        f"{sizing.context:,} tokens reserved for each.{left_out}"
     )
 
 

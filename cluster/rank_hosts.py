@@ -17,6 +17,10 @@ class RankHosts:
         """One host per rank; none for a group that is gone."""
         self._hosts[group] = tuple(hosts)
 
+    def of(self, group: str) -> tuple[str, ...]:
+        """The host of each rank; empty where the group has no place."""
+        return self._hosts.get(group, ())
+
     def busiest(self, group: str) -> int:
         """Ranks of all groups on the host that has most of them, among the group's own."""
         ranks = Counter(host for hosts in self._hosts.values() for host in hosts)

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from ..proto.errors import CoatcheckError
+from ..workers.disk_space import full_disk
 from ..workers.group_config import GroupConfig
 from ..workers.rank_progress import Phase, RankProgress
 from . import cluster_notes, launch
@@ -42,6 +43,7 @@ class Ranks:
         self._logs: list[str] = []
         self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
         self._have_served = False
+        self._full_disks: tuple[str, ...] = ()  # of each rank's last progress: a clause on its own host, or ""
 
     @property
     def have_begun(self) -> bool:
@@ -104,6 +106,7 @@ class Ranks:
         """How far each is; raises RankEnded for one that has ended or hangs."""
         progress: tuple[RankProgress, ...] = tuple(await self._ask(self._actors, "progress"))
         self._have_served = self._have_served or _all_serve(progress)
+        self._full_disks = tuple(rank.full_disk for rank in progress)
         return progress
 
     async def live(self, seconds: float | None = None) -> None:
@@ -143,6 +146,7 @@ class Ranks:
 
     async def _read_logs(self) -> None:
         self._logs = await self._ask(self._actors, "log_file")
+        self._full_disks = ()  # processes could be started
 
     async def _ask(self, actors: list[launch.Actor], method: str) -> list[Any]:
         """Every answer, in order; raises RankEnded for a rank that has ended, or has not answered in time."""
@@ -154,11 +158,13 @@ class Ranks:
                 answered, silent = await asyncio.wait(silent, timeout=_WAIT_SECONDS)
                 for answer in answered:
                     if error := answer.exception():
-                        raise RankEnded(f"rank {answers.index(answer)} has ended: {brief(error)}")
+                        rank = answers.index(answer)
+                        raise RankEnded(f"rank {rank} has ended: {brief(error)}{self._why(rank)}")
                 if not silent:
                     return [answer.result() for answer in answers]
             rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
-            raise RankEnded(f"rank {rank} hangs: it has not answered for {waits * _WAIT_SECONDS:g} s")
+            silence = f"it has not answered for {waits * _WAIT_SECONDS:g} s"
+            raise RankEnded(f"rank {rank} hangs: {silence}{self._why(rank)}")
         finally:
             for answer in answers:
                 # What it still has to say is no longer news to anybody.
@@ -169,7 +175,23 @@ class Ranks:
         cause = cause_of(error)
         if isinstance(cause, CoatcheckError):
             return str(cause)
-        return f"rank {rank} has ended: {brief(cause or error)} (log: {self._logs[rank]})"
+        why = "" if cause else self._why(rank)
+        return f"rank {rank} has ended: {brief(cause or error)}{why} (log: {self._logs[rank]})"
+
+    def _why(self, rank: int) -> str:
+        """A clause on why a rank ended or hangs without an error of its own, if a full disk may be why; else "".
+
+        The disk of this host is looked at now; of another host the last progress of any rank there tells.
+        """
+        hosts = self._hosts.of(self.group)
+        if rank >= len(hosts):
+            return ""
+        if hosts[rank] == launch.own_node():
+            why = full_disk(launch.log_folder())
+        else:
+            told = zip(hosts, self._full_disks, strict=False)
+            why = next((clause for host, clause in told if clause and host == hosts[rank]), "")
+        return f"; {why}" if why else ""
 
 
 def _all_serve(progress: tuple[RankProgress, ...]) -> bool:

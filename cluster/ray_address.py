@@ -11,11 +11,13 @@ from contextlib import suppress
 import grpc
 
 from ..proto.errors import InvalidConfig, Unavailable
+from ..workers.safe_files import read_file
 from .address import split_address
 from .own_ray import own_rays, ray_folder, token_of
 from .ray_environment import environment_token
 
 _ANSWER_SECONDS = 5.0
+_MOST_BYTES = 4096
 _EXAMPLE = "127.0.0.1:6379"
 _ASK = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # an empty question will do
 
@@ -81,11 +83,11 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
         return named, ", which RAY_ADDRESS names"
     file = ray_folder() / "ray_current_cluster"
     started: list[tuple[int, str]] = own_rays(ray_folder()) if own else []
-    started = [(when, address) for when, address in started if _listens(address)]
+    started = [(when, address) for when, address in started if listens(address)]
     with suppress(OSError):
-        started.append((file.stat().st_mtime_ns, file.read_text().strip()))
+        started.append((file.stat().st_mtime_ns, read_file(file, _MOST_BYTES).strip()))
     # By port: Ray may have noted one of them under another address of this host.
-    ports = {address.rpartition(":")[2]: address for _, address in reversed(started) if own and _listens(address)}
+    ports = {address.rpartition(":")[2]: address for _, address in reversed(started) if own and listens(address)}
     if len(ports) > 1:
         raise InvalidConfig(
             f"{len(ports)} Ray clusters run on this host: {', '.join(sorted(ports.values()))}; say which with "
@@ -100,7 +102,8 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     return max(started)[1], f", the last one started on this host (says {file.parent})"
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """Whether anything takes connections at HOST:PORT."""
     with suppress(OSError, InvalidConfig):
         _connect(address)
         return True

@@ -1,14 +1,26 @@
 """What Ray reads from the environment as it is imported. This module therefore does not import it."""
 
+import math
 import os
 import secrets
 from pathlib import Path
 
+from ..proto.errors import InvalidConfig
 from .own_ray import ray_folder, token_of
 
 _LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_MORE_SECONDS = 3600
+
+# Time limits of Ray's own start, raised above their defaults (in the comments): a busy machine exceeds those.
+_PATIENCE = {
+    "RAY_raylet_start_wait_time_s": "60",  # 30: until the raylet has registered with the GCS
+    "RAY_gcs_server_port_wait_time_s": "120",  # 30: until the GCS listens
+    "RAY_agent_register_timeout_ms": "120000",  # 30 s: until the raylet reaches its helper for runtime environments
+    "RAY_worker_register_timeout_seconds": "300",  # 60: until a worker process has started; Ray kills slower ones
+}
 
 
 def quiet_driver() -> None:
@@ -23,9 +35,25 @@ def confine_local_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray runs workers at nice 15, so that anything else on the host would slow every token down.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, limit in _PATIENCE.items():
+        os.environ.setdefault(name, limit)
     # Whoever reaches a Ray may run code in it, also another user of this host.
     if os.environ.setdefault(_MODE, "token") == "token":
         os.environ.setdefault(_TOKEN, secrets.token_hex(32))
+
+
+def outwait_head() -> float:
+    """For a cluster that is joined: returns how many seconds its head may be away, and makes Ray's client in this
+    process wait longer than that, because the client would end the process without an error message."""
+    given = os.environ.get(_RECONNECT) or "60"  # Ray's default
+    try:
+        patience = float(given)
+    except ValueError:
+        raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to a number of seconds") from None
+    if not 0 <= patience < math.inf:
+        raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to 0 or more seconds")
+    os.environ[_RECONNECT] = str(math.ceil(patience) + _MORE_SECONDS)
+    return patience
 
 
 def environment_token() -> str:

@@ -14,12 +14,13 @@ from ..proto.coatcheck_pb2 import StatusResponse
 from ..proto.errors import CoatcheckError, Unavailable
 from ..router.config import RouterConfig
 from ..router.group_address import GroupAddress
+from ..router.loop_pulse import Pulse
 from . import launch
 from .cluster_state import GroupState
 
 _WATCH_SECONDS = 0.5
 _STOP_SECONDS = 5.0
-_HANGS_SECONDS = 15.0
+_STOPPED_SECONDS = 30.0
 _RESTART_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
@@ -146,12 +147,20 @@ class RouterKeeper:
     async def _watch(self, actor: launch.Actor) -> None:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.
 
-        Says again how the groups are: one message may fail, or overtake another.
+        A router that is merely busy is left alone: restarting it would end all of its streams. Sends the groups' states
+        with every look, since one message may fail, or overtake another.
         """
+        # The router of an earlier version has no pulse. Its event loop must answer then.
+        ask = getattr(actor, "pulse", None) or actor.status
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            async with asyncio.timeout(_HANGS_SECONDS):
-                await actor.status.remote()
+            try:
+                async with asyncio.timeout(_STOPPED_SECONDS):
+                    answer = await ask.remote()
+            except TimeoutError:
+                raise TimeoutError(f"its process has not answered for {_STOPPED_SECONDS:g} s") from None
+            if isinstance(answer, Pulse) and answer.hangs:
+                raise TimeoutError(answer.hangs)
             self._send_groups()
 
     def _start(self) -> launch.Actor:

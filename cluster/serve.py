@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ..proto.errors import InvalidConfig
+from .architecture_check import check_architecture
+from .checkpoint_check import check_checkpoint
 from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
 from .exposure import check_credentials
-from .machine_check import check_machine
+from .machine_check import check_gpus, check_machine
 from .model_check import check_model
 from .ray_address import find_ray
 from .serving import Serving
@@ -50,6 +53,13 @@ def serve(
     device: Annotated[str | None, _MODEL(help="cpu, cuda or auto (default): GPUs where there are any.")] = None,
     dtype: Annotated[str | None, _MODEL(help="float32, bfloat16, float16 or auto (default): the checkpoint's.")] = None,
     max_model_len: Annotated[int | None, _MODEL(help="Longest sequence. Default: the model's.")] = None,
+    generation_config: Annotated[
+        str | None,
+        _MODEL(
+            help="Sampling that requests leave unset: auto (default), as the model's generation_config.json says;"
+            " none, temperature 1 and no filter."
+        ),
+    ] = None,
     deterministic: Annotated[
         bool | None,
         _MODEL(
@@ -123,6 +133,9 @@ def serve(
     ray_address: Annotated[
         str | None, _RAY(help="An existing Ray cluster (HOST:PORT or auto). Default: start a local one.")
     ] = None,
+    ray_start_timeout: Annotated[
+        float | None, _RAY(help="Seconds that Ray may take to start, or to let us in. Default 120.")
+    ] = None,
     log_format: Annotated[
         str | None, _LOGS(help="What router and ranks log: text (default) or json, an object a line.")
     ] = None,
@@ -139,8 +152,11 @@ def serve(
     settings.check_model_directory()
     check_model(settings)
     check_machine(settings)
+    check_gpus(settings)
     _check_ports(settings)
     check_credentials(settings)
+    check_checkpoint(settings)
+    check_architecture(settings, Console(stderr=True, highlight=False))
     if settings.ray_address is not None:
         settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
     raise typer.Exit(Serving(settings, signals).run())

@@ -4,7 +4,7 @@ Ray is imported once the settings are known to make sense. It does not know flag
 """
 
 import math
-import threading
+import re
 import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
@@ -12,24 +12,29 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..proto.errors import Unavailable
+from ..workers.disk_space import full_disk
 from .config import ServeConfig
 from .counted import counted
 from .descendants import adopt_orphans, end_descendants
 from .exposure import warn_of_exposure
+from .native_stderr import native_stderr_in
 from .own_ray import forget_ended, known_to_its_user, ray_folder
-from .ray_environment import confine_local_ray, environment_token, quiet_driver
+from .ray_environment import confine_local_ray, environment_token, outwait_head, quiet_driver
+from .ray_start import RayStart
+from .ray_watch import RayWatch
 from .ready_line import ready_line
 from .stop_signals import EXIT_STOPPED, Signals
 
 if TYPE_CHECKING:
-    from .cluster_state import ClusterState
+    from .cluster_state import ClusterState, GroupState
 
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
+_ANSWER_SECONDS = 10.0  # then it is asked again
+_HURRIED_SECONDS = 5.0  # without an answer once a signal has come
 _STOP_SECONDS = 15.0
 _END_SECONDS = 1.0  # for what has been told to end, or sees that Ray is gone
-_HESITATES_SECONDS = 10.0
 _ATTACHES_SECONDS = 3.0  # a router to a group that serves, with time to spare
 
 
@@ -42,6 +47,9 @@ class Serving:
         self._console = Console(stderr=True, highlight=False)
         self._supervisor: Any = None
         self._notes = ExitStack()  # left for other commands; taken back at the end
+        self._terminal = ExitStack()  # keeps the lines that Ray prints off the terminal
+        self._ray_watch = RayWatch(self._console, signals)
+        self._patience = 0.0  # seconds for which the head of a cluster that is joined may be away
         self._has_served = False
         self._began = time.monotonic()
         if warning := warn_of_exposure(config):
@@ -52,9 +60,12 @@ class Serving:
         quiet_driver()
         if self._config.ray_address is None:
             confine_local_ray()
+        else:
+            self._patience = outwait_head()
 
         try:
             self._connect()
+            self._watch_ray()
             self._supervisor = self._find_or_start_supervisor()
             self._note_own_ray()  # after that, since until then a signal ends all at once and puts nothing away
             state = self._wait_until_ready()
@@ -78,26 +89,31 @@ class Serving:
             adopt_orphans()
         self._notes.close()
         self._stop()
+        self._ray_watch.stop()
+        # Nothing is left to put away. Ray may take long to disconnect, and a signal need not wait for that.
+        self._signals.ends_at_once = True
         ray.shutdown()
+        self._terminal.close()
         if is_own:
             # Ray gives its raylet a second. One that needs longer is killed, and what it has started finds out by
             # itself: its agents first try for a minute to tell a head that is gone as well.
             end_descendants(_END_SECONDS)
 
     def _connect(self) -> None:
-        from . import launch
-
         address = self._config.ray_address
         self._say(f"connecting to Ray at {address}" if address else "starting Ray")
-        hesitates = f"{address or 'Ray'} has not answered for {_HESITATES_SECONDS:.0f} s; still trying"
-        timer = threading.Timer(_HESITATES_SECONDS, self._say, [hesitates])
-        timer.daemon = True
-        timer.start()
-        try:
-            launch.connect(self._config)
-        finally:
-            timer.cancel()
+        RayStart(self._config, self._console).run()
         self._signals.install()
+
+    def _watch_ray(self) -> None:
+        from . import launch
+
+        logs = launch.log_folder()
+        self._terminal.enter_context(native_stderr_in(logs))
+        if self._config.ray_address is None:
+            self._ray_watch.start_own(logs)
+        else:
+            self._ray_watch.start_joined(launch.ray_address(), self._patience)
 
     def _find_or_start_supervisor(self) -> Any:
         from . import launch
@@ -158,15 +174,23 @@ class Serving:
         return None
 
     def _watch(self, state: "ClusterState") -> None:
-        """Says a line when a group is lost or serves again, until told to stop."""
-        known = {group.name: group.state for group in state.groups}
+        """Says a line when a group is lost, is lost for another reason or serves again, and when this host's disk is
+        full, until told to stop."""
+        from . import launch
+
+        logs, was_full = launch.log_folder(), False
+        known = {group.name: _gist(group) for group in state.groups}
         while not self._signals.asked.wait(_WATCH_SECONDS):
+            full = full_disk(logs)
+            if full and not was_full:
+                self._say(f"warning: {full}; what runs goes on")
+            was_full = bool(full)
             state = self._state()
             if state.failure:
                 raise Unavailable(state.failure)
             for group in state.groups:
-                if known.get(group.name) != group.state and group.state != "starting":
-                    known[group.name] = group.state
+                if known.get(group.name) != _gist(group) and group.state != "starting":
+                    known[group.name] = _gist(group)
                     reason = f": {group.reason}" if group.reason else ""
                     self._say(f"{group.name} is {group.state}{reason}")
 
@@ -208,14 +232,40 @@ class Serving:
         return state
 
     def _ask(self, what: str, supervisor: Any = None) -> Any:
+        """The supervisor's answer. Raises Unavailable when there is none for a minute, in which Ray would have started
+        the supervisor again, or for a few seconds once this command was told to stop."""
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import GetTimeoutError, RayError
 
-        deadline = time.monotonic() + _LOST_SECONDS
+        began = time.monotonic()
         while True:
+            answer = getattr(supervisor or self._supervisor, what).remote()
+            sent = time.monotonic()
             try:
-                return ray.get(getattr(supervisor or self._supervisor, what).remote(), timeout=10.0)
+                while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
+                    if time.monotonic() > sent + _ANSWER_SECONDS or self._is_over(began):
+                        raise GetTimeoutError
+                return ray.get(answer)
             except RayError as error:  # Ray is starting the supervisor again
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"the supervisor does not answer: {type(error).__name__}") from None
+                if self._is_over(began):
+                    if self._config.ray_address is not None:
+                        self._supervisor = None  # it cannot be told to end, and so the cluster is left as it is
+                    raise Unavailable(f"the supervisor does not answer: {_why_silent(error)}") from None
                 time.sleep(_POLL_SECONDS)
+
+    def _is_over(self, began: float) -> bool:
+        """Whether a question first asked at `began` has waited for long enough."""
+        return time.monotonic() > began + (_HURRIED_SECONDS if self._signals.asked.is_set() else _LOST_SECONDS)
+
+
+def _why_silent(error: Exception) -> str:
+    from . import launch
+
+    if not launch.has_node():
+        return "this host's Ray node (its raylet) has ended; start it again, then this command, which finds what runs"
+    return full_disk(launch.log_folder()) or type(error).__name__
+
+
+def _gist(group: "GroupState") -> tuple[str, str]:
+    """A group's state and reason, without what differs from one start to the next: numbers and logs, in brackets."""
+    return group.state, re.sub(r" \([^()]*\)", "", group.reason)

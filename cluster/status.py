@@ -12,7 +12,7 @@ from ..proto import coatcheck_pb2 as pb
 from ..proto.coatcheck_pb2_grpc import AdminStub
 from .access import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from .address import DEFAULT_ADDRESS, check_addresses
-from .client import explain_error
+from .client import LONGEST_TIMEOUT, explain_error
 from .counted import counted
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def drain(
     group: Annotated[str, typer.Argument(help="A group's name; default: the whole router.")] = "",
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait for what runs; default: as long as it takes.")
+        float | None,
+        typer.Option(min=0.0, max=LONGEST_TIMEOUT, help="Seconds to wait for what runs; default: as long as it takes."),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Send it new work again.")] = False,
     tls_ca: TlsCa = None,

@@ -53,11 +53,15 @@ def top(
         return status
 
     status = look()
+    # Ctrl-C is how `top` is meant to end: with 0, and with the terminal as it was.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     if as_json:
-        print(json.dumps(as_json_object(status)), flush=True)
-        while not once:
-            time.sleep(every)
-            print(json.dumps(as_json_object(look())), flush=True)
+        with suppress(KeyboardInterrupt):
+            print(json.dumps(as_json_object(status)), flush=True)
+            while not once:
+                time.sleep(every)
+                print(json.dumps(as_json_object(look())), flush=True)
         return
     console = Console()
     if once or not console.is_terminal:
@@ -65,9 +69,6 @@ def top(
         status = look()
         console.print(screen(status, history, console.width))
         return
-    # The terminal must be given back as it was, which an end without a word (see cli) would not do.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     with (
         suppress(KeyboardInterrupt),
         Live(screen(status, history, console.width), console=console, screen=True, auto_refresh=False) as live,

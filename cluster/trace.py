@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -40,6 +41,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
             entries = list(islice(_mooncake(file) if kind == ".jsonl" else _azure(file), limit))
     except OSError as error:
         raise InvalidConfig(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise InvalidConfig(f"cannot read the trace {path}: {error}; fetch it again") from None
     if not entries:
         raise InvalidConfig(f"the trace {path} holds no request")
     first = min(entry.at for entry in entries)

@@ -3,6 +3,7 @@
     CoatcheckError
     ├── InvalidRequest      the request is wrong as written        INVALID_ARGUMENT    400
     │   └── NeverFits       right, but larger than this server     INVALID_ARGUMENT    400
+    │       └── ContextLengthExceeded  more than the context holds INVALID_ARGUMENT    400
     ├── Unauthenticated     no key, or not one of ours             UNAUTHENTICATED     401
     ├── PermissionDenied    a key that may not do this             PERMISSION_DENIED   403
     ├── NotFound            no such model or group                 NOT_FOUND           404
@@ -20,7 +21,7 @@ status is sent.
 """
 
 import asyncio
-from typing import Final
+from typing import Final, Self
 
 
 class CoatcheckError(Exception):
@@ -33,6 +34,18 @@ class InvalidRequest(CoatcheckError):
 
 class NeverFits(InvalidRequest):
     """The request is well formed but larger than this server can ever hold."""
+
+
+class ContextLengthExceeded(NeverFits):
+    """Prompt and answer together have more tokens than one sequence may have. Over HTTP its code is
+    "context_length_exceeded"."""
+
+    @classmethod
+    def of(cls, limit: int, however: str) -> Self:
+        """`limit`: most tokens of one sequence; `however`: what was asked for, and what to change.
+
+        Clients made for OpenAI look for the first words, shorten the conversation and try again."""
+        return cls(f"This model's maximum context length is {limit} tokens. However, {however}")
 
 
 class Unauthenticated(CoatcheckError):

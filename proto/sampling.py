@@ -7,8 +7,10 @@ know the model, except for the two numbers that `check_model` is given.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from .errors import InvalidRequest
 from .grammar import Grammar
@@ -20,6 +22,9 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+NO_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({})
+MAX_STOP_IDS = 256
+_STOP_IDS = f"at most {MAX_STOP_IDS} ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class SamplingParams:
         _require(all(self.stop), "stop", "''", "strings of at least one character")
         longest = max(map(len, self.stop), default=0)
         _require(longest <= MAX_STOP_LENGTH, "stop", f"{longest} characters long", f"at most {MAX_STOP_LENGTH} long")
-        _require(len(self.stop_token_ids) <= 256, "stop_token_ids", len(self.stop_token_ids), "at most 256 ids")
+        _require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(self.stop_token_ids), _STOP_IDS)
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             allowed = "off beside structured output, which ends where it is complete"
@@ -79,11 +84,13 @@ class SamplingParams:
         _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
 
     @classmethod
-    def from_message(cls, message: SamplingMessage) -> Self:
-        """The wire form with our defaults in the place of what is unset; raises InvalidRequest."""
+    def from_message(cls, message: SamplingMessage, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Self:
+        """The wire form; an unset field has its value in `defaults`, else our own. Raises InvalidRequest."""
+        # Checked before millions of ids become a tuple.
+        _require(len(message.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(message.stop_token_ids), _STOP_IDS)
         present = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
         return cls(
-            **present,
+            **{**defaults, **present},
             logit_bias=dict(message.logit_bias),
             stop=tuple(message.stop),
             stop_token_ids=tuple(message.stop_token_ids),

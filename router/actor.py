@@ -6,6 +6,7 @@ It adds nothing to Router. Ray runs its methods on the actor's event loop and is
 """
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import ray
@@ -14,11 +15,12 @@ from ..proto.coatcheck_pb2 import StatusResponse
 from ..proto.log_lines import configure_logging
 from .config import RouterConfig
 from .group_address import GroupAddress
+from .loop_pulse import LoopPulse, Pulse
 from .open_files import raise_limit
 from .server import Router
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, concurrency_groups={"pulse": 1})  # type: ignore[call-overload]  # Ray's stubs lack the latter
 class RouterActor:
     """One front door; made, fed with groups and ended by the supervisor."""
 
@@ -30,6 +32,7 @@ class RouterActor:
         self._router: Router | None = None
         self._address = ""
         self._starting = asyncio.Lock()
+        self._pulse: LoopPulse | None = None
 
     async def start(self) -> str:
         """Listens; returns gRPC's "host:port". Asked again it only answers, so that a new supervisor may adopt it."""
@@ -38,6 +41,10 @@ class RouterActor:
                 router = Router(self._config)
                 self._address = await router.start()
                 self._router = router
+                self._pulse = LoopPulse()
+                # What exists by now lives as long as the router. Without freeze() each full garbage collection would
+                # scan it, and stop every stream for 0.1 s.
+                gc.freeze()
         return self._address
 
     async def http_address(self) -> str:
@@ -52,6 +59,12 @@ class RouterActor:
         """See Router.status."""
         return await self._started().status()
 
+    @ray.method(concurrency_group="pulse")
+    async def pulse(self) -> Pulse | None:
+        """Whether the router's event loop makes progress; None before `start`. Ray runs this method in a thread of its
+        own (its concurrency group), so it answers while the event loop is busy."""
+        return self._pulse.read() if self._pulse is not None else None
+
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """See Router.drain."""
         return await self._started().drain(timeout_seconds)
@@ -60,6 +73,8 @@ class RouterActor:
         """See Router.stop; a router that was never started has nothing to end."""
         if self._router is not None:
             router, self._router = self._router, None
+            if self._pulse is not None:
+                self._pulse.close()
             await router.stop(grace_seconds=1.0)
 
     def _started(self) -> Router:

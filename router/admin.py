@@ -11,12 +11,12 @@ from contextlib import suppress
 from ..proto.coatcheck_pb2 import CacheAudit, DrainRequest, DrainResponse, GroupStatus, StatusRequest, StatusResponse
 from ..proto.contract import VERSION
 from ..proto.errors import InvalidRequest, NotFound
-from .admission import refuse_unknown_fields
 from .config import RouterConfig
 from .dispatch import Dispatch
 from .group_address import GroupAddress
 from .group_link import GroupLink
 from .groups import Groups
+from .message_limits import check_parts
 from .traffic import Traffic
 
 
@@ -31,7 +31,7 @@ class Admin:
 
     async def status(self, message: StatusRequest) -> StatusResponse:
         """See `report`."""
-        refuse_unknown_fields(message)
+        check_parts(message)
         return self.report()
 
     def report(self) -> StatusResponse:
@@ -62,7 +62,7 @@ class Admin:
 
     async def drain(self, message: DrainRequest) -> DrainResponse:
         """Stops new work to one group, or to all, and waits for what runs; or undoes it."""
-        refuse_unknown_fields(message)
+        check_parts(message)
         timeout = message.timeout_seconds if message.HasField("timeout_seconds") else None
         if timeout is not None and not timeout >= 0:
             raise InvalidRequest(f"timeout_seconds is {timeout}; it must be at least 0")

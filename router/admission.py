@@ -6,14 +6,15 @@ Pure but for the tokeniser and the dice that it is given. It does not know group
 import dataclasses
 import random
 import uuid
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from ..proto.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
-from ..proto.errors import InvalidRequest, NeverFits, NotFound
+from ..proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, NotFound
+from ..proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from ..proto.retention import Retention
 from ..proto.sampling import SamplingParams
 from .conversation import chat_text
@@ -21,29 +22,17 @@ from .request import Request
 from .tenant import ANYONE, Tenant
 from .tokenizer import TokenizerJson
 
+# Most log-probabilities of prompt tokens in one answer; more take seconds to write.
+MOST_SCORED: Final = 1 << 20
 _LONGEST_NAME: Final = 256
+_SLICE: Final = 16384  # token ids
 _EMPTY = "the prompt is empty; give at least one token"
-
-
-def refuse_unknown_fields(message: Message) -> None:
-    """Nothing that is sent is ignored: raises InvalidRequest for a field that this contract does not have."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        raise InvalidRequest(
-            f"{message.DESCRIPTOR.name} has a field numbered {unknown[0].field_number} that this server does not know; "
-            "leave it out"
-        )
-    for descriptor, value in message.ListFields():
-        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
-            continue
-        for part in value if descriptor.is_repeated else (value,):
-            refuse_unknown_fields(part)
 
 
 def check_model_name(asked: str, served: str) -> None:
     """Raises NotFound for another model than the one that is served."""
     if asked and asked != served:
-        raise NotFound(f"model {asked!r} is not served here; this server has {served!r}")
+        raise NotFound(f"model {asked[:_LONGEST_NAME]!r} is not served here; this server has {served!r}")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -56,7 +45,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 def prompt_token_ids(
     message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson, at_most: int | None = None
 ) -> Sequence[int]:
-    """The prompt as ids; may take long for a long text. Raises InvalidRequest, early for a text far over `at_most`."""
+    """The prompt as ids; may take long for a long one. Raises InvalidRequest, early for a text far over `at_most`."""
     match message.WhichOneof("prompt"):
         case "text":
             if not message.text and isinstance(message, GenerateRequest):
@@ -67,7 +56,7 @@ def prompt_token_ids(
             text = chat_text(message.chat, tokenizer.template)
             return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
         case "token_ids" if isinstance(message, GenerateRequest):
-            return list(message.token_ids.ids)
+            return _copied(message.token_ids.ids, at_most)
         case _:
             raise InvalidRequest("there is no prompt; set text, token_ids or chat")
 
@@ -80,12 +69,14 @@ def admit(
     capacity: int,
     rng: random.Random,
     tenant: Tenant = ANYONE,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> Request:
-    """Checks everything that needs no group to answer, and fills in max_tokens, seed and request id.
+    """Checks what can be checked without a group, and fills in the model's defaults, max_tokens, seed and id.
 
-    `capacity` is the most tokens that any group holds for one sequence, by its model's context or by its pool.
+    `capacity` is the most tokens that any group holds for one sequence, by its model's context or by its pool. All
+    sampling values are fixed here, so a group that continues the request after a failover draws the same tokens.
     """
-    sampling = SamplingParams.from_message(message.sampling)
+    sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
     sampling.check_model(vocab_size)
     retention = Retention.from_message(message.retention) if message.HasField("retention") else None
     for name in ("request_id", "cache_salt", "session_id"):  # they are kept, logged, sent on, or hashed for each group
@@ -95,32 +86,42 @@ def admit(
             )
     if not token_ids:
         raise InvalidRequest(_EMPTY)
-    check_token_ids(token_ids, vocab_size)
     length = len(token_ids)
     if tenant.max_prompt_tokens is not None and length > tenant.max_prompt_tokens:
         raise NeverFits(
             f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
         )
     if length >= capacity:
+        raise ContextLengthExceeded.of(
+            capacity,
+            f"the prompt has {length} tokens, and the answer needs room too: shorten the prompt to at most "
+            f"{capacity - 1} tokens",
+        )
+    check_token_ids(token_ids, vocab_size)
+    scored = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
+    if scored > MOST_SCORED:
         raise NeverFits(
-            f"the prompt has {length} tokens; this server holds {capacity} tokens per sequence, "
-            f"prompt and answer together: shorten the prompt to at most {capacity - 1}"
+            f"prompt_logprobs is {sampling.prompt_logprobs} and the prompt has {length} tokens, which makes {scored} "
+            f"log-probabilities; at most {MOST_SCORED} are returned: ask for fewer, or shorten the prompt"
         )
     room = capacity - length
-    if (sampling.max_tokens or 1) > room:
-        raise NeverFits(
-            f"the prompt has {length} tokens, which leaves room for {room} of the {sampling.max_tokens} in max_tokens; "
-            f"lower max_tokens to {room} or leave it out"
-        )
-    if sampling.min_tokens > room:
-        raise NeverFits(f"min_tokens is {sampling.min_tokens}; behind this prompt there is room for {room}")
-    resume = _resumed(message.resume, sampling, sampling.max_tokens or room, vocab_size)
+    for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
+        if asked > room:
+            raise ContextLengthExceeded.of(
+                capacity,
+                f"you requested {length + asked} tokens: {length} in the prompt, and {name} is {asked}; lower "
+                f"{name} to {room}, leave it out, or shorten the prompt",
+            )
+    most = sampling.max_tokens or room
+    if sampling.max_tokens is None and defaults.max_new_tokens is not None:
+        most = min(room, max(defaults.max_new_tokens, sampling.min_tokens))
+    resume = _resumed(message.resume, sampling, most, vocab_size)
     # A drawn seed stays below 2^63, for clients in languages without unsigned integers.
     seed = rng.getrandbits(63) if sampling.seed is None else sampling.seed
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt_token_ids=token_ids,
-        sampling=dataclasses.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed),
+        sampling=dataclasses.replace(sampling, max_tokens=most, seed=seed),
         resume=resume,
         cache_salt=tenant.salted(message.cache_salt),
         priority=tenant.ranked(message.priority),
@@ -128,6 +129,19 @@ def admit(
         retention=retention,
         tenant=tenant,
     )
+
+
+def _copied(ids: Sequence[int], at_most: int | None) -> Sequence[int]:
+    """A copy of `ids`: a list, or an array if they are many. The array is made in slices, because one call for all
+    holds the GIL for 40 ms per million ids. More ids than `at_most` are not copied: `admit` refuses them."""
+    if len(ids) <= _SLICE:
+        return list(ids)
+    if at_most is not None and len(ids) > at_most:
+        return ids
+    copied = array("I")
+    for start in range(0, len(ids), _SLICE):
+        copied.extend(ids[start : start + _SLICE])
+    return copied
 
 
 def _resumed(

@@ -41,6 +41,9 @@ class RouterConfig:
     cause_wait_seconds: float = 3.0
     # Requests that wait here while no group has room; more are refused.
     max_queued: int = 1024
+    # Where sampling fields that a request leaves unset come from. "auto": the model's generation_config.json, then our
+    # own defaults; "none": our own defaults alone.
+    generation_config: str = "auto"
     # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
     # as often, so that it is noticed within 5 s.
     silence_seconds: float = 4.0
@@ -76,6 +79,8 @@ class RouterConfig:
         check_log_format(self.log_format)
         check_endpoint(self.otlp_endpoint)
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
+        said = self.generation_config
+        _require(said in ("auto", "none"), "generation_config", said, "auto or none")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
     @property

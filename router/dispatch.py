@@ -14,7 +14,7 @@ from ..proto.coatcheck_pb2 import GetModelResponse
 from ..proto.errors import Unavailable
 from ..proto.worker_pb2 import Registration
 from .audit import Audit
-from .eligibility import able_to_hold, equal, holds, kind, require_time
+from .eligibility import Eligible, able_to_hold, equal, everywhere, holds, kind, require_time
 from .fair_queue import Served
 from .group_link import GroupLink
 from .groups import Groups
@@ -25,6 +25,7 @@ from .prefix_match import NOTHING, Match
 from .quarantine import Quarantine, places
 from .request import Request
 from .retry_budget import RetryBudget
+from .tenant import Tenant
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
@@ -64,12 +65,24 @@ class Dispatch:
             holding = serving if like is not None else able_to_hold(serving, request)
             if not any(link.load.has_room for link, _ in holding):
                 return None
-            full = {link.name for link, _ in holding if link.load.refuses}
+            full = {link.name for link, _ in holding if link.load.is_full}
             return self._place(request, attempt, delivered or {}, serving, full)
 
         if like is None and not len(self.line):
             await self._await_group(wait_seconds)
-        return await self.line.placed(request, place, lambda: self._least_seconds(request, like), bounded=bounded)
+        return await self.line.placed(
+            request,
+            place,
+            lambda: self._eligible(request, like),
+            lambda: self._least_seconds(request, like),
+            bounded=bounded,
+        )
+
+    def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
+        """Raises as Line.require_room does, for a request of which only the tenant, priority and deadline are known."""
+        if len(self.line):
+            now = asyncio.get_running_loop().time()
+            self.line.require_room(tenant, priority, now, deadline, everywhere(self._groups.serving()))
 
     async def place(
         self,
@@ -134,6 +147,10 @@ class Dispatch:
         if like is None:
             return serving
         return [(link, reg) for link, reg in serving if equal(like, reg.model) and holds(reg, request)]
+
+    def _eligible(self, request: Request, like: GetModelResponse | None) -> Eligible:
+        holding = ((link, reg) for link, reg in self._serving_like(request, like) if holds(reg, request))
+        return Eligible(frozenset(link.name for link, _ in holding), like is not None)
 
     def _least_seconds(self, request: Request, like: GetModelResponse | None) -> float:
         """How long its prompt takes on the group that holds most of it; 0 while none serves."""

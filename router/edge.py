@@ -16,7 +16,7 @@ from typing import Any, Final, Never, TypeVar
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import RetryInfo  # type: ignore[import-untyped]  # made by protoc
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as above
 from grpc_status import rpc_status
@@ -25,9 +25,13 @@ from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReade
 from ..proto.tracing import CARRIED
 from .explanation import is_asked, trailing_metadata
 from .gate import Gate
+from .message_limits import check_bytes, parse
+from .side_process import SideProcesses
 from .tenant import Scope, Tenant
 
 _log = logging.getLogger(__name__)
+# Parsing a shorter message takes less than 50 ms, whatever it holds.
+_LONG_BYTES: Final = 1 << 20
 _MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -42,8 +46,9 @@ class Edge:
     the `carrier` of the caller's trace and its `deadline`.
     """
 
-    def __init__(self, gate: Gate, slow_reader_seconds: float) -> None:
+    def __init__(self, gate: Gate, slow_reader_seconds: float, side: SideProcesses) -> None:
         self._gate = gate
+        self._side = side
         self._patience = slow_reader_seconds
 
     def unary(
@@ -60,7 +65,7 @@ class Edge:
         async def answer(sent: Sent, context: Context) -> bytes:
             try:
                 asked = _asked(context, self._admit(context, scope), knows, generates)
-                return (await method(_parse(kind, await _only(sent)), **asked)).SerializeToString()
+                return (await method(await self._message(kind, sent), **asked)).SerializeToString()
             except Exception as error:  # every request is answered, whatever went wrong
                 await refuse(context, error)
 
@@ -81,7 +86,7 @@ class Edge:
         async def answer(sent: Sent, context: Context) -> None:
             try:
                 asked = _asked(context, self._admit(context, scope), knows, generates)
-                async with aclosing(method(_parse(kind, await _only(sent)), **asked)) as events:
+                async with aclosing(method(await self._message(kind, sent), **asked)) as events:
                     async for event in events:
                         await self._write(context, event)
             except Exception as error:  # as above
@@ -95,6 +100,13 @@ class Edge:
         return self._gate.admit(
             next((key for key in keys if isinstance(key, str)), None), scope, certificate=next(iter(certificate), None)
         )
+
+    async def _message(self, kind: type[Question], sent: Sent) -> Question:
+        """Returns a call's one message. Raises InvalidRequest for bytes that are no `kind`, or have too many parts."""
+        data = await _only(sent)
+        if len(data) > _LONG_BYTES:
+            await self._side.run(check_bytes, kind, data)
+        return parse(kind, data)
 
     async def _write(self, context: Context, event: Message) -> None:
         try:
@@ -127,16 +139,9 @@ async def _only(sent: Sent) -> bytes:
         raise InvalidRequest("the call ended without its message; send one") from None
 
 
-def _parse(kind: type[Question], data: bytes) -> Question:
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from error
-
-
 def clip(text: str) -> str:
     """A message may quote what was sent, of any length; clients take metadata of 8 KiB."""
-    data = text.encode()
+    data = text[: _MESSAGE_BYTES + 1].encode()
     return text if len(data) <= _MESSAGE_BYTES else data[:_MESSAGE_BYTES].decode(errors="ignore") + "…"
 
 

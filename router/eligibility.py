@@ -1,11 +1,31 @@
 """Eligibility: which groups could take a request at all, whatever that would cost. Pure."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from ..proto.coatcheck_pb2 import GetModelResponse
-from ..proto.errors import DeadlineExceeded, NeverFits
+from ..proto.errors import ContextLengthExceeded, DeadlineExceeded
 from ..proto.worker_pb2 import Registration
 from .group_link import GroupLink
 from .policy import Decision
 from .request import Request
+
+
+class Eligible(NamedTuple):
+    """The names of the groups that can take a request.
+
+    While the first of several requests with equal values finds no room, the others find none either, so the router
+    tries only the first. `has_begun`: the request was running on a group that was lost. Such a request waits until an
+    equal group serves; one that has not begun is refused if no group can ever hold it.
+    """
+
+    groups: frozenset[str]
+    has_begun: bool = False
+
+
+def everywhere(serving: Iterable[tuple[GroupLink, Registration]]) -> Eligible:
+    """The value of a request that every group of `serving` can take."""
+    return Eligible(frozenset(link.name for link, _ in serving))
 
 
 def require_time(request: Request, decision: Decision, now: float) -> None:
@@ -30,13 +50,14 @@ def capacity(registration: Registration) -> int:
 def able_to_hold(
     serving: list[tuple[GroupLink, Registration]], request: Request
 ) -> list[tuple[GroupLink, Registration]]:
-    """Those that can hold it; raises NeverFits when none can."""
+    """The groups of `serving` that can hold the request; raises ContextLengthExceeded if none can."""
     able = [(link, registration) for link, registration in serving if holds(registration, request)]
     if not able:
         most = max(capacity(registration) for _, registration in serving)
-        raise NeverFits(
-            f"prompt and max_tokens make {request.max_len} tokens; this server holds {most} tokens per sequence, "
-            "prompt and answer together: shorten the prompt or lower max_tokens"
+        raise ContextLengthExceeded.of(
+            most,
+            f"you requested {request.max_len} tokens, prompt and max_tokens together: shorten the prompt or lower "
+            "max_tokens",
         )
     return able
 

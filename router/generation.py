@@ -1,17 +1,20 @@
 """Generation: the public service as plain methods over its messages, whatever protocol carries them.
 
-A request is checked, tokenised off the event loop, given a seed, placed on a group and relayed. It does not know gRPC
-or HTTP: callers turn its errors into statuses, and close the iterator when their client goes away.
+A request is checked, tokenised off the event loop (a long prompt in a side process), given a seed, placed on a group
+and relayed. This module does not know gRPC or HTTP: callers turn its errors into statuses, and close the iterator when
+their client goes away.
 """
 
 import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Final, TypeVar
+
+from google.protobuf.message import Message
 
 from ..proto.coatcheck_pb2 import (
     Delta,
@@ -26,9 +29,11 @@ from ..proto.coatcheck_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from ..proto.errors import InvalidRequest, Unavailable
+from ..proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from ..proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, Unavailable
+from ..proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from ..proto.tracing import NO_PARENT, Tracing
-from .admission import admit, check_model_name, check_token_ids, prompt_token_ids, refuse_unknown_fields
+from .admission import admit, check_model_name, check_token_ids, prompt_token_ids
 from .config import RouterConfig
 from .dispatch import Dispatch
 from .eligibility import capacity
@@ -36,16 +41,19 @@ from .explanation import explanation_of
 from .grammar_check import GrammarCheck
 from .groups import Groups
 from .limits import Limits
+from .long_prompt import encode_long_prompt
+from .message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
 from .passage import Passage
 from .policy import Decision
 from .relay import Relay
 from .request import Request
+from .side_process import SideProcesses
 from .tenant import ANYONE, Tenant
 from .tokenizer import TokenizerJson
 from .traffic import Traffic
 
 _T = TypeVar("_T")
-# Hashing more tokens than this takes over a millisecond, which is too long for the event loop.
+# Hashing or packing more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
 # Or as many as the model's context has. A token takes the tokeniser some 200 bytes while it works.
 _MOST_TOKENIZED: Final = 1 << 18
@@ -61,13 +69,17 @@ class Generation:
         groups: Groups,
         dispatch: Dispatch,
         traffic: Traffic,
+        side: SideProcesses,
         tracing: Tracing | None = None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self._config = config
+        self._defaults = defaults
         self._tokenizer = tokenizer
         self._groups = groups
         self._dispatch = dispatch
         self._traffic = traffic
+        self._side = side
         self._tracing = tracing
         self._limits = Limits()
         self._grammars = GrammarCheck()
@@ -81,9 +93,19 @@ class Generation:
         return self._config.model_name
 
     @property
+    def most_tokens(self) -> int:
+        """Most tokens that `tokenize` and `detokenize` take: those of the model's context, and at least 262,144."""
+        return max(_MOST_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
+
+    @property
     def model(self) -> GetModelResponse | None:
         """What is served; None until a group has registered."""
         return self._groups.model
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """Values of sampling fields that a request leaves unset. They come from the model's files: routers agree."""
+        return self._defaults
 
     async def generate_stream(
         self,
@@ -159,26 +181,36 @@ class Generation:
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """A text's or a chat's token ids."""
-        refuse_unknown_fields(message)
+        await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
-        most = max(_MOST_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
-        ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer, most))
+        ids = await self._prompt_ids(message, self.most_tokens)
         return TokenizeResponse(token_ids=ids)
 
-    async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of token ids."""
-        refuse_unknown_fields(message)
+    async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
+        """The ids of a prompt that is to be answered. Raises ContextLengthExceeded for one far over the context."""
         check_model_name(message.model, self._config.model_name)
+        return list(await self._answered_ids(message, self._capacity(self._model())))
+
+    async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids; raises NeverFits for more than `tokenize` would return."""
+        await self._check_parts(message)
+        check_model_name(message.model, self._config.model_name)
+        if len(message.token_ids) > self.most_tokens:
+            raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.most_tokens} are taken")
         check_token_ids(message.token_ids, self._vocab_size())
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return DetokenizeResponse(text=await self._aside(lambda: self._tokenizer.decode(message.token_ids, skip)))
 
     async def get_model(self, message: GetModelRequest) -> GetModelResponse:
         """What is served; raises Unavailable until a group has registered."""
-        refuse_unknown_fields(message)
-        return self._model()
+        check_parts(message)
+        model = GetModelResponse()
+        model.CopyFrom(self._model())
+        if given := self._defaults.given():
+            model.default_sampling.CopyFrom(SamplingMessage(**given))
+        return model
 
     def close(self) -> None:
         """Ends its threads."""
@@ -190,8 +222,7 @@ class Generation:
         DeadlineExceeded."""
         if not message.resume:  # else it was taken before
             self._limits.request(tenant)
-            now = asyncio.get_running_loop().time()
-            self._dispatch.line.require_room(tenant, tenant.ranked(message.priority), now, deadline)
+            self._dispatch.require_room(tenant, tenant.ranked(message.priority), deadline)
 
     async def _admit(
         self,
@@ -200,13 +231,9 @@ class Generation:
         passage: Passage | None = None,
         deadline: float | None = None,
     ) -> Request:
-        refuse_unknown_fields(message)
+        await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
-        most = self._capacity(self._model())
-        if message.WhichOneof("prompt") == "token_ids":  # no text, so nothing to wait for
-            token_ids = prompt_token_ids(message, self._tokenizer)
-        else:
-            token_ids = await self._aside(lambda: prompt_token_ids(message, self._tokenizer, most))
+        token_ids = await self._answered_ids(message, self._capacity(self._model()))
         model = self._model()
         request = admit(
             message,
@@ -215,15 +242,43 @@ class Generation:
             capacity=self._capacity(model),
             rng=self._rng,
             tenant=tenant,
+            defaults=self._defaults,
         )
         if request.sampling.structured is not None:
             await self._grammars.require(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:
-            await self._aside(lambda: request.chain(model))
+            await self._aside(lambda: request.prepare(model))
         if passage is None:
             return request
         passage.admitted(request.request_id, len(token_ids), resumed=bool(request.resume))
         return dataclasses.replace(request, passage=passage, deadline=deadline)
+
+    async def _check_parts(self, message: Message) -> None:
+        """See check_parts; on the event loop only for a short message."""
+        if message.ByteSize() > LONG_BYTES:
+            await self._aside(lambda: check_parts(message))
+        else:
+            check_parts(message)
+
+    async def _answered_ids(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
+        """As _prompt_ids, for a prompt that is to be answered. `capacity`: most tokens of one sequence. Raises
+        ContextLengthExceeded, early, for a prompt far over `capacity`; `admit` refuses one that is a little over."""
+        try:
+            return await self._prompt_ids(message, capacity)
+        except NeverFits as error:
+            raise ContextLengthExceeded.of(capacity, str(error)) from None
+
+    async def _prompt_ids(self, message: GenerateRequest | TokenizeRequest, at_most: int) -> Sequence[int]:
+        """The prompt's token ids. Long work is done off the event loop. Raises NeverFits for far over `at_most`."""
+        check_chat(message, at_most)
+        if isinstance(message, GenerateRequest) and 0 < len(message.token_ids.ids) <= _LONG_PROMPT:
+            return prompt_token_ids(message, self._tokenizer)  # a short copy
+        directory = self._tokenizer.directory
+        if directory is not None and has_long_prompt(message):
+            return await self._side.run(
+                encode_long_prompt, directory, type(message), message.SerializeToString(), at_most
+            )
+        return await self._aside(lambda: prompt_token_ids(message, self._tokenizer, at_most))
 
     def _capacity(self, model: GetModelResponse) -> int:
         rooms = [capacity(registration) for _, registration in self._groups.serving()]

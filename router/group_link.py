@@ -93,7 +93,7 @@ class GroupLink:
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
         now = asyncio.get_running_loop().time()
-        ticket.sent = self.load.sent(uncached_tokens, now)
+        ticket.sent = self.load.sent(uncached_tokens, request.sampling.n)
         self._stream.send(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens, now)))
         return ticket
 

@@ -20,9 +20,10 @@ from .ticket import Ejected
 
 
 class Groups:
-    """Owns the links and the index. `eased` is called whenever some group may have room again."""
+    """Owns the links and the index. `eased` is called whenever some group may have room again. `regrouped` is called
+    instead when the set of groups that take new work has changed."""
 
-    def __init__(self, config: RouterConfig, eased: Callable[[], None]) -> None:
+    def __init__(self, config: RouterConfig, eased: Callable[[], None], regrouped: Callable[[], None]) -> None:
         self.index = PrefixIndex()
         self.losses = Losses()
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
@@ -30,8 +31,10 @@ class Groups:
         self.draining: set[str] = set()
         self._config = config
         self._eased = eased
+        self._regrouped = regrouped
         self._links: dict[str, GroupLink] = {}
         self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
+        self._serving_before: list[tuple[GroupLink, Registration]] = []
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
         self._laggards = Laggards()
@@ -107,7 +110,10 @@ class Groups:
         if not serving:
             for link in self._links.values():
                 link.recall()
-        self._eased()
+        # A request that becomes less suspect notifies too, hundreds may at once, and then the groups are the same.
+        same = serving == self._serving_before
+        self._serving_before = serving
+        (self._eased if same else self._regrouped)()
 
     def _judge(self, link: GroupLink) -> Ejected | None:
         """Whether it is too slow, now that it has reported, to be kept beside the others."""

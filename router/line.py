@@ -1,19 +1,24 @@
 """Line: where requests wait until a group has room for them, and are sent from in their turn.
 
-While some group has room and nobody waits, a request goes straight through. Placing and taking out of the queue are one
-step, so that what one request takes of the room the next one sees. Of one tenant's, short prompts need not wait for
-long ones: each is due some multiple of its own prompt's seconds after it came, and the first due is next; so nobody is
-overtaken for ever, and whoever waits longest has the most to be done (the aim of Brinch Hansen's "highest response
-ratio next", with an order that does not change). It does not know groups: whoever puts a request in gives the way to
-place it, and how long its prompt takes.
+A request goes straight through while nobody waits and some group has room for it. Placing and taking out of the queue
+are one step, so that what one request takes of the room the next one sees. Of one tenant's, short prompts need not wait
+for long ones: each is due some multiple of its own prompt's seconds after it came, and the first due is next; so nobody
+is overtaken for ever, and whoever waits longest has the most to be done (the aim of Brinch Hansen's "highest response
+ratio next", with an order that does not change).
+
+A request for which no group has room is passed over, and holds up only those that could go to the same groups: of the
+requests with equal `Eligible` only the first is tried at each move. It keeps its place, and is tried first when there
+is room again. The caller of `placed` says how to place the request, which groups can take it, and how long its prompt
+takes.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 from ..proto.errors import CoatcheckError, DeadlineExceeded, Overloaded
+from .eligibility import Eligible
 from .fair_queue import FairQueue, QueueStats, Served
 from .placement import Placement
 from .request import Request
@@ -21,6 +26,8 @@ from .tenant import Tenant
 
 # To None while no group has room.
 Place = Callable[[], Placement | None]
+# Which groups can take the request, of those that serve now.
+Eligibility = Callable[[], Eligible]
 # Seconds that the prompt takes where it takes least; 0 while that is not known.
 Seconds = Callable[[], float]
 # Those that come within so many times a prompt's own seconds may overtake it.
@@ -35,10 +42,12 @@ _ANSWERS_AVERAGED: Final = 32
 
 
 class _Waiting:
-    __slots__ = ("deadline", "place", "placed", "since")
+    __slots__ = ("deadline", "eligibility", "eligible", "place", "placed", "since")
 
-    def __init__(self, place: Place, since: float, deadline: float | None) -> None:
+    def __init__(self, place: Place, eligibility: Eligibility, since: float, deadline: float | None) -> None:
         self.deadline = deadline
+        self.eligibility = eligibility
+        self.eligible = eligibility()
         self.place = place
         self.since = since
         self.placed: asyncio.Future[tuple[Placement, Served]] = asyncio.get_running_loop().create_future()
@@ -73,16 +82,19 @@ class Line:
         when, waited = self._last_wait
         return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)
 
-    def require_room(self, tenant: Tenant, priority: int, now: float, deadline: float | None = None) -> None:
-        """Raises Overloaded where a request of this tenant would find no room, and DeadlineExceeded where its turn
-        cannot come in time, before anything is done for it."""
+    def require_room(
+        self, tenant: Tenant, priority: int, now: float, deadline: float | None, eligible: Eligible
+    ) -> None:
+        """Raises Overloaded where a request of this tenant would find no room in the queue, and DeadlineExceeded where
+        its turn cannot come in time, before anything is done for it. Only requests that can go to the same groups (an
+        equal `eligible`) count as ahead of it: others may be waiting for groups that it does not need."""
         if not len(self._queue):
             return
         if not self._queue.has_room(tenant, priority):
             raise self._full(now)
         if deadline is None or self._moved < _FEWEST_MOVED:
             return
-        ahead = self._queue.ahead(tenant, priority, now)
+        ahead = self._queue.ahead(tenant, priority, now, eligible)
         seconds = ahead * (now - self._formed) / self._moved
         if now + seconds / _AT_BEST > deadline:
             raise DeadlineExceeded(
@@ -91,7 +103,7 @@ class Line:
             )
 
     async def placed(
-        self, request: Request, place: Place, seconds: Seconds, *, bounded: bool = True
+        self, request: Request, place: Place, eligibility: Eligibility, seconds: Seconds, *, bounded: bool = True
     ) -> tuple[Placement, Served]:
         """Waits for its turn and a place. Raises Overloaded when there is no room to wait, or others have more claim
         to it, and what `place` raises."""
@@ -99,18 +111,25 @@ class Line:
         tokens = self._foreseen(request)
         if not len(self._queue) and (placement := place()) is not None:
             return placement, self._queue.pass_by(request.tenant, tokens)
-        waiting = _Waiting(place, now, request.deadline)
+        waiting = _Waiting(place, eligibility, now, request.deadline)
         if not len(self._queue):
             self._moved, self._formed = 0, now
-        due = due_at(now, seconds())
         put = self._queue.put(
-            waiting, request.tenant, priority=request.priority, tokens=tokens, due=due, bounded=bounded
+            waiting,
+            request.tenant,
+            priority=request.priority,
+            tokens=tokens,
+            due=due_at(now, seconds()),
+            needs=waiting.eligible,
+            bounded=bounded,
         )
         if put is None:
             raise self._full(now)
         id, displaced = put
         if displaced is not None and not displaced.placed.done():
             displaced.placed.set_exception(self._full(now))
+        if self._queue.waiting(waiting.eligible) == 1 < len(self._queue):
+            self.move()  # those that wait already wait for other groups
         try:
             return await waiting.placed
         except asyncio.CancelledError:
@@ -122,22 +141,35 @@ class Line:
             self.move()  # somebody else may be next now, and fit where this one did not
             raise
 
+    def regroup(self) -> None:
+        """The groups that serve have changed: asks again which can take each waiting request, then as `move`."""
+
+        def eligible(waiting: _Waiting) -> Eligible:
+            waiting.eligible = waiting.eligibility()
+            return waiting.eligible
+
+        self._queue.regroup(eligible)
+        self.move()
+
     def move(self) -> None:
-        """Some group may have room again: places whoever is next, while there is."""
-        while (waiting := self._queue.peek()) is not None:
+        """Places waiting requests in their order, for as long as some group has room for one of them. At most one
+        request of each different `Eligible` is tried in vain."""
+        blocked: set[Hashable] = set()  # no group that could take these has room
+        while (waiting := self._queue.peek(blocked)) is not None:
             now = asyncio.get_running_loop().time()
             try:
                 if waiting.deadline is not None and now >= waiting.deadline:
                     raise DeadlineExceeded(f"its deadline came after {now - waiting.since:.1f} s in line")
                 placement = waiting.place()
             except CoatcheckError as error:  # it fits none of the groups that there are by now
-                self._queue.take()[1].settle(0)
+                self._queue.take(blocked)[1].settle(0)
                 if not waiting.placed.done():
                     waiting.placed.set_exception(error)
                 continue
             if placement is None:
-                return
-            _, served = self._queue.take()
+                blocked.add(waiting.eligible)
+                continue
+            _, served = self._queue.take(blocked)
             self._moved += 1
             self._given.append(now)
             self._last_wait = (now, now - waiting.since)

@@ -20,7 +20,7 @@ _WHOLE: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 REASONS: Final = (
     "unauthenticated", "permission_denied", "foreign_host", "long_body", "slow_body",
     "connections", "not_http", "slow_head", "long_head", "compressed_body",
-    "too_many_streams", "rate_limit", "queue_full", "grammars_waiting",
+    "too_many_streams", "rate_limit", "queue_full", "grammars_waiting", "long_requests",
 )  # fmt: skip
 
 

@@ -1,22 +1,26 @@
 """Which group answers a request: one cost in seconds, lowest wins, ties at random or by session.
 
     cost     = queue + prefill + restore + decode + eviction + stall + delay
-    queue    = prompt tokens to be computed before this one's / prefill rate
-    prefill  = this prompt's tokens that no tier holds / prefill rate
-    restore  = its tokens that only the host tier holds / restore rate
-    decode   = chunks that the queue and the prompt take × seconds of a step at the group's batch
-    eviction = tokens of cold blocks that it takes × the chance that they are wanted again / prefill rate,
-               and of blocks in use × 1
-    stall    = prefill × streams that are answered there, which stand still meanwhile × a small price that grows with
-               how busy the groups are
-    delay    = (prefill + restore + eviction) × requests that will wait behind it
+    queue    = prompt tokens queued at the group / prefill rate
+    prefill  = tokens of this prompt that no tier of the group holds / prefill rate
+    restore  = tokens of this prompt that only the host tier holds / restore rate
+    decode   = chunks that the queue and the prompt take × seconds of a step at the group's batch size
+    eviction = tokens of cold blocks that the prompt evicts × probability that they are wanted again / prefill rate,
+               plus tokens of blocks in use that the prompt evicts / prefill rate
+    stall    = prefill × streams that decode there × a price per stream that grows with the mean busy share
+    delay    = (prefill + restore + eviction) × requests that will wait behind this one at the group
 
-The first four are what the one who asks waits for, the last three what others will. Every second of work that a choice
-adds is waited for by all who queue meanwhile: the longer the queues, the more a cached prefix is worth, and the less
-an even load is. A stream waits for every prompt that is computed beside it, so prompts are drawn to where few are
-answered, and the more so the less time is left over. No term has a threshold; but while some group has room, one that
-has none is only worth waiting for if it holds more of the prompt than all of those. Pure: it reads what it is given and
-touches nothing. It does not know links, hashes or events.
+The first four terms are what this request waits for; the last three are what other requests will wait. How many
+will wait behind this one follows from the mean queue of all groups: while all of them are busy, everybody waits for a
+second of extra work anywhere, so a cached prefix is worth more the longer the queues are. Two things correct the mean:
+work that a mostly idle group does delays nobody; and while other groups are idle, more requests wait behind a long
+queue than behind a short one.
+
+Two rules limit the choice before costs are compared:
+- While some group has room, a group without room is a candidate only if it holds more of the prompt.
+- A group is no candidate if its queue alone takes longer than the whole prompt takes elsewhere (`_longest_queue`).
+
+The module is pure. It does not know connections, hashes or events.
 """
 
 import random
@@ -31,10 +35,22 @@ from typing import Final, NamedTuple
 _GUESSED_PREFILL_RATE: Final = 2000.0
 _GUESSED_CHUNK: Final = 2048
 _GUESSED_RESTORE_SPEEDUP: Final = 10.0  # of copying over computing
-# Behind a prompt wait those who wait already, and while the queues drain others come: at a busy share of b, b / (1 - b)
-# for each of them. The first part is counted several times, since a burst is over before its work is.
+# Behind a prompt wait the requests that queue now, and b / (1 - b) later ones for each of them at a busy share of b.
+# The requests that queue now are counted _BEHIND times, because a burst of arrivals ends before its work is done.
 _BEHIND: Final = 3.0
 _BUSIEST: Final = 0.97
+# Requests that will wait behind one at a group are the larger of two figures: the mean queue of all groups × min(busy
+# share / (mean busy share / _BUSY_MARGIN), 1), and the group's own queue × the mean idle share. The mean queue alone
+# made idle groups look expensive while one group had a long queue: with a system prompt that all users share, every
+# request went to the group that held the prompt (TTFT p90 at a load of 0.3: 101 s; now 0.09 s). The own queue alone
+# costs goodput where all groups are busy (conversation/3000/0.95: 0.13 in place of 0.26).
+_BUSY_MARGIN: Final = 2.0
+_UNUSED: Final = 1e-4  # added to busy shares, so that groups that have all been idle are alike
+# Weights of _longest_queue: a queue of s seconds elsewhere allows a queue of _QUEUE_RATIO × s seconds here, and a
+# stream that would stand still elsewhere counts as _STREAM_WEIGHT of a waiting request. Tuned by bench/routing.py:
+# with smaller values too many requests leave their prefix while all groups are busy.
+_QUEUE_RATIO: Final = 8.0
+_STREAM_WEIGHT: Final = 0.5
 # Seconds that a stream's second of standing still is worth, at a busy share of a half: tuned by bench/routing.py.
 _STALL: Final = 0.005
 # And so much while all are idle: of groups that are alike the one with fewer streams is taken.
@@ -112,7 +128,8 @@ class Decision:
         others = [term for term in self.terms if term.group != self.group]
         cheaper = [term for term in others if term.total < best.total]
         if cheaper:
-            against = f"; cheaper, but without room: {', '.join(sorted(term.group for term in cheaper)[:_NAMED])}"
+            names = ", ".join(sorted(term.group for term in cheaper)[:_NAMED])
+            against = f"; cheaper, but without room or with too long a queue: {names}"
         elif others:
             against = f"; the next best costs {min(term.total for term in others):.3f} s"
         else:
@@ -136,11 +153,18 @@ def choose(
     assumed = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
     busy = min(fmean([c.busy for c in candidates]), _BUSIEST)
     more = busy / (1 - busy)
-    behind = (fmean([c.queued_requests for c in candidates]) + in_line / len(candidates)) * (_BEHIND + more)
+    later = _BEHIND + more
     stall = _STALL * (_STALL_IDLE + more)
-    terms = tuple([_terms(candidate, prompt_tokens, assumed, behind, stall, regret) for candidate in candidates])
-    ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
-    open_terms = [term for term in terms if term.has_room or term.cached_tokens > ready]
+    mean_behind = fmean([c.queued_requests for c in candidates]) + in_line / len(candidates)
+    fully_busy = busy / _BUSY_MARGIN + _UNUSED
+    behind = [
+        later * max(mean_behind * min((c.busy + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
+        for c in candidates
+    ]
+    terms = tuple(
+        [_terms(c, prompt_tokens, assumed, waits, stall, regret) for c, waits in zip(candidates, behind, strict=True)]
+    )
+    open_terms = _open_terms(terms, [c.streams for c in candidates])
     least = min([term.total for term in open_terms])
     best = [term.group for term in open_terms if term.total == least]
     if len(best) == 1:
@@ -150,6 +174,25 @@ def choose(
     else:
         group = rng.choice(best)
     return Decision(group, terms, prompt_tokens)
+
+
+def _open_terms(terms: Sequence[Terms], streams: Sequence[float]) -> list[Terms]:
+    """The groups whose costs are compared; at least one. `streams` are the groups' open streams, in the same order."""
+    ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
+    with_room = [
+        (term, count) for term, count in zip(terms, streams, strict=True) if term.has_room or term.cached_tokens > ready
+    ]
+    longest_queue = min([_longest_queue(term, count) for term, count in with_room])
+    return [term for term, _ in with_room if term.queue <= longest_queue]
+
+
+def _longest_queue(elsewhere: Terms, streams: float) -> float:
+    """Seconds of queue beyond which no other group is worth waiting for, given one group and its open streams.
+
+    For an idle group these are the seconds in which it computes the whole prompt.
+    """
+    computes = elsewhere.prefill + elsewhere.restore + elsewhere.decode + elsewhere.eviction
+    return computes * (1 + _STREAM_WEIGHT * streams) + elsewhere.queue * _QUEUE_RATIO
 
 
 def _terms(

@@ -143,14 +143,12 @@ class PrefixIndex:
         member = self._groups.get(group)
         if member is None:
             return None
-        self._expectations.add(member.bit, chain)
-        return Expectation(group, member.epoch, chain)
+        return self._expectations.add(member.bit, chain)
 
     def settle(self, expectation: Expectation) -> None:
-        """The group's events have told of the prompt's blocks, or never will; call it once."""
-        member = self._groups.get(expectation.group)
-        if member is not None and member.epoch == expectation.epoch:  # else it went with its incarnation
-            self._expectations.remove(member.bit, expectation.chain)
+        """The group's events have told of the prompt's blocks, or never will. Changes nothing where the expectation was
+        settled before, or where its group has gone since, even if the same group is back."""
+        self._expectations.settle(expectation)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, Match]:
         """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups

@@ -8,6 +8,7 @@ of them that come back would have been found, so that with n of `evicted` blocks
 is the share of its worth that one block more of room would have kept. It does not know groups or tiers.
 """
 
+from collections import OrderedDict
 from typing import Final
 
 _QUARTER: Final = 0.25
@@ -19,7 +20,8 @@ class Regret:
     """`evicted` and `stored` as events tell."""
 
     def __init__(self) -> None:
-        self._gone: dict[bytes, None] = {}  # in order of leaving
+        # In order of leaving. To find its first key, a plain dict would scan the slots of all keys deleted before it.
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._evicted = self._regretted = 0.0
 
     @property
@@ -32,7 +34,7 @@ class Regret:
         most = max(int(held * _QUARTER), _FEWEST)
         self._gone[block] = None
         while len(self._gone) > most:
-            del self._gone[next(iter(self._gone))]
+            self._gone.popitem(last=False)
         self._evicted += 1
         if self._evicted > most * _MEMORY:
             self._evicted /= 2

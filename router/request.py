@@ -5,7 +5,7 @@ It does not know groups, streams or text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..proto.block_hash import block_key, hash_chain
 from ..proto.coatcheck_pb2 import GetModelResponse, Resumed
@@ -18,6 +18,8 @@ from .tenant import ANYONE, Tenant
 
 if TYPE_CHECKING:
     from .passage import Passage
+
+_SLICE: Final = 16384  # token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,19 @@ class Request:
     deadline: float | None = None  # when its client gives up, by the event loop's clock
     passage: "Passage | None" = field(default=None, compare=False, repr=False)
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
+
+    _packed_prompt: list[bytes] = field(default_factory=list, repr=False)  # none, or a Submit with the ids alone
+
+    def prepare(self, model: GetModelResponse) -> None:
+        """Does in advance, in a thread, the part of `chain` and `submit` that takes long for a long prompt.
+
+        One call for a million ids holds the GIL for 40 ms, so the ids are packed in slices.
+        """
+        self.chain(model)
+        prompt = Submit()
+        for start in range(0, len(self.prompt_token_ids), _SLICE):
+            prompt.prompt_token_ids.extend(self.prompt_token_ids[start : start + _SLICE])
+        self._packed_prompt[:] = [prompt.SerializeToString()]
 
     @property
     def max_len(self) -> int:
@@ -61,11 +76,13 @@ class Request:
         now: float = 0.0,
     ) -> Submit:
         """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""
-        return Submit(
+        packed = self._packed_prompt
+        submit = Submit.FromString(packed[0]) if packed else Submit(prompt_token_ids=self.prompt_token_ids)
+        rest = Submit(
             id=id,
             attempt=attempt,
             request_id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=(),
             sampling=self._group_sampling(),
             resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
             cache_salt=self.cache_salt,
@@ -76,6 +93,8 @@ class Request:
             seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
             **(self.passage.carrier() if self.passage is not None else NO_PARENT),
         )
+        submit.MergeFrom(rest)
+        return submit
 
     def _group_sampling(self) -> SamplingMessage:
         message = self.sampling.to_message()

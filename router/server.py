@@ -8,6 +8,7 @@ not know who starts groups or why they change.
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from ..proto import coatcheck_pb2 as messages
 from ..proto.errors import InvalidConfig
+from ..proto.generation_config import NO_DEFAULTS, sampling_defaults
 from ..proto.log_lines import configure_logging
 from ..proto.tracing import Tracing
 from .admin import Admin
@@ -42,7 +44,8 @@ from .measures import Measures
 from .metrics import Metrics
 from .open_files import GRPC_SHARE, most_connections
 from .server_certificate import ServerCertificate
-from .tokenizer import TokenizerJson
+from .side_process import SideProcesses
+from .tokenizer import TokenizerJson, find_files
 from .traffic import Traffic
 
 _GENERATION = messages.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -68,11 +71,12 @@ class Router:
     def __init__(
         self, config: RouterConfig, tokenizer: TokenizerJson | None = None, tracing: Tracing | None = None
     ) -> None:
-        """Raises InvalidModel when the model's tokeniser cannot be read; takes as long as reading it."""
+        """Raises InvalidModel when the model's tokeniser or its generation_config.json cannot be read; takes as long as
+        reading them. With a `tokenizer` none of the model's files is read."""
         self.config = config
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         line = Line(config.max_queued)
-        self.groups = Groups(config, eased=line.move)
+        self.groups = Groups(config, eased=line.move, regrouped=line.regroup)
         self.dispatch = Dispatch(self.groups, line)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
@@ -82,11 +86,19 @@ class Router:
         self.traffic = Traffic(measures)
         self.http_address = ""  # host:port once it listens, if it does
         self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
-        tokenizer = tokenizer or TokenizerJson.load(config.model)
-        self.generation = Generation(config, tokenizer, self.groups, self.dispatch, self.traffic, self._tracing)
+        defaults = NO_DEFAULTS
+        if tokenizer is None:
+            directory = find_files(config.model)
+            tokenizer = TokenizerJson.load(str(directory))
+            if config.generation_config == "auto":
+                defaults = sampling_defaults(directory)
+        self._side = SideProcesses()
+        self.generation = Generation(
+            config, tokenizer, self.groups, self.dispatch, self.traffic, self._side, self._tracing, defaults
+        )
         self.admin = Admin(config, self.groups, self.dispatch, self.traffic)
         self.metrics = Metrics(self.admin.counts, registry)
-        api = Api(self.generation, self.admin, tokenizer, self.metrics)
+        api = Api(self.generation, self.admin, tokenizer, self.metrics, self._side)
         self._http = HttpServer(
             guarded(api.app, self._gate, measures, local=config.answers_only_locally),
             self.certificate,
@@ -136,6 +148,7 @@ class Router:
         await asyncio.gather(self._server.stop(grace_seconds), self._http.stop(grace_seconds))
         await self.groups.close()
         self.generation.close()
+        self._side.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
@@ -146,7 +159,7 @@ class Router:
 
     def _add_services(self) -> None:
         generation, admin = self.generation, self.admin
-        edge = Edge(self._gate, self.config.slow_reader_seconds)
+        edge = Edge(self._gate, self.config.slow_reader_seconds, self._side)
         asked = messages.GenerateRequest
         methods = {
             "Generate": edge.unary(asked, generation.generate, knows=True, generates=True),
@@ -204,6 +217,7 @@ async def _serve(config: RouterConfig, groups: Sequence[GroupAddress]) -> None:
     router = Router(config)
     print(f"router {config.name} listens on {await router.start()}, http on {router.http_address}", flush=True)
     await router.set_groups(groups)
+    gc.freeze()  # as RouterActor does
     try:
         await asyncio.Event().wait()
     finally:

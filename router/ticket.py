@@ -85,7 +85,10 @@ class Ticket:
         return outputs
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Called by the link, once per output; `wake` follows."""
+        """Called by the link, once per output; `wake` follows. A choice that ends leaves the GroupLoad here, not when
+        the reader wakes: reports that follow this output no longer contain it."""
+        if output.finish_reason and self.sent is not None:
+            self.sent.end_choice(output.choice)
         if len(self._outputs) < MOST_WAITING * self.choices:
             self._outputs.append(output)
         elif self._error is None:
@@ -110,6 +113,8 @@ class Ticket:
 
     def abort(self, choice: int) -> None:
         """One choice is wanted no longer."""
+        if self.sent is not None:
+            self.sent.end_choice(choice)
         if self._error is None:
             self._abort(self.id, choice)
 

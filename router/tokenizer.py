@@ -20,12 +20,19 @@ from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _FILES = [
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    "generation_config.json",
     *("config.json", "*.model", "vocab.*", "merges.txt"),  # where AutoTokenizer is needed
 ]
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # A text of fewer characters than this for each token that fits is encoded whole.
 _CHARACTERS_PER_TOKEN: Final = 8
+
+
+def find_files(model: str) -> Path:
+    """The folder of a model's tokenizer, chat template and generation_config.json: `model` itself, or the local copy of
+    a hub id. Raises InvalidModel where it is neither."""
+    return Path(model) if Path(model).is_dir() else _download(model)
 
 
 class TokenizerJson:
@@ -36,6 +43,7 @@ class TokenizerJson:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
+        self.directory: str | None = None  # of its tokenizer.json, which another process can load without transformers
         # All made here: a large vocabulary takes long, and the first request would wait for it on the event loop.
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # one more than the largest id that has a token
@@ -50,14 +58,16 @@ class TokenizerJson:
     @classmethod
     def load(cls, model: str) -> "TokenizerJson":
         """From a directory or a hub id; raises InvalidModel with what is missing."""
-        directory = Path(model) if Path(model).is_dir() else _download(model)
+        directory = find_files(model)
         config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
         path = directory / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_transformers(directory)
         except Exception as error:  # the tokenizers package raises bare Exception
             raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
-        return cls(tokenizer, ChatTemplate.load(directory, config))
+        made = cls(tokenizer, ChatTemplate.load(directory, config))
+        made.directory = str(directory) if path.is_file() else None
+        return made
 
     def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
         """The ids of a text. Raises NeverFits for one of more than `at_most`, of a very long one after its beginning.
@@ -86,6 +96,10 @@ class TokenizerJson:
         if pieces is not None:
             return ByteDetokenizer(pieces)
         return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoded texts leave the token out by default."""
+        return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token by itself, special ones written out; ids without a token have none."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import source_files
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("proto", "kernels", "workers", "router", "cluster")
 MAY_IMPORT = {
@@ -139,14 +141,12 @@ def test_editable_install_sees_every_room() -> None:
 
 
 def test_wheel_holds_every_room(tmp_path: Path) -> None:
-    """A wheel of what is tracked, built without a C compiler, holds the sources, the .proto files, the type marker, and
-    no module beside them."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """A wheel of the repository's own files, built without a C compiler, holds the sources, the .proto files, the type
+    marker, and no module beside them."""
     copy = tmp_path / "source"
-    for name in filter(None, tracked.split("\0")):
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
+    for file in source_files():
+        (copy / file).parent.mkdir(parents=True, exist_ok=True)
+        (copy / file).write_bytes((ROOT / file).read_bytes())
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
     environment = {**os.environ, "CC": "false"}
     done = subprocess.run([*command, "-w", tmp_path, copy], capture_output=True, text=True, env=environment)

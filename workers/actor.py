@@ -8,12 +8,14 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray.util
 
 from ..proto.log_lines import configure_logging
 from .crash_record import crash_of
+from .disk_space import full_disk
 from .group_config import GroupConfig
 from .rank_process import divide_cores, settle_environment
 from .rank_progress import RankProgress
@@ -76,8 +78,9 @@ class RankActor:
             raise self._failure
 
     def progress(self) -> RankProgress:
-        """How far it has come."""
-        return self._rank.progress if self._rank is not None else RankProgress()
+        """How far the rank has come, and whether its host's disk is full."""
+        progress = self._rank.progress if self._rank is not None else RankProgress()
+        return replace(progress, full_disk=full_disk(os.path.dirname(self.log_file())))
 
     def log_file(self) -> str:
         """Where this process's log lies on its host."""
@@ -88,8 +91,8 @@ class RankActor:
         return crash_of(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 
     def _record_base(self, incarnation: int) -> str:
-        """Beside the logs, which Ray keeps for each of its sessions."""
-        return f"{os.path.dirname(self.log_file())}/{self._config.name}.{incarnation}"
+        """What the paths of an incarnation's crash records begin with, in a folder of this user beside the logs."""
+        return f"{os.path.dirname(self.log_file())}/coatcheck-{os.geteuid()}/{self._config.name}.{incarnation}"
 
     def stop(self) -> None:
         """On rank 0: ends the group after the step under way."""

@@ -43,6 +43,7 @@ class Attachment:
     def __init__(self, desk: Desk, subscriber: Subscriber) -> None:
         self._desk = desk
         self._subscriber = subscriber
+        self._received = 0  # submissions
 
     async def read(self, requests: AsyncIterator[wire.ToGroup]) -> None:
         """Registers, sends a snapshot, and does what each message says."""
@@ -85,6 +86,8 @@ class Attachment:
 
     def _submit(self, submit: wire.Submit) -> None:
         desk, key = self._desk, self._key(submit.id)
+        self._received += 1
+        taken = partial(self._take, self._received)
         try:
             if desk.tickets.get(key) is not None:
                 raise InvalidRequest(f"id {submit.id} is in use")
@@ -93,9 +96,10 @@ class Attachment:
                 raise Overloaded(f"group {desk.registration.group} has {count} requests, as many as it holds")
         except CoatcheckError as error:
             self._subscriber.put(refused_message(submit.id, submit.attempt, error))
+            desk.engine.call(lambda _: taken())  # in order, after the submissions that are still queued for the engine
             return
         desk.tickets.open(key, self._subscriber, submit, request.sampling.n)
-        desk.engine.submit(request, partial(self._refuse, key, submit))
+        desk.engine.submit(request, partial(self._refuse, key, submit), taken)
 
     def _abort(self, key: str, choice: int | None) -> None:
         ticket = self._desk.tickets.get(key)
@@ -106,6 +110,10 @@ class Attachment:
         else:
             self._desk.tickets.end(key, "aborted")
         self._desk.engine.abort(key, choice)
+
+    def _take(self, number: int) -> None:
+        # In the engine's thread. The submissions up to this one are in the stats of every step from now on.
+        self._subscriber.submissions = number
 
     def _refuse(self, key: str, submit: wire.Submit, error: CoatcheckError) -> None:
         # In the engine's thread.

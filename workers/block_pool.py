@@ -7,7 +7,7 @@ first, so that a suffix can go before the prefix that it needs. What an evicted 
 bytes are, on how many ranks they lie, nor which sequence holds it.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -56,7 +56,8 @@ class BlockPool:
         self._names: list[Prefix | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._leftovers: dict[int, Prefix] = {}  # in the order of eviction
+        # In the order of eviction. To find its first key, a plain dict would scan the slots of all keys deleted before.
+        self._leftovers: OrderedDict[int, Prefix] = OrderedDict()
         self._events: list[KvEvent] = []
 
     @property

@@ -8,10 +8,7 @@ import hashlib
 import json
 import re
 import socket
-import struct
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,24 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..proto.errors import InvalidModel
+from .checkpoint_files import read_entries, read_json, stored_dtype
 from .cut import Cut
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _HUB_COPIES = ("consolidated*", "*/*")  # the same weights again in their makers' own layouts
 _SAMPLE_BYTES = 64
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor as its file's header describes it; `start` and `end` are byte offsets in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class Checkpoint:
@@ -46,10 +32,8 @@ class Checkpoint:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        self.config = _read_json(directory / "config.json", "a model directory has a config.json")
-        self.entries: dict[str, TensorEntry] = {}
-        for file in _tensor_files(directory):
-            self.entries.update(_read_header(file))
+        self.config = read_json(directory / "config.json", "a model directory has a config.json")
+        self.entries = read_entries(directory)
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -80,13 +64,8 @@ class Checkpoint:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Raises InvalidModel where the stored dtype is one that we do not serve."""
-        stored = self.entries[name].dtype
-        if stored not in _DTYPES:
-            raise InvalidModel(
-                f"{self.name}: tensor {name} is stored as {stored}; only {', '.join(_DTYPES)} checkpoints are served: "
-                "convert it, or take the unquantised one"
-            )
-        return _DTYPES[stored]
+        dtype: torch.dtype = getattr(torch, stored_dtype(self.name, name, self.entries[name]))
+        return dtype
 
     def bytes_of(self, name: str, cut: Cut | None) -> int:
         """How much `read` would take from the file."""
@@ -135,62 +114,3 @@ def _download(hub_id: str) -> Path:
     except (OSError, ValueError) as error:  # its errors derive from these: not found, gated, offline, malformed id
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidModel(f"no directory {hub_id}, and the hub does not give a model of that id: {reason}") from error
-
-
-def _tensor_files(directory: Path) -> list[Path]:
-    """The shards that the index names, or the files there are."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        named = _read_json(index, "").get("weight_map")
-        names = set(named.values()) if isinstance(named, dict) else set()
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise InvalidModel(f"{index} does not map tensors to files beside it; fetch it again")
-        missing = sorted(name for name in names if not (directory / name).is_file())
-        if missing:
-            raise InvalidModel(f"{directory}: {index.name} names {', '.join(missing)}, missing here; fetch it again")
-        return [directory / name for name in sorted(names)]
-    single = directory / "model.safetensors"
-    files = [single] if single.is_file() else sorted(file for file in directory.glob("*.safetensors") if file.is_file())
-    if not files:
-        raise InvalidModel(f"{directory} has no safetensors file; other weight formats are not read: convert it first")
-    return files
-
-
-def _read_json(file: Path, hint: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise InvalidModel(f"{file} is missing: {hint}") from error
-    except ValueError as error:
-        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidModel(f"{file} does not hold a JSON object")
-    return content
-
-
-def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
-    """A safetensors file opens with its header's length (u64, little endian), then the header as JSON."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if 8 + length > size:
-            raise InvalidModel(f"{file} is truncated ({size} bytes, the header is incomplete); fetch it again")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise InvalidModel(f"{file} is not a safetensors file: {error}") from error
-    try:
-        entries = {name: _entry(file, 8 + length, info) for name, info in header.items() if name != "__metadata__"}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{file} has a header that does not describe tensors; fetch it again") from error
-    end = max((entry.end for entry in entries.values()), default=8 + length)
-    if end != size:
-        raise InvalidModel(f"{file} is truncated ({size} bytes, its header promises {end}); fetch it again")
-    yield from entries.items()
-
-
-def _entry(file: Path, base: int, info: dict[str, Any]) -> TensorEntry:
-    """As a header has it; raises whatever indexing gives where that is something else."""
-    start, end = map(int, info["data_offsets"])
-    return TensorEntry(file, str(info["dtype"]), tuple(map(int, info["shape"])), base + start, base + end)

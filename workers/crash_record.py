@@ -1,27 +1,32 @@
-"""CrashRecord: what a rank that ends by itself leaves behind, in a file on its host.
+"""CrashRecord: a file on a rank's host that says how the rank ended.
 
-It says there which error it raised, or Python's fault handler says which signal has ended it (SIGSEGV, SIGBUS, SIGFPE,
-SIGILL, SIGABRT). One that was killed, or has only lost another rank, leaves the file empty. So it is known whether what
-ran there may have ended it, or whether somebody pulled the plug. It does not know who reads it.
+The file holds the error that the rank raised, or the signal that Python's fault handler saw (SIGSEGV, SIGBUS, SIGFPE,
+SIGILL, SIGABRT). A rank that was killed, or that only lost another rank, leaves an empty file. So the next incarnation
+of the group can tell whether a request may have ended the last one. All records lie in a folder that only this user can
+enter: the folder above is Ray's, where every user of the host may write.
 """
 
 import faulthandler
 import logging
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from .peer_lost import PeerLost
+from .safe_files import PrivateFolder
 
 _FATAL = "Fatal Python error: "
 _MOST_LETTERS = 300
+_MOST_BYTES = 4096  # of a record; its first line is what counts
 
 _log = logging.getLogger(__name__)
 
 
 class CrashRecord:
-    """One rank's, of one incarnation of a group; `base`: what the paths of that incarnation begin with, or "" to keep
-    nothing on disk."""
+    """The record of one rank of one incarnation of a group.
+
+    `base`: what the paths of the records of that incarnation begin with, or "" to keep nothing on disk. The folder in
+    `base` is made where it is missing, and used only where it is private (see PrivateFolder).
+    """
 
     def __init__(self, base: str, rank: int, tp: int) -> None:
         self._base = base
@@ -30,17 +35,19 @@ class CrashRecord:
         self._file: int | None = None  # open for as long as the process lives
 
     def keep(self) -> None:
-        """From now on a fault leaves its traces, and the log says where: the handler writes to one file alone."""
+        """Create the file and have Python's fault handler write there. If that fails, log a warning: the group serves
+        without records, and how it ends is then not known."""
         if not self._base:
             return
-        path = _path(self._base, self._rank)
+        folder_path, name = _place(self._base, self._rank)
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with PrivateFolder.make(folder_path) as folder:
+                self._file = folder.create(name)
         except OSError as error:
             _log.warning("no record is kept of how this rank ends: %s", error)
             return
         faulthandler.enable(self._file, all_threads=False)
-        _log.info("should this rank end by a fault, its trace is in %s", path)
+        _log.info("should this rank end by a fault, its trace is in %s/%s", folder_path, name)
 
     def note(self, error: BaseException) -> None:
         """This rank ends for this error."""
@@ -64,8 +71,10 @@ def crash_of(base: str, ranks: list[int], tp: int) -> str | None:
     return words if words or known else None
 
 
-def _path(base: str, rank: int) -> str:
-    return f"{base}.rank-{rank}.crash"
+def _place(base: str, rank: int) -> tuple[str, str]:
+    """(folder, file name) of a rank's record."""
+    folder, name = os.path.split(base)
+    return folder, f"{name}.rank-{rank}.crash"
 
 
 def _words(error: BaseException) -> str:
@@ -76,11 +85,13 @@ def _words(error: BaseException) -> str:
 
 
 def _first_crash(base: str, ranks: list[int], tp: int) -> tuple[str, bool]:
-    """Which of them ended by itself, and whether the others are known not to have."""
+    """(which of these ranks ended by itself and how, whether it is known that the others did not)."""
     known = True
     for rank in ranks:
+        folder_path, name = _place(base, rank)
         try:
-            line = Path(_path(base, rank)).read_text(errors="replace").partition("\n")[0].strip()
+            with PrivateFolder.open(folder_path) as folder:
+                line = folder.read(name, _MOST_BYTES).partition("\n")[0].strip()
         except OSError:
             known = False
             continue

@@ -14,6 +14,7 @@ from ..kernels import native
 from ..proto.errors import InvalidConfig
 from .attention import AttentionCall
 from .fusion import is_fusable
+from .model_rules import check_deterministic_heads, no_deterministic_experts
 
 
 def check_deterministic(
@@ -22,10 +23,7 @@ def check_deterministic(
     """Raises InvalidConfig for a model, dtype or machine that cannot keep the promise; says what would."""
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "experts":
-            raise InvalidConfig(
-                f"deterministic: {name} multiplies the tokens of one expert together, so that a result depends on who "
-                "shares the step; serve a mixture of experts without --deterministic"
-            )
+            raise no_deterministic_experts(name)
     if device.type != "cpu":
         if not is_fusable(model, calls):
             raise InvalidConfig(
@@ -40,8 +38,4 @@ def check_deterministic(
             f"{native.native_status()}); set --dtype, install with a C compiler, or leave --deterministic out"
         )
     for call in calls:
-        if call.head_dim % 16 or call.head_dim > 256:
-            raise InvalidConfig(
-                f"deterministic on CPU takes heads of a multiple of 16, at most 256 (here: {call.head_dim}); "
-                "leave --deterministic out"
-            )
+        check_deterministic_heads(call.head_dim)

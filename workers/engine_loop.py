@@ -53,14 +53,18 @@ class EngineLoop:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, request: Request, on_refused: Callable[[CoatcheckError], None]) -> None:
-        """Queues a request; a refusal is called back in the engine's thread."""
+    def submit(
+        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_taken: Callable[[], None]
+    ) -> None:
+        """Queues a request. Both callbacks run in the engine's thread: `on_refused` if the engine refuses it, then
+        `on_taken` in any case, before the next step, so that the step's stats count exactly what was taken."""
 
         def command() -> None:
             try:
                 self._engine.submit(request)
             except CoatcheckError as error:
                 on_refused(error)
+            on_taken()
 
         self._commands.put(command)
 

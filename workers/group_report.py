@@ -68,12 +68,14 @@ class GroupReport:
             rank.steps = stats.steps  # ranks step together or not at all
         return status
 
-    def load(self, stats: EngineStats, address: str) -> wire.Load:
-        """The status, and what routers weigh the group by."""
+    def load(self, stats: EngineStats, address: str, submissions: int) -> wire.Load:
+        """The status, and what a router weighs the group by. `submissions`: how many of that router's submissions the
+        stats contain."""
         return wire.Load(
             status=self.status(stats, address),
             queued_prefill_tokens=stats.queued_prefill_tokens,
             prefill_seconds=stats.prefill_seconds,
+            submissions=submissions,
         )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..proto.block_hash import block_key, hash_block, hash_chain
-from ..proto.errors import InvalidRequest, NeverFits
+from ..proto.errors import ContextLengthExceeded, InvalidRequest
 from .grammars import Grammars
 from .model_spec import ModelSpec
 from .prefix_book import PrefixBook
@@ -41,7 +41,7 @@ class Intake:
         self._arrivals = 0
 
     def take(self, request: Request, grammar: int | None) -> list[Sequence]:
-        """One for each choice; the book knows then what is wanted. Raises InvalidRequest or NeverFits, and then nothing
+        """One for each choice; the book knows then what is wanted. Raises InvalidRequest, and then nothing
         has changed. `grammar`: the number of its grammar, if it has one that is compiled."""
         self._check(request)
         if grammar is not None:
@@ -53,7 +53,7 @@ class Intake:
         return self._sequences(request, chain)
 
     def _check(self, request: Request) -> None:
-        """Raises InvalidRequest or NeverFits, with what to change."""
+        """Raises InvalidRequest, or ContextLengthExceeded for what no block table holds, with what to change."""
         vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
         if not prompt_len:
             raise InvalidRequest("the prompt is empty; give at least one token")
@@ -63,9 +63,10 @@ class Intake:
         request.sampling.check_model(vocab)
         wanted = prompt_len + (request.sampling.max_tokens or 1)
         if wanted > self.max_model_len:
-            raise NeverFits(
-                f"prompt ({prompt_len} tokens) and max_tokens ({request.sampling.max_tokens or 1}) make {wanted}; "
-                f"this server holds {self.max_model_len} per sequence: shorten the prompt or lower max_tokens"
+            raise ContextLengthExceeded.of(
+                self.max_model_len,
+                f"you requested {wanted} tokens: {prompt_len} in the prompt, and max_tokens is "
+                f"{request.sampling.max_tokens or 1}; shorten the prompt or lower max_tokens",
             )
         if any(not 0 <= choice < request.sampling.n for choice in request.resume):
             raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")

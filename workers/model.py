@@ -5,28 +5,31 @@ where their KV lies and what is sampled is decided elsewhere.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import PreTrainedModel
 
-from ..proto.errors import InvalidModel
-from .attention import AttentionCall, KVPools, probe_attention
+from ..proto.errors import InvalidConfig, InvalidModel
+from ..proto.generation_config import check_end_tokens, end_token_ids
+from .attention import AttentionCall, KVPools
 from .attention_metadata import AttentionMetadata
+from .attention_probe import probe_attention
 from .checkpoint import Checkpoint
 from .communicator import Communicator
 from .determinism import check_deterministic
 from .fusion import FusedBody, fuse
 from .head import Head, probe_head
 from .model_spec import LayerSpec, ModelSpec
-from .packing import pack_linears
+from .packing import pack_linears, watch_linears
 from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len
 from .shard import Shard
-from .sharding import plan_sharding
+from .sharding import ShardingPlan, plan_sharding
 from .skeleton import build_skeleton, check_complete, choose_dtype, read_config
 from .wanted import Wanted
 from .weights import Progress, load_weights
@@ -69,11 +72,14 @@ class Model:
 
 
 class TransformersBody:
-    """The base model called as transformers wrote it, but for packed linears."""
+    """The base model called as transformers wrote it, but for packed linears and each layer's sliding window."""
 
-    def __init__(self, base: nn.Module, *, fixed_rows: bool) -> None:
+    def __init__(
+        self, base: nn.Module, layers: Sequence[LayerSpec], *, fixed_rows: bool, keep: Collection[nn.Module]
+    ) -> None:
         self.base = base
-        pack_linears(base, fixed_rows=fixed_rows)
+        self._sliding_windows = tuple(layer.sliding_window for layer in layers)
+        pack_linears(base, fixed_rows=fixed_rows, keep=keep)
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
@@ -84,8 +90,70 @@ class TransformersBody:
             use_cache=False,
             attention_metadata=metadata,
             kv_pools=kv,
+            sliding_windows=self._sliding_windows,
         ).last_hidden_state
         return hidden[0] if wanted is None else hidden[0, wanted.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model without weights, which a rank can serve. `calls`: its attention layers; `plan`: what the rank holds;
+    `read_linears`: linears whose weights the model's own code reads."""
+
+    causal: PreTrainedModel
+    calls: list[AttentionCall]
+    read_linears: Collection[nn.Module]
+    plan: ShardingPlan
+    dtype: torch.dtype
+    max_model_len: int
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    shard: Shard,
+    *,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int | None,
+    deterministic_on: torch.device | None,
+) -> BuiltModel:
+    """Builds a checkpoint's model on the meta device, its computed buffers on `device`; reads no weight.
+
+    `deterministic_on`: where --deterministic has to hold; None: it was not asked for. Raises InvalidModel for an
+    architecture that cannot be served, InvalidConfig for a setting that does not fit it.
+    """
+    config = read_config(checkpoint.directory)
+    stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
+    model_dtype = choose_dtype(dtype, config, stored)
+    length = choose_max_model_len(config, max_model_len)
+    causal = build_skeleton(config, model_dtype, device, length)
+    with watch_linears(causal) as read_linears:
+        calls = probe_attention(causal, length)
+        probe_head(causal)
+    if deterministic_on is not None:
+        check_deterministic(causal, calls, model_dtype, deterministic_on)
+        if read_linears:
+            raise InvalidConfig(
+                f"deterministic: {config.model_type} reads weights of its linears by itself, so that we cannot "
+                "compute them; serve it without --deterministic"
+            )
+    named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
+    lm_head: Any = causal.get_output_embeddings
+    plan = plan_sharding(
+        {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
+        causal.tp_plan,
+        calls,
+        named[causal.get_input_embeddings()],
+        named[lm_head()],
+        shard,
+    )
+    for name in (named[linear] for linear in read_linears):
+        if f"{name}.weight" in plan.cuts:
+            raise InvalidModel(
+                f"{config.model_type} reads the weight of {name} by itself, which ranks hold in parts; "
+                "serve it with tp 1"
+            )
+    return BuiltModel(causal, calls, read_linears, plan, model_dtype, length)
 
 
 def load_model(
@@ -106,25 +174,16 @@ def load_model(
     """
     device = torch.device(device)
     with Checkpoint.open(os.fspath(path_or_id)) as checkpoint:
-        config = read_config(checkpoint.directory)
-        stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
-        model_dtype = choose_dtype(dtype, config, stored)
-        length = choose_max_model_len(config, max_model_len)
-        causal = build_skeleton(config, model_dtype, device, length)
-        calls = probe_attention(causal)
-        probe_head(causal)
-        if deterministic:
-            check_deterministic(causal, calls, model_dtype, device)
-        named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
-        lm_head: Any = causal.get_output_embeddings
-        plan = plan_sharding(
-            {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
-            causal.tp_plan,
-            calls,
-            named[causal.get_input_embeddings()],
-            named[lm_head()],
-            shard := Shard(communicator.rank, communicator.size),
+        shard = Shard(communicator.rank, communicator.size)
+        built = build_model(
+            checkpoint,
+            shard,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            deterministic_on=device if deterministic else None,
         )
+        causal, calls, plan, config = built.causal, built.calls, built.plan, built.causal.config
         weight_bytes = load_weights(causal, checkpoint, plan.cuts, device, progress)
         fingerprint = checkpoint.fingerprint()
         directory = checkpoint.directory
@@ -134,16 +193,16 @@ def load_model(
         parallelise(causal, plan, calls, config.vocab_size, communicator)
     layers = tuple(_layer_spec(call, shard) for call in calls)
     body = fuse(causal, calls, layers, fixed_rows=deterministic) or TransformersBody(
-        causal.base_model, fixed_rows=deterministic
+        causal.base_model, layers, fixed_rows=deterministic, keep=built.read_linears
     )
     head = Head(causal)
-    pack_linears(head.model, fixed_rows=deterministic)
+    pack_linears(head.model, fixed_rows=deterministic, keep=built.read_linears)
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
         vocab_size=config.vocab_size,
-        max_model_len=length,
-        dtype=str(model_dtype).removeprefix("torch."),
+        max_model_len=built.max_model_len,
+        dtype=str(built.dtype).removeprefix("torch."),
         fingerprint=fingerprint,
         eos_token_ids=end_tokens,
         layers=layers,
@@ -155,17 +214,13 @@ def load_model(
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
-    """generation_config.json says it better where there is one: chat models end turns with more than one token."""
-    chosen = config.eos_token_id
-    if (directory / "generation_config.json").exists():
-        try:
-            chosen = GenerationConfig.from_pretrained(directory).eos_token_id or chosen
-        except (OSError, TypeError, ValueError) as error:
-            raise InvalidModel(f"{directory}/generation_config.json cannot be read: {error}") from error
-    tokens = () if chosen is None else tuple(chosen) if isinstance(chosen, list) else (chosen,)
-    if not all(isinstance(token, int) for token in tokens):
-        raise InvalidModel(f"{directory}: eos_token_id is {chosen!r}; it must be a token id or a list of them")
-    return tokens
+    """Those of generation_config.json where it names any: chat models end turns with more than one token. What is no
+    token of the model (some files have -1) ends nothing, and would be no column of its logits."""
+
+    def inside(tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(token for token in tokens if 0 <= token < config.vocab_size)
+
+    return inside(end_token_ids(directory)) or inside(check_end_tokens(directory, config.eos_token_id))
 
 
 def _layer_spec(call: AttentionCall, shard: Shard) -> LayerSpec:

@@ -1,9 +1,11 @@
 """Packing: a model's linears as PackedLinear, alone, several in one product, or as one rank's part of a sum.
 
-It takes weights over: what was packed is dropped from the module it came from. It does not know what is served.
+It takes weights over: what was packed is dropped from the module it came from. A linear whose weight the model's code
+also reads by itself stays as it is; `watch_linears` finds those. This module does not know what is served.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,13 +14,41 @@ from torch import Tensor, nn
 from ..kernels.linear import PackedLinear
 
 
-def pack_linears(module: nn.Module, *, fixed_rows: bool) -> None:
-    """Replaces every linear below `module` by a packed one; its plain weight is dropped."""
+def pack_linears(module: nn.Module, *, fixed_rows: bool, keep: Collection[nn.Module] = ()) -> None:
+    """Replaces every linear below `module` but those in `keep` by a packed one; its plain weight is dropped."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:  # a subclass has a forward of its own: phimoe's router is one
-            setattr(module, name, PackedLinear(child.weight, child.bias, fixed_rows=fixed_rows))
+            if child not in keep:
+                setattr(module, name, PackedLinear(child.weight, child.bias, fixed_rows=fixed_rows))
         else:
-            pack_linears(child, fixed_rows=fixed_rows)
+            pack_linears(child, fixed_rows=fixed_rows, keep=keep)
+
+
+@contextmanager
+def watch_linears(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """The linears of `model` whose attributes its own code reads during the context: hunyuan_v1_moe asks one for the
+    type of its weight. They cannot be packed."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    read: set[nn.Module] = set()
+
+    class Watched(nn.Linear):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("weight", "in_features", "out_features"):
+                read.add(self)
+            return super().__getattribute__(name)
+
+        def forward(self, input: Tensor) -> Tensor:
+            weight, bias = (self._parameters[name] for name in ("weight", "bias"))
+            assert weight is not None
+            return nn.functional.linear(input, weight, bias)
+
+    for linear in linears:
+        linear.__class__ = Watched
+    try:
+        yield read
+    finally:
+        for linear in linears:
+            linear.__class__ = nn.Linear
 
 
 def row_parallel(linear: Any, *, fixed_rows: bool) -> tuple[PackedLinear, Callable[[Tensor], Tensor] | None]:

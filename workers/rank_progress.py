@@ -22,6 +22,7 @@ class RankProgress:
     """`address` and what follows are known once the group serves; the address is rank 0's.
 
     `max_model_len` is the longest sequence that the group takes, `model_len` what it would be with a larger pool.
+    `full_disk`: see the function of that name, for the rank's host.
     """
 
     phase: Phase = Phase.STARTING
@@ -32,3 +33,4 @@ class RankProgress:
     max_model_len: int = 0
     model_len: int = 0
     dtype: str = ""
+    full_disk: str = ""

@@ -13,27 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..proto.errors import InvalidConfig, InvalidModel
+from ..proto.errors import InvalidModel
+from .model_rules import choose_length
 
 
 def choose_max_model_len(config: Any, asked: int | None) -> int:
-    """The default is what the model was made for; dynamic NTK may be asked for up to its factor more.
-
-    Raises InvalidConfig for a longer one: positions that the model never saw give nonsense.
-    """
+    """As `choose_length`; raises InvalidModel where the config does not say what the model was made for."""
     made_for = getattr(config, "max_position_embeddings", None)
     if not made_for:
         raise InvalidModel(f"{config.model_type}: config.json has no max_position_embeddings; add it")
-    longest = made_for
-    scaling = _flat_parameters(config)
-    if scaling.get("rope_type") == "yarn" and scaling.get("factor"):
-        stretched = int(scaling["factor"] * scaling.get("original_max_position_embeddings", made_for))
-        made_for = longest = max(made_for, stretched)
-    elif scaling.get("rope_type") == "dynamic":
-        longest = int(made_for * scaling.get("factor", 1.0))
-    if asked is not None and asked > longest:
-        raise InvalidConfig(f"max-model-len is {asked}, but the model goes to {longest}; use at most that")
-    return asked or made_for
+    return choose_length(asked, made_for, _flat_parameters(config))
 
 
 def pin_rotary(model: PreTrainedModel, max_model_len: int) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 
 import grpc.aio
@@ -65,7 +65,9 @@ class WorkerService(WorkerServicer):
         self._attached = 0
         self._streams: set[asyncio.Task[object]] = set()
         self._mail = StepMail(self._registration.epoch, self._tickets)  # the engine's thread owns it
+        # After the last step whose outputs have been handed to the subscribers.
         self._stats: EngineStats | None = None
+        self._submissions: dict[int, int] = {}  # in those stats, by the subscriber's number
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._server: grpc.aio.Server
@@ -92,14 +94,13 @@ class WorkerService(WorkerServicer):
 
     def publish(self, output: StepOutput, stats: EngineStats) -> None:
         """Sends a step's tokens and events to whom they belong. In the engine's thread."""
-        self._stats = stats
+        submissions = {number: subscriber.submissions for number, subscriber in self._subscribers.items()}
         mail = self._mail.of(output, self._subscribers.values())
         for request_id, error in output.refused:
             if ticket := self._tickets.end(request_id, f"refused: {error}"):
                 message = refused_message(ticket.submit_id, ticket.attempt, error)
                 self._loop.call_soon_threadsafe(ticket.subscriber.put, message)
-        if mail:
-            self._loop.call_soon_threadsafe(self._deliver, mail)
+        self._loop.call_soon_threadsafe(self._finish_step, mail, stats, submissions)
 
     def say_last(self, reason: str, waiting: Collection[str]) -> None:
         """The group ends by itself, for that reason, and these requests have no part in it: every router is told, and
@@ -181,9 +182,11 @@ class WorkerService(WorkerServicer):
             subscriber.end(wire.FromGroup(last_word=wire.LastWord(reason=reason, waiting=ids)))
         await self._server.stop(grace=_LAST_WORD_SECONDS)
 
-    def _deliver(self, mail: Mail) -> None:
+    def _finish_step(self, mail: Mail, stats: EngineStats, submissions: dict[int, int]) -> None:
+        # The outputs go first: a load is never ahead of the outputs that it counts, nor behind later ones.
         for subscriber, message in mail:
             subscriber.put(message)
+        self._stats, self._submissions = stats, submissions
 
     async def _publish_load(self) -> None:
         """For ever: what the pace says is due."""
@@ -193,8 +196,14 @@ class WorkerService(WorkerServicer):
             stats, now = self._stats, time.monotonic()
             if stats is None or not self._subscribers or not pace.is_due(stats, now, now - self._engine.last_step_at):
                 continue
-            message = wire.FromGroup(load=self._report.load(stats, self.address))
             # In its turn: behind the registration of a router that has just attached.
-            self._loop.call_soon(
-                self._deliver, [(subscriber, message) for subscriber in list(self._subscribers.values())]
-            )
+            self._loop.call_soon(self._send_load, list(self._subscribers.values()))
+
+    def _send_load(self, subscribers: Sequence[Subscriber]) -> None:
+        """To each router the load as of the last step that was handed out, and how many of its own submissions that
+        counts."""
+        assert self._stats is not None, "a load is due only after a step"
+        for subscriber in subscribers:
+            submissions = self._submissions.get(subscriber.number, 0)
+            load = self._report.load(self._stats, self.address, submissions)
+            subscriber.put(wire.FromGroup(load=load))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..proto.errors import InvalidConfig, InvalidModel
+from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel
 from . import attention
+from .attention_probe import probe_attention
+from .model_rules import check_kind
 from .rotary_scaling import pin_rotary
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,12 +27,13 @@ def read_config(directory: Path) -> Any:
     except Exception as error:  # whatever transformers and its validators raise at a config that cannot be
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(f"{directory}/config.json: {reason[:300]}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise InvalidModel(f"{directory} is quantised; only float32, bfloat16 and float16 checkpoints are served")
-    if config.get_text_config() is not config:
-        raise InvalidModel(f"{config.model_type} takes more than text; serve its text-only checkpoint")
-    if config.is_encoder_decoder:
-        raise InvalidModel(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
+    check_kind(
+        str(directory),
+        config.model_type,
+        is_quantised=getattr(config, "quantization_config", None) is not None,
+        takes_more=config.get_text_config() is not config,
+        is_encoder_decoder=config.is_encoder_decoder,
+    )
     if config.num_hidden_layers < 1:
         raise InvalidModel(f"{directory}/config.json has num_hidden_layers {config.num_hidden_layers}: not a model")
     return config
@@ -47,21 +50,36 @@ def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
 
 
 def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
-    """The model with parameters on meta, non-persistent buffers computed on `device`, rotary fixed for the length."""
+    """The model with parameters on meta, non-persistent buffers computed on `device`, rotary fixed for the length.
+
+    Raises InvalidModel, with the architecture's name and the reason, where that cannot be done.
+    """
     attention.register()
     try:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
             model = build(config, dtype=dtype, attn_implementation=attention.NAME)
-    except (ValueError, ImportError, AttributeError, KeyError) as error:
-        reason = f"transformers cannot build it with our attention ({str(error).splitlines()[0]})"
-        raise InvalidModel(f"{config.model_type} cannot be served: {reason}") from error
-    assert isinstance(model, PreTrainedModel)
-    nn.Module.train(model, False)
-    for module in model.modules():
-        _compute_buffers(model, module, device)
-    pin_rotary(model, max_model_len)
+        assert isinstance(model, PreTrainedModel)
+        nn.Module.train(model, False)
+        if model.base_model is model and hasattr(model, "model"):  # llama4's prefix is its multimodal checkpoint's
+            model.base_model_prefix = "model"
+        forgotten = _compute_buffers(model, model, device)
+        pin_rotary(model, max_model_len)
+    except CoatcheckError:
+        raise
+    except Exception as error:  # whatever a foreign model's code raises when built so is the reason
+        raise InvalidModel(f"{config.model_type} cannot be served: {_building_failed(error)}") from error
+    if forgotten:
+        probe_attention(model, max_model_len)  # a state outside of attention is the better reason
+        raise InvalidModel(f"{config.model_type} cannot be served: nothing initialises {', '.join(forgotten)}")
     return model
+
+
+def _building_failed(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        return "its attention does not go through transformers' attention interface"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"transformers cannot build it with our attention ({reason[:300]})"
 
 
 def check_complete(model: nn.Module) -> None:
@@ -73,23 +91,23 @@ def check_complete(model: nn.Module) -> None:
         raise InvalidModel(f"nothing initialises {', '.join(sorted(left)[:4])}; this architecture cannot be served")
 
 
-def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> list[str]:
     """Non-persistent buffers are in no checkpoint: transformers' own initialiser computes them.
 
-    They are first filled with NaN, so that one which the initialiser forgets is noticed. Weights of the same module
-    are on meta, where initialising costs and changes nothing.
+    Returns the names of those that nothing computes. Weights of the same module are on meta, where initialising
+    costs and changes nothing. As in transformers, a PreTrainedModel inside of the model initialises its own modules.
     """
+    forgotten = []
+    for child in module.children():
+        forgotten += _compute_buffers(child if isinstance(child, PreTrainedModel) else model, child, device)
     computed = sorted(module._non_persistent_buffers_set)
     buffers = {name: buffer for name in computed if (buffer := module._buffers[name]) is not None}
-    if not buffers:
-        return
-    for name, buffer in buffers.items():
-        if not buffer.is_floating_point():
-            raise InvalidModel(f"{model.config.model_type} cannot be served: nothing initialises its buffer {name}")
+    strange = [name for name, buffer in buffers.items() if not buffer.is_floating_point()]
+    if not buffers or strange:
+        return forgotten + strange
+    for name, buffer in buffers.items():  # so that one which the initialiser leaves out is noticed
         module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
     with torch.no_grad():
         initialise: Any = model._init_weights  # untyped, like most of transformers' methods
         initialise(module)
-    forgotten = [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
-    if forgotten:
-        raise InvalidModel(f"{model.config.model_type} cannot be served: nothing initialises {', '.join(forgotten)}")
+    return forgotten + [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]

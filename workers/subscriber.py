@@ -13,11 +13,13 @@ from ..proto.worker_pb2 import FromGroup
 
 
 class Subscriber:
-    """`number` is unique in this incarnation of the group, `router` is what it calls itself."""
+    """`number` is unique in this incarnation of the group, `router` is what it calls itself. `submissions`: how many of
+    its submissions the engine has taken in or refused; only the engine's thread reads and writes `submissions`."""
 
     def __init__(self, number: int, router: str, *, buffer_bytes: int) -> None:
         self.number = number
         self.router = router
+        self.submissions = 0
         self.overflowed = asyncio.Event()
         self._limit = buffer_bytes
         self._bytes = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...proto.coatcheck_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Delta, GenerateEvent, Usage
+from .json_body import large_json
 
 DONE: Final = b"data: [DONE]\n\n"
 REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
@@ -33,8 +34,10 @@ class Head:
         }
 
 
-def server_sent(chunk: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+def server_sent(chunk: dict[str, Any], *, is_large: bool = False) -> bytes:
+    """One event of a stream. `is_large`: called in a thread; encodes in small steps that release the GIL."""
+    if is_large:
+        return b"data: " + large_json(chunk) + b"\n\n"
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -7,7 +7,7 @@ otherwise. It does not know how bytes are served, nor who may ask: the gate does
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +20,7 @@ from ...proto.tracing import CARRIED
 from ..admin import Admin
 from ..generation import Generation
 from ..metrics import CONTENT_TYPE, Metrics
+from ..side_process import SideProcesses
 from ..tenant import Tenant
 from ..tokenizer import TokenizerJson
 from .answer import Head
@@ -31,11 +32,14 @@ from .connection import ClientGone, while_connected
 from .dashboard import Dashboard
 from .error_body import error_body, explain, refusal, retry_headers
 from .event_stream import Answer, EventStream
-from .json_body import JsonBody
+from .json_body import JsonBody, json_answer
+from .long_body import long_body_route, made_aside
 from .merged import begin, merged
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody
 from .tool_calls import ToolCalls, form_of
+
+_PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
 class Api:
@@ -47,6 +51,7 @@ class Api:
         admin: Admin,
         tokenizer: TokenizerJson,
         metrics: Metrics,
+        side: SideProcesses,
     ) -> None:
         self._generation = generation
         self._admin = admin
@@ -62,6 +67,7 @@ class Api:
             redirect_slashes=False,
             default_response_class=JsonBody,
         )
+        self.app.router.route_class = long_body_route(side)
         for method, path, endpoint in (
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat_completions),
@@ -86,27 +92,32 @@ class Api:
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Goes on from one or several prompts."""
-        prompts = body.prompts()
+        prompts = await made_aside(request, body.prompts)
         name: str = request.scope["request_id"]
         if body.return_token_ids or (body.echo and body.logprobs is not None):
             ids = [await self._ids(prompt, body.model) for prompt in prompts]
-            messages = body.messages(ids, name)
+            known = ids
+            messages = await made_aside(request, lambda: body.messages(known, name))
         else:
             ids = [[] for _ in prompts]
-            messages = body.messages(prompts, name)
+            messages = await made_aside(request, lambda: body.messages(prompts, name))
         echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
         shown = [ShownPrompt(echo, known) for echo, known in zip(echoes, ids, strict=True)]
+        if body.echo and body.logprobs is not None:
+            for prompt, sent in zip(shown, prompts, strict=True):
+                text = sent if isinstance(sent, str) else None
+                prompt.offsets = await self._tokens.prompt_offsets(prompt.token_ids, text)
         answer = CompletionAnswer(self._head(f"cmpl-{name}"), body, shown, self._tokens)
         return await self._answer(request, messages, answer, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Speaks the assistant's next turn."""
         name: str = request.scope["request_id"]
-        message = body.message(name, self._form)
+        message = await made_aside(request, lambda: body.message(name, self._form))
         known: Sequence[int] = ()
         if body.return_token_ids:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
-            known = (await self._generation.tokenize(asked)).token_ids
+            known = await self._generation.tokenize_prompt(asked)
         answer = ChatAnswer(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
         return await self._answer(request, [message], answer, stream=body.stream)
 
@@ -120,22 +131,27 @@ class Api:
             raise NotFound(f"model {name!r} is not served here; this server has {self._generation.model_name!r}")
         return self._model()
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """A text's or a chat's token ids."""
-        ids = list((await self._generation.tokenize(body.message())).token_ids)
+        asked = await made_aside(request, body.message)
+        token_ids = (await self._generation.tokenize(asked)).token_ids
         model = self._generation.model
-        made: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": model.max_model_len if model else None,
-            "tokens": ids,
-        }
-        if body.return_token_strs:
-            made["token_strs"] = [self._tokens.text(token_id) for token_id in ids]
-        return made
 
-    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        def whole() -> dict[str, Any]:
+            made: dict[str, Any] = {
+                "count": len(token_ids),
+                "max_model_len": model.max_model_len if model else None,
+                "tokens": list(token_ids),
+            }
+            if body.return_token_strs:
+                made["token_strs"] = [self._tokens.text(token_id) for token_id in token_ids]
+            return made
+
+        return await json_answer(whole, len(token_ids))
+
+    async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
         """The text of token ids."""
-        asked = DetokenizeRequest(model=body.model, token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens)
+        asked = await made_aside(request, body.message)
         return {"prompt": (await self._generation.detokenize(asked)).text}
 
     async def health(self) -> Response:
@@ -163,7 +179,7 @@ class Api:
         carrier = carrier_of(request)
         if not stream:
             responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
-            return JsonBody(answer.whole(responses))
+            return await json_answer(lambda: answer.whole(responses), sum(map(_values, responses)))
         generate = self._generation.generate_stream
         sources = [generate(message, tenant=tenant, carrier=carrier) for message in messages]
         for place, first in enumerate(await while_connected(request.receive, begin(sources))):
@@ -175,8 +191,11 @@ class Api:
         self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]
     ) -> list[GenerateResponse]:
         generate = self._generation.generate
-        tasks = [asyncio.create_task(generate(message, tenant=tenant, carrier=carrier)) for message in messages]
+        tasks: list[asyncio.Task[GenerateResponse]] = []
         try:
+            for message in messages:
+                tasks.append(asyncio.create_task(generate(message, tenant=tenant, carrier=carrier)))
+                await asyncio.sleep(0)  # a thousand prompts that begin at once would block the event loop
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -189,12 +208,13 @@ class Api:
         if not text:
             raise InvalidRequest("the prompt is empty; give at least one token")
         asked = TokenizeRequest(model=model, text=text)
-        return list((await self._generation.tokenize(asked)).token_ids)
+        return await self._generation.tokenize_prompt(asked)
 
     async def _echo(self, text: Prompt) -> str:
         if isinstance(text, str):
             return text
-        return (await self._generation.detokenize(DetokenizeRequest(token_ids=text))).text
+        asked = DetokenizeRequest(token_ids=text, skip_special_tokens=False)  # an echo has special tokens too
+        return (await self._generation.detokenize(asked)).text
 
     def _tool_calls(self, body: ChatRequest) -> Callable[[], ToolCalls] | None:
         called, most = body.called, None if body.parallel_tool_calls else 1
@@ -219,7 +239,14 @@ class Api:
             "root": self._generation.model_name,
             "parent": None,
             "max_model_len": model.max_model_len if model else None,
+            "default_sampling": self._generation.defaults.given(),
         }
+
+
+def _values(response: GenerateResponse) -> int:
+    """About how many values the response's JSON has."""
+    scored = len(response.prompt_logprobs.tokens)
+    return scored + sum(len(choice.token_ids) + len(choice.logprobs) for choice in response.choices)
 
 
 def carrier_of(request: Request) -> Mapping[str, str]:
@@ -228,7 +255,7 @@ def carrier_of(request: Request) -> Mapping[str, str]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    status, body = error_body(error)
+    status, body = error_body(error, _PROMPT_FIELDS.get(request.url.path))
     return JsonBody(body, status, headers=retry_headers(error))
 
 

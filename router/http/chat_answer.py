@@ -69,6 +69,10 @@ class ChatAnswer:
             chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
+    def is_large(self, place: int, event: GenerateEvent) -> bool:
+        """Never: a chunk has a few tokens. See event_stream.Answer."""
+        return False
+
     def end(self) -> bytes:
         """The last words of a stream."""
         if not self._request.include_usage:

@@ -8,6 +8,7 @@ from pydantic import Field
 from ...proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from ...proto.errors import InvalidRequest
 from ...proto.grammar import Grammar
+from ..message_limits import MOST_MESSAGES, MOST_TOOLS
 from .fields import Body, Count, SamplingFields
 from .tool_calls import Form
 from .tool_grammar import call_of, some_calls, strict_calls
@@ -41,10 +42,10 @@ class Message(Body):
 
     neutral: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
 
-    role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
+    role: Annotated[str, Field(max_length=64)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] = ""
     name: str = ""
-    tool_calls: Annotated[list[Called], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_calls: Annotated[list[Called], Field(fail_fast=True, max_length=MOST_MESSAGES)] = Field(default_factory=list)
     tool_call_id: str = ""
 
     def message(self) -> ChatMessage:
@@ -74,12 +75,12 @@ class ChatRequest(SamplingFields):
         "return_prompt_text": (False,),
     }
 
-    messages: Annotated[list[Message], Field(fail_fast=True)]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MOST_MESSAGES)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
@@ -151,7 +152,7 @@ class ChatRequest(SamplingFields):
         for tool in self.tools:
             if tool.function.name == name:
                 return tool.function
-        raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools")
+        raise InvalidRequest(f"tool_choice names {name[:80]!r}, which is not among the tools")
 
 
 def chat_message(

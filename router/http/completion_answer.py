@@ -7,15 +7,19 @@ from typing import Any
 from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, TokenLogprob, Usage
 from .answer import DONE, REASONS, Head, RunningUsage, quote, server_sent, stop_reason, usage_json
 from .completion_request import CompletionRequest
+from .json_body import LARGE_VALUES
+from .text_offsets import TextOffsets
 from .token_text import TokenText
 
 
 @dataclass(slots=True)
 class ShownPrompt:
-    """One prompt of a request. `echo` is its text where that is to be repeated, `token_ids` where they are known."""
+    """One prompt of a request. `echo` is its text where that is to be repeated, `token_ids` where they are known,
+    `offsets` where each token begins in `echo`, for logprobs."""
 
     echo: str = ""
     token_ids: Sequence[int] = ()
+    offsets: Sequence[int] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -30,7 +34,9 @@ class CompletionAnswer:
         self._prompts = prompts
         self._tokens = tokens
         self._usages: list[Usage] = []
-        self._offsets: dict[int, int] = {}  # of choices that have begun: characters so far
+        # Of choices that have begun: characters so far, and where their next tokens begin.
+        self._lengths: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         usage = ',"usage":null' if request.include_usage else ""
         self._running = RunningUsage() if request.counts_on else None
         # A chunk is these, with the choice's number and its text between them.
@@ -55,11 +61,19 @@ class CompletionAnswer:
                     return b""
                 index = place * self._request.n + delta.choice
                 return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
+            is_large = self.is_large(place, event)  # before _choice, after which the choice has begun
             chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
             if self._request.include_usage:
                 chunk["usage"] = self._running.to_json() if self._running is not None else None
-            return server_sent(chunk)
+            return server_sent(chunk, is_large=is_large)
         return b""
+
+    def is_large(self, place: int, event: GenerateEvent) -> bool:
+        """See event_stream.Answer. True for the first delta of each choice of a long prompt: it shows the prompt."""
+        prompt = self._prompts[place]
+        has_begun = place * self._request.n + event.delta.choice in self._lengths
+        is_long = max(len(prompt.token_ids), len(prompt.logprobs)) > LARGE_VALUES
+        return event.HasField("delta") and is_long and not has_begun
 
     def end(self) -> bytes:
         """The last words of a stream."""
@@ -84,14 +98,21 @@ class CompletionAnswer:
     def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
         request, prompt = self._request, self._prompts[place]
         index = place * request.n + delta.choice
-        first = index not in self._offsets
+        first = index not in self._lengths
         text = "" if request.scores_only else delta.text
         logprobs: list[TokenLogprob | int] = [] if request.scores_only else list(delta.logprobs)
         token_ids = [] if request.scores_only else list(delta.token_ids)
+        if first:
+            start = len(prompt.echo) if request.echo else 0
+            self._offsets[index] = self._tokens.offsets(request.skip_special_tokens, start)
+        offsets = self._offsets[index].of([score.token_id for score in delta.logprobs]) if logprobs else []
         if first and request.echo:
             text = prompt.echo + text
             logprobs = [*prompt.token_ids[:1], *prompt.logprobs, *logprobs]
-        offset = self._offsets.get(index, 0)
+            offsets = [*prompt.offsets, *offsets]
+        length = self._lengths[index] = self._lengths.get(index, 0) + len(text)
+        if delta.finish_reason:  # a stop string may have cut the text before its last tokens
+            offsets = [min(offset, length) for offset in offsets]
         made: dict[str, Any] = {
             "index": index,
             "text": text,
@@ -100,10 +121,9 @@ class CompletionAnswer:
             "stop_reason": stop_reason(delta),
         }
         if request.logprobs is not None:
-            made["logprobs"] = self._tokens.completion(logprobs, offset)
+            made["logprobs"] = self._tokens.completion(logprobs, offsets)
         if request.return_token_ids:
             made["token_ids"] = token_ids
             if first:
                 made["prompt_token_ids"] = list(prompt.token_ids)
-        self._offsets[index] = offset + len(text)
         return made

@@ -1,9 +1,10 @@
 """CompletionRequest: the body of POST /v1/completions, and the requests to the core that it stands for."""
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ...proto.coatcheck_pb2 import GenerateRequest, TokenIds
 from ...proto.errors import InvalidRequest
@@ -13,17 +14,48 @@ MAX_PROMPTS = 1024
 Prompt = str | list[int]
 
 
+def check_prompt_items(prompt: Any) -> Any:
+    """`prompt` as it came. Raises ValueError, naming the first item out of place, for a list that mixes kinds of items
+    or holds anything but whole numbers, texts, or lists of whole numbers: true is no 1 here, and 5.0 is no 5."""
+    if not isinstance(prompt, list) or not prompt:
+        return prompt
+    kind = type(prompt[0])
+    if kind not in (int, str, list) or set(map(type, prompt)) != {kind}:  # exactly: a bool is an int to isinstance
+        place = (
+            0 if kind not in (int, str, list) else next(n for n, item in enumerate(prompt) if type(item) is not kind)
+        )
+        raise _out_of_place(str(place), prompt[place])
+    if kind is list:
+        for outer, ids in enumerate(prompt):
+            if not set(map(type, ids)) <= {int}:
+                inner = next(n for n, item in enumerate(ids) if type(item) is not int)
+                raise _out_of_place(f"{outer}.{inner}", ids[inner])
+    return prompt
+
+
+def _out_of_place(place: str, item: object) -> ValueError:
+    if isinstance(item, list | dict):
+        shown = "a list" if isinstance(item, list) else "an object"
+    else:
+        shown = json.dumps(item[:40] if isinstance(item, str) else item)[:40]
+    return ValueError(
+        f"item {place} is {shown}; send a text, a list of texts, a list of token ids (whole numbers), or a list of "
+        "such lists, and do not mix them"
+    )
+
+
 class CompletionRequest(SamplingFields):
     """A prompt is a text or token ids; a list of them is a batch, whose choices are numbered through."""
 
     neutral: ClassVar = {"suffix": ("",), "add_special_tokens": (True,)}
 
-    prompt: (
+    prompt: Annotated[
         str
         | Annotated[list[TokenId], Field(fail_fast=True)]
         | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
-    )
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)],
+        BeforeValidator(check_prompt_items),
+    ]
     max_tokens: Count = 16
     logprobs: Count | None = None
     echo: bool = False
@@ -33,6 +65,11 @@ class CompletionRequest(SamplingFields):
     def scores_only(self) -> bool:
         """Whether nothing is to be generated: the core generates one token, which nobody sees."""
         return self.echo and self.max_tokens == 0
+
+    def check_lengths(self) -> None:
+        """Raises InvalidRequest for more than MAX_PROMPTS prompts."""
+        if not isinstance(self.prompt, str) and len(self.prompt) > MAX_PROMPTS:
+            self.prompts()
 
     def prompts(self) -> list[Prompt]:
         """One or more; raises InvalidRequest."""

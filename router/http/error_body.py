@@ -8,31 +8,58 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ...proto.errors import CoatcheckError, NotFound, Overloaded, status_of
+from ...proto.errors import CoatcheckError, ContextLengthExceeded, InvalidRequest, NotFound, Overloaded, status_of
 
 _log = logging.getLogger(__name__)
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                  404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
                  413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
                  431: "invalid_request_error"}  # fmt: skip
+# OpenAI's error codes; its clients tell errors apart by them.
+_CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
 
 
-def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """(status, body) of whatever was raised."""
+HALF_CHARACTER: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
+# A message may quote what was sent, of any length.
+_MESSAGE_CHARACTERS: Final = 1000
+
+
+class MisreadBody(InvalidRequest):
+    """A body that does not fit its endpoint; `field` names the field that is wrong, if it is one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message, field)
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[int, dict[str, Any]]:
+    """(status, body) of whatever was raised. `prompt_field`: the field of the body that holds the prompt, if any."""
     _, status = status_of(error)
+    if isinstance(error, MisreadBody):
+        return status, refusal(status, error.message, param=error.field)
     if isinstance(error, CoatcheckError):
-        return status, refusal(status, str(error), code="model_not_found" if isinstance(error, NotFound) else None)
+        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+        param = prompt_field if isinstance(error, ContextLengthExceeded) else None
+        return status, refusal(status, str(error), param=param, code=code)
     if isinstance(error, UnicodeEncodeError):  # JSON can escape what no text may hold
-        return 400, refusal(400, "a text holds half of a surrogate pair, which is no character; leave it out")
+        return 400, refusal(400, HALF_CHARACTER)
     incident = uuid.uuid4().hex[:12]
     _log.error("incident %s", incident, exc_info=error)
     return 500, refusal(500, f"something failed here that should not; the log has it as incident {incident}")
 
 
 def refusal(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of one error."""
+    """The body of one error; a long message or parameter is cut."""
     kind = _TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _clip(message), "type": kind, "param": param and _clip(param), "code": code}}
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MESSAGE_CHARACTERS else text[:_MESSAGE_CHARACTERS] + "…"
 
 
 def retry_headers(error: BaseException) -> dict[str, str]:

@@ -3,6 +3,7 @@
 It does not know what the chunks say.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -26,6 +27,9 @@ class Answer(Protocol):
 
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
         """Of an event of the prompt at `place`; may be empty."""
+
+    def is_large(self, place: int, event: GenerateEvent) -> bool:
+        """Whether the event's chunk takes too long to make for the event loop."""
 
     def end(self) -> bytes:
         """What comes last."""
@@ -54,7 +58,11 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for place, event in self._events:
-                    if chunk := self._answer.chunk(place, event):
+                    if self._answer.is_large(place, event):
+                        chunk = await asyncio.to_thread(self._answer.chunk, place, event)
+                    else:
+                        chunk = self._answer.chunk(place, event)
+                    if chunk:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 last = self._answer.end()
             except OSError:

@@ -38,9 +38,11 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "routed_experts_prompt_start": (0,),
 }
 
-_MOST_FIELDS: Final = 16_384
+# A model's generation_config.json may have defaults for these; a request that leaves one out gets the model's.
+_MODEL_HAS_DEFAULTS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_MOST_FIELDS: Final = 2048
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # strict: refuses true and 5.0
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -50,6 +52,9 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
+
+    def check_lengths(self) -> None:
+        """Raises InvalidRequest for lists that are too long. Called for long bodies only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,8 +90,8 @@ class SamplingFields(Body):
     n: Count = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
@@ -94,9 +99,9 @@ class SamplingFields(Body):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
 
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     ignore_eos: bool = False
     min_tokens: Count = 0
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] = Field(default_factory=list)
@@ -138,19 +143,18 @@ class SamplingFields(Body):
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
     ) -> SamplingMessage:
-        """As the core takes it; raises InvalidRequest."""
+        """As the core takes it, which fills in the model's own defaults; raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream to true or leave it out")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs does not go with stream; use echo with logprobs, or do not stream")
-        return SamplingParams(
+        own = {name: getattr(self, name) for name in _MODEL_HAS_DEFAULTS if getattr(self, name) is not None}
+        if "top_k" in own:
+            own["top_k"] = max(own["top_k"], 0)  # vLLM's clients write -1 for "off"
+        message = SamplingParams(
+            **own,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=_biases(self.logit_bias),
@@ -166,6 +170,10 @@ class SamplingFields(Body):
             include_stop=self.include_stop_str_in_output or self.no_stop_trim,
             structured=grammar,
         ).to_message()
+        for name in _MODEL_HAS_DEFAULTS:
+            if name not in own:
+                message.ClearField(name)
+        return message
 
 
 def _biases(named: dict[str, float]) -> dict[int, float]:

@@ -16,8 +16,11 @@ _WAITING = 16
 async def begin(sources: Sequence[Source]) -> list[GenerateEvent]:
     """Takes and returns each stream's first event, which says that it was admitted; when one is not, raises its error
     and closes the others."""
-    tasks = [asyncio.ensure_future(anext(source)) for source in sources]
+    tasks: list[asyncio.Future[GenerateEvent]] = []
     try:
+        for source in sources:
+            tasks.append(asyncio.ensure_future(anext(source)))
+            await asyncio.sleep(0)  # a thousand prompts that begin at once would stop everybody else
         return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
@@ -36,8 +39,11 @@ async def merged(sources: Sequence[Source]) -> AsyncGenerator[tuple[int, Generat
                 yield 0, event
         return
     queue: asyncio.Queue[tuple[int, GenerateEvent] | BaseException | None] = asyncio.Queue(_WAITING)
-    tasks = [asyncio.create_task(_pump(place, source, queue)) for place, source in enumerate(sources)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for place, source in enumerate(sources):
+            tasks.append(asyncio.create_task(_pump(place, source, queue)))
+            await asyncio.sleep(0)  # as above
         left = len(tasks)
         while left:
             item = await queue.get()

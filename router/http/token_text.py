@@ -4,12 +4,14 @@ A token need not be whole characters: its bytes are exact, its text is what can 
 streams.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from ...proto.coatcheck_pb2 import TokenLogprob
 from ..tokenizer import TokenizerJson
+from .text_offsets import TextOffsets, prompt_offsets
 
 # JSON has no infinities; a token that a mask forbids has this instead.
 _LEAST = -9999.0
@@ -29,6 +31,14 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def offsets(self, skip_special_tokens: bool, start: int) -> TextOffsets:
+        """Of one choice's tokens, in a text whose first `start` characters are not theirs."""
+        return TextOffsets(self._tokenizer.detokenizer(skip_special_tokens), start)
+
+    async def prompt_offsets(self, token_ids: Sequence[int], text: str | None) -> list[int]:
+        """See text_offsets.prompt_offsets; off the event loop."""
+        return await asyncio.to_thread(prompt_offsets, self._tokenizer, token_ids, text)
+
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The `logprobs` of a chat choice."""
         content = []
@@ -38,17 +48,17 @@ class TokenText:
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def completion(self, logprobs: Sequence[TokenLogprob | int], offset: int) -> dict[str, Any]:
-        """The `logprobs` of a completion's choice, whose text so far is `offset` characters long. An id without
-        log-probability is a prompt's first token."""
-        made: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    def completion(self, logprobs: Sequence[TokenLogprob | int], offsets: Sequence[int]) -> dict[str, Any]:
+        """The `logprobs` of a completion's choice; `offsets` are where its tokens begin in the choice's text. An id
+        without log-probability is a prompt's first token."""
+        made: dict[str, list[Any]] = {
+            "text_offset": list(offsets), "token_logprobs": [], "tokens": [], "top_logprobs": []
+        }  # fmt: skip
         for token in logprobs:
             text = self.text(token if isinstance(token, int) else token.token_id)
-            made["text_offset"].append(offset)
             made["tokens"].append(text)
             made["token_logprobs"].append(None if isinstance(token, int) else finite(token.logprob))
             made["top_logprobs"].append(None if isinstance(token, int) else self._top(token, text))
-            offset += len(text)
         return made
 
     def prompt(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:

@@ -4,8 +4,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ...proto.coatcheck_pb2 import Chat, TokenizeRequest
+from ...proto.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest
 from ...proto.errors import InvalidRequest
+from ..message_limits import MOST_MESSAGES, MOST_TOOLS
 from .chat_request import Message, chat_message
 from .fields import Body, TokenId
 from .tools import Tool
@@ -18,8 +19,8 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
@@ -44,3 +45,7 @@ class DetokenizeBody(Body):
     model: str = ""
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
+
+    def message(self) -> DetokenizeRequest:
+        """To the core."""
+        return DetokenizeRequest(model=self.model, token_ids=self.tokens, skip_special_tokens=self.skip_special_tokens)

@@ -1,11 +1,13 @@
-"""What an answer must be so that its calls are certain to fit their functions' schemas.
+"""The grammars that make an answer's tool calls fit the schemas of their functions.
 
-It does not know how calls are found in the text again: see tool_calls.
+Each schema is a JSON document of its own in the grammar. A reference such as "#/$defs/X" or "#" is relative to the
+root of its document, so no schema is ever put inside another one: there its references would point elsewhere, and the
+"$defs" of two functions could be confused. How calls are found in the text again: see tool_calls.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from llguidance import StructTag
 
@@ -13,7 +15,7 @@ from ...proto.grammar import JSON_STYLE, Grammar
 from .structured import schema_grammar
 from .tools import Function
 
-_ANY = {"type": "object"}
+_ANY: Final[dict[str, Any]] = {"type": "object"}
 
 
 def call_of(function: Function) -> Grammar:
@@ -22,11 +24,16 @@ def call_of(function: Function) -> Grammar:
 
 
 def some_calls(functions: Sequence[Function], parallel: bool) -> Grammar:
-    """A list of one call at least; of just one where they may not be parallel."""
-    made: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(each) for each in functions]}}
-    if not parallel:
-        made["maxItems"] = 1
-    return schema_grammar(made)
+    """A JSON list of one or more calls, {"name": ..., "arguments": {...}} each; of exactly one without `parallel`."""
+    rules = [
+        "%llguidance {}",
+        'start: "[" call (", " call)* "]"' if parallel else 'start: "[" call "]"',
+        "call: " + " | ".join(f"call_{place}" for place in range(len(functions))),
+    ]
+    for place, function in enumerate(functions):
+        opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
+        rules.append(f'call_{place}: {opening} %json {json.dumps(_document(function.parameters))} "}}"')
+    return Grammar("grammar", "\n".join(rules) + "\n")
 
 
 def strict_calls(functions: Sequence[Function]) -> Grammar:
@@ -35,7 +42,7 @@ def strict_calls(functions: Sequence[Function]) -> Grammar:
         StructTag(
             trigger="<tool_call>",
             begin=f'<tool_call>\n{{"name": {json.dumps(each.name)}, "arguments": ',
-            grammar={**((each.strict and each.parameters) or _ANY), "x-guidance": dict(JSON_STYLE)},
+            grammar=_document(each.parameters if each.strict else None),
             end="}\n</tool_call>",
         )
         for each in functions
@@ -43,10 +50,8 @@ def strict_calls(functions: Sequence[Function]) -> Grammar:
     return Grammar("grammar", StructTag.to_grammar(tags, assume_special=False))
 
 
-def _call(function: Function) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function.name}, "arguments": function.parameters or _ANY},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+def _document(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """A schema as the root of a document within a grammar, with our JSON style where it names none of its own."""
+    own = (schema or {}).get("x-guidance")
+    style = {**JSON_STYLE, **own} if isinstance(own, dict) else dict(JSON_STYLE)
+    return {**(schema or _ANY), "x-guidance": style}

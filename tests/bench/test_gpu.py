@@ -13,6 +13,7 @@ import torch
 from coatcheck.bench.gpu_children import run_in_children
 from coatcheck.bench.gpu_parts import main
 from coatcheck.bench.gpu_table import Row, Table
+from coatcheck.bench.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # What a GPU host need not have, and the installed package, which a checkout must not lean on.
@@ -41,7 +42,7 @@ runpy.run_path({script!r}, run_name="__main__")
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = _PROGRAM.format(absent=ABSENT, script=str(ROOT / "bench/gpu.py"), arguments=list(arguments))
     return subprocess.run(
-        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=110,
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=PATIENCE_SECONDS,
         env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

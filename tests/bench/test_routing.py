@@ -14,6 +14,7 @@ from coatcheck.bench import routing
 from coatcheck.bench.public_traces import AZURE
 from coatcheck.bench.routing_rules import rules
 from coatcheck.bench.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.shared_prompt import shared_prompt_trace
 from coatcheck.bench.simulated_group import SimulatedGroup
 from coatcheck.bench.simulated_router import SimulatedRouter
 from coatcheck.bench.simulation import OURS, Cell, pooled_hits, run, simulate
@@ -55,6 +56,17 @@ def test_our_router_is_sooner_than_rules_that_do_not_know_prefixes(load: float) 
         theirs, _ = run(cell, rule, entries, groups=4)
         assert max(ours.ttft_p90, shared.ttft_p90) < theirs.ttft_p90, rule
         assert min(ours.hit_ratio, shared.hit_ratio) > theirs.hit_ratio, rule
+
+
+@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
+def test_a_prompt_that_all_share_goes_to_all_groups(load: float) -> None:
+    """TTFT p90 is at most 1.1 times the best rule's, and no group does twice the mean work."""
+    entries = shared_prompt_trace(2500)
+    cell = Cell("shared prompt", 3000, load)
+    ours, _ = run(cell, OURS, entries)
+    best = min(run(cell, rule, entries)[0].ttft_p90 for rule in ("round robin", "least loaded", "llm-d"))
+    assert ours.ttft_p90 <= 1.1 * best
+    assert ours.imbalance < 2 and ours.goodput > 0.99
 
 
 def test_a_pooled_cache_forgets_the_least_recently_used() -> None:

@@ -3,8 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from coatcheck.bench.chaos_load import cases, difference, with_stop
 from coatcheck.cluster.answer import Answer
 from coatcheck.cluster.client import Client
@@ -18,7 +16,6 @@ from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.rank_group import RankGroup
 
 
-@pytest.mark.timeout(120)
 async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) -> None:
     """Greedy, sampled, n of 3, penalties, log-probabilities and stop strings: our client brings seed and token ids to
     the next router by itself, and what it gets in all is what an undisturbed stream brings."""

@@ -49,7 +49,6 @@ def innocent(number: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[20 + number, 30, 40]), sampling=sampling)
 
 
-@pytest.mark.timeout(120)
 async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, RankGroup]) -> None:
     """The request that raises in a step is refused when the second group has ended by it. The third runs on, and every
     other stream ends as it would have, whether it lost one group, two or none."""

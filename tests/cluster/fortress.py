@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from tests.cluster.serving import Serving, coatcheck
 from tests.router.certificates import Leaf, TestAuthority
 
@@ -45,7 +46,7 @@ class Fortress:
         """With that tenant's key."""
         return {"content-type": "application/json", "authorization": f"Bearer {self.keys[tenant]}", **more}
 
-    def web(self, leaf: Leaf | None = None, seconds: float = 60.0) -> http.client.HTTPSConnection:
+    def web(self, leaf: Leaf | None = None, seconds: float = PATIENCE_SECONDS) -> http.client.HTTPSConnection:
         """A connection with the known certificate, or another."""
         where = self.serving.url.removeprefix("https://")
         return http.client.HTTPSConnection(where, timeout=seconds, context=self.context(leaf or self.known))
@@ -70,7 +71,7 @@ class Fortress:
     def plain(self) -> socket.socket:
         """A TCP connection that speaks no TLS yet."""
         host, _, port = self.serving.url.removeprefix("https://").rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=60)
+        return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
 
     def sender(self, body: bytes, *, tenant: str = "search", buffer: int = 0) -> ssl.SSLSocket:
         """Has sent a streaming completion, and reads nothing by itself."""

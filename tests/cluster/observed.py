@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
@@ -106,7 +107,7 @@ class MortalRunner(FakeRunner):
         """A step, or the end."""
         self._left -= bool(plan.rows)
         if self._left < 0:
-            assert self.may.wait(30)
+            assert self.may.wait(PATIENCE_SECONDS)
             raise RuntimeError("it was to die")
         return super().launch(plan)
 

@@ -3,14 +3,14 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.serving import until
+from coatcheck.bench.ray_nodes import RayNode
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -29,15 +29,19 @@ class RayHead:
 
     def actor(self, title: str) -> int:
         """The process of an actor that runs on it, by its class; 0 when there is none."""
+        return next((pid for pid, words in self._processes() if words[0].startswith(f"ray::{title}")), 0)
+
+    def program(self, name: str) -> int:
+        """One of Ray's own processes, by its program's name; 0 when there is none."""
+        return next((pid for pid, words in self._processes() if os.path.basename(words[0]) == name), 0)
+
+    def _processes(self) -> Iterator[tuple[int, list[str]]]:
         for entry in Path("/proc").iterdir():
             try:
-                if not (entry.name.isdigit() and os.getsid(int(entry.name)) == self.session):
-                    continue
-                if (entry / "cmdline").read_text().startswith(f"ray::{title}"):
-                    return int(entry.name)
+                if entry.name.isdigit() and os.getsid(int(entry.name)) == self.session:
+                    yield int(entry.name), (entry / "cmdline").read_text().split("\0")
             except OSError:
                 continue  # it has just ended
-        return 0
 
 
 @contextmanager
@@ -47,22 +51,14 @@ def ray_head(cpus: int) -> Iterator[RayHead]:
         port = probe.getsockname()[1]
     options = ["--head", "--block", f"--port={port}", f"--num-cpus={cpus}", "--include-dashboard=false"]
     command = [str(Path(sys.executable).parent / "ray"), "start", *options]
-    head = subprocess.Popen(
-        command,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        until(lambda: _listens(port), "the Ray head listens")
-        yield RayHead(f"127.0.0.1:{port}", head.pid)
-    finally:
-        # Its processes share its group, and what they have started ends with them; `ray stop` would end every Ray here.
-        os.killpg(head.pid, signal.SIGKILL)
-        head.wait()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    with tempfile.TemporaryDirectory() as scratch:
+        head = RayNode(command, ENVIRONMENT, Path(scratch, "ray.log"))
+        try:
+            head.wait_started()
+            yield RayHead(f"127.0.0.1:{port}", head.pid)
+        finally:
+            head.kill()
+            # Its processes share its group, and what they have started ends with them; `ray stop` would end every Ray
+            # of this machine.
+            with suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)

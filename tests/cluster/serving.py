@@ -15,16 +15,19 @@ from typing import Any, Self
 
 import grpc
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.descendants import descendants
 from coatcheck.cluster.status import as_json_object
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
 
+# A process that was killed with the command ends when the kernel gets to it; Ray's own agents go on for a minute.
+END_SECONDS = 30.0
 COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
 
 
 def coatcheck(
-    *arguments: str, seconds: float = 60.0, environment: dict[str, str] | None = None
+    *arguments: str, seconds: float = PATIENCE_SECONDS, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A command run to its end."""
     env = {**os.environ, **(environment or {})}
@@ -32,7 +35,11 @@ def coatcheck(
 
 
 def until(
-    holds: Callable[[], bool], what: str, seconds: float = 45.0, *, else_tell: Callable[[], object] = lambda: ""
+    holds: Callable[[], bool],
+    what: str,
+    seconds: float = PATIENCE_SECONDS,
+    *,
+    else_tell: Callable[[], object] = lambda: "",
 ) -> None:
     """Polls until it holds; `else_tell`: what is to be known where it does not."""
     deadline = time.monotonic() + seconds
@@ -105,12 +112,12 @@ class Serving:
         answer: dict[str, Any] = {}
 
         def is_whole() -> bool:
-            answer.update(as_json_object(stub.Status(pb.StatusRequest(), timeout=10.0)))
+            answer.update(as_json_object(stub.Status(pb.StatusRequest(), timeout=PATIENCE_SECONDS)))
             return all(group["ranks"] for group in answer["groups"] if group["state"] == "serving")
 
         with grpc.insecure_channel(self.address) as channel:
             stub: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-            until(is_whole, "groups say who their ranks are", 10.0)
+            until(is_whole, "groups say who their ranks are")
         return answer
 
     def group(self, name: str) -> dict[str, Any]:

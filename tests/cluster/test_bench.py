@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.load import Load, Recording
 from coatcheck.cluster.report import Sample, latency, measure, summarize
 from coatcheck.cluster.workload import Workload
@@ -101,22 +102,22 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
 
 async def test_open_loop_does_not_wait_for_answers() -> None:
     """Requests go out at their times however many are unanswered, and wait counts from the time they were due."""
-    async with FakeRouter() as router, Load([router.address], timeout=1.0) as load:
-        router.stalls_after = 1
+    async with FakeRouter() as router, Load([router.address], timeout=PATIENCE_SECONDS) as load:
+        router.crowd = 8  # none is answered before the last one has come
         jobs = Workload(vocab_size=9, input_len=3).jobs(8, rate=100.0)
         await load.open(jobs)
     assert router.most_at_once == 8
     assert [made.due for made in load.recordings] == [job.at for job in jobs]
-    assert {made.status for made in load.recordings} == {"DEADLINE_EXCEEDED"}
+    assert all(isinstance(measure(made), Sample) for made in load.recordings)
 
 
 async def test_open_loop_with_a_limit() -> None:
     """A limit holds requests back, and the time they were held counts as waiting."""
-    async with FakeRouter() as router, Load([router.address], timeout=0.2) as load:
+    async with FakeRouter() as router, Load([router.address], timeout=1.0) as load:
         router.stalls_after = 1
         await load.open(Workload(vocab_size=9, input_len=3).jobs(3, rate=1000.0), concurrency=1)
     assert router.most_at_once == 1
-    assert load.recordings[2].sent - load.recordings[2].due >= 0.35
+    assert load.recordings[2].sent - load.recordings[2].due >= 1.9
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:

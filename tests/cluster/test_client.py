@@ -1,12 +1,15 @@
 """Our client: a stream outlives the router that began it."""
 
 import asyncio
+import contextlib
 import ssl
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.access import Access
 from coatcheck.cluster.client import Client
 from coatcheck.proto import coatcheck_pb2 as pb
@@ -54,6 +57,29 @@ async def test_lost_stream_goes_on_elsewhere(after: int, n: int) -> None:
         held = {resumed.choice: list(resumed.token_ids) for resumed in again.resume}
         assert all(ids(events, choice)[: len(known)] == known for choice, known in held.items())
         assert sum(map(len, held.values())) == max(0, min(after - 2, 6 * n))
+
+
+async def test_a_slow_connection_is_a_connection() -> None:
+    """A router whose first bytes take a third of a second, behind a long line or on a busy host, is waited for."""
+    async with FakeRouter() as router:
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            _, _, port = router.address.rpartition(":")
+            back, ahead = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.sleep(0.35)  # the line's own slowness, not a wait for something to happen
+            await asyncio.gather(_copy(reader, ahead), _copy(back, writer))
+
+        line = await asyncio.start_server(forward, "127.0.0.1", 0)
+        async with Client([f"127.0.0.1:{line.sockets[0].getsockname()[1]}"]) as client:
+            events = await gather(client, request(seed=3))
+        line.close()
+    assert ids(events) == [token(3, 0, position) for position in range(6)]
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
 
 
 async def test_same_router_when_it_is_back() -> None:
@@ -126,6 +152,86 @@ async def test_what_listens_is_told_apart(tmp_path: Path, believed: str | None, 
                 await gather(client, request())
 
 
+async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server whose process ends as a client's first bytes arrive."""
+    await reader.read(1)
+    writer.transport.abort()
+
+
+async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server that hangs, until the client gives up."""
+    while await reader.read(1 << 16):
+        pass
+
+
+async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server without TLS: what it says first is what gRPC's says first."""
+    await reader.read(1)
+    writer.write(b"\0\0\0\4\0\0\0\0\0")
+    await say_nothing(reader, writer)
+
+
+@pytest.mark.parametrize(
+    ("behave", "said"),
+    [
+        (close_at_once, "{} closed the connection before it was made: its router has just ended"),
+        (say_nothing, "{} takes the connection and does not answer"),
+        (speak_plainly, "no TLS connection to {}: the server there speaks no TLS"),
+        (None, "no server answers at {}"),
+    ],
+)
+async def test_a_server_that_is_lost_is_no_distrusted_one(tmp_path: Path, behave: Any, said: str) -> None:
+    """Through TLS too a server that ends, hangs, is gone or speaks no TLS is told as that; certificates are mentioned
+    for certificates alone."""
+    access = Access.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
+    connections = set[asyncio.Task[Any]]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(asyncio.current_task())  # type: ignore[arg-type]  # it is in one
+        with contextlib.suppress(ConnectionError):
+            await behave(reader, writer)
+            writer.close()
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        if behave is None:
+            server.close()
+        async with Client([address], access) as client:
+            with pytest.raises(Unavailable) as told:
+                await gather(client, request())
+        await asyncio.gather(*connections)
+    assert str(told.value).startswith(said.format(address)) and "certificate" not in str(told.value)
+
+
+async def test_a_connection_lost_amid_a_stream_is_told_as_that() -> None:
+    """A router whose process ends amid a stream was lost; nobody is sent to look at TLS."""
+    cut: list[asyncio.Transport] = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection(*router.address.split(":"))
+        cut.append(writer.transport)
+
+        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                while some := await source.read(1 << 16):
+                    target.write(some)
+            target.close()
+
+        await asyncio.gather(copy(reader, forth), copy(back, writer))
+
+    async with FakeRouter() as router, await asyncio.start_server(relay, "127.0.0.1", 0) as proxy:
+        router.stalls_after = 2
+        address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        async with Client([address], max_resumes=0) as client:
+            stream = client.generate_stream(request())
+            await anext(stream)
+            await anext(stream)
+            cut[0].abort()
+            with pytest.raises(Unavailable, match=f"after 1 token: the connection to {address} was lost: its router"):
+                await anext(stream)
+
+
 async def test_next_address_when_the_first_is_down() -> None:
     """A dead router among several costs nothing but the attempt."""
     async with FakeRouter() as router, Client(["127.0.0.1:1", router.address]) as client:
@@ -183,8 +289,9 @@ async def test_timeout_covers_the_whole_stream() -> None:
     """A stream past its time ends with an error, not with a new attempt."""
     async with FakeRouter() as router, Client([router.address]) as client:
         router.stalls_after = 2
-        with pytest.raises(CoatcheckError, match=r"gave up after 0\.2 s"):
-            [event async for event in client.generate_stream(request(), timeout=0.2)]
+        await client.get_model()  # so that it is connected
+        with pytest.raises(CoatcheckError, match="gave up after 1 s"):
+            [event async for event in client.generate_stream(request(), timeout=1.0)]
     assert len(router.requests) == 1
 
 
@@ -195,7 +302,7 @@ async def test_leaving_early_cancels() -> None:
         stream = client.generate_stream(request())
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        await asyncio.wait_for(router.left.wait(), timeout=10)
+        await asyncio.wait_for(router.left.wait(), PATIENCE_SECONDS)
 
 
 def test_a_client_needs_an_address() -> None:

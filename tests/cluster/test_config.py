@@ -9,6 +9,7 @@ import pytest
 from coatcheck.cluster.config import ServeConfig
 from coatcheck.cluster.launch import require_same
 from coatcheck.cluster.machine_check import check_machine
+from coatcheck.cluster.member_config import router_config
 from coatcheck.cluster.model_check import check_model
 from coatcheck.cluster.setting_values import parse_memory
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
@@ -240,10 +241,10 @@ def test_what_this_machine_cannot_hold_is_refused() -> None:
 
 
 def test_what_the_config_leaves_open_is_the_ranks_affair(tmp_path: Path) -> None:
-    """A scaled context may be asked for, and a config.json of an unknown kind is not refused."""
+    """A scaled context may be asked for, and a config.json with fields of other names is not refused."""
     write_config(tmp_path, LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
     check_model(ServeConfig.build({"model": str(tmp_path), "max_model_len": 400_000}))
-    write_config(tmp_path, {"model_type": "novel"})
+    write_config(tmp_path, {"model_type": "bloom"})
     check_model(ServeConfig.build({"model": str(tmp_path), "tp": 3, "kv_memory": "64KiB"}))
 
 
@@ -260,3 +261,30 @@ def test_a_cluster_is_the_same_however_it_is_addressed() -> None:
     require_same(running, ServeConfig.build({"model": "m", "ray_address": "127.0.0.1:6379"}))
     with pytest.raises(InvalidConfig, match="other settings"):
         require_same(running, ServeConfig.build({"model": "m", "ray_address": "auto", "tp": 2}))
+
+
+def test_a_generation_config_is_read_before_anything_starts(tmp_path: Path) -> None:
+    """A wrong value is named at once; with `none` only its end tokens matter."""
+    write_config(tmp_path)
+    model = {"model": str(tmp_path)}
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "unknown": []}')
+    check_model(ServeConfig.build(model))
+    file.write_text('{"temperature": "hot"}')
+    with pytest.raises(InvalidModel, match="temperature is 'hot'; it must be a number"):
+        check_model(ServeConfig.build(model))
+    check_model(ServeConfig.build(model | {"generation_config": "none"}))
+    file.write_text('{"eos_token_id": "end"}')
+    with pytest.raises(InvalidModel, match="eos_token_id is 'end'"):
+        check_model(ServeConfig.build(model | {"generation_config": "none"}))
+
+
+def test_a_generation_config_is_read_or_left_out(tmp_path: Path) -> None:
+    """`auto` or `none`, by flag or file, and routers are told."""
+    assert ServeConfig.build({"model": "m"}).generation_config == "auto"
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\ngeneration-config: none\n")
+    config = ServeConfig.build({}, file)
+    assert router_config(config, "router-0", 0).generation_config == "none"
+    with pytest.raises(InvalidConfig, match="generation-config is 'vllm'; it should be 'auto' or 'none'"):
+        ServeConfig.build({"model": "m", "generation_config": "vllm"})

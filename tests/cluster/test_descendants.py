@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.descendants import descendants
 from tests.cluster.serving import lives, until
 
@@ -36,7 +37,7 @@ def test_orphans_end_too_and_who_ends_in_time_is_not_killed() -> None:
     """A process whose parent has ended is killed with the others after the grace; one that ends within it ends as it
     would have."""
     family = _FAMILY.format(middle=_PARENT.format(child=_SLEEPER))
-    done = subprocess.run([sys.executable, "-c", family], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", family], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     inner, soon = map(int, done.stdout.split())
     assert soon == 0
@@ -67,3 +68,22 @@ def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
         assert named in descendants(os.getpid())[process.pid]
         process.kill()
+
+
+def test_orphans_that_have_ended_are_forgotten() -> None:
+    """A process that adopts orphans leaves none of them behind as a zombie, and still knows its own children's ends."""
+    family = """
+import os, subprocess, sys, time
+from coatcheck.cluster.descendants import adopt_orphans, children, reap
+adopt_orphans()
+own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+ours = children()
+middle = subprocess.Popen(["sh", "-c", "sleep 0.2 & echo $!"], stdout=subprocess.PIPE, text=True)
+orphan = int(middle.stdout.readline())
+middle.wait()
+while os.path.exists(f"/proc/{orphan}"):
+    reap(children() - ours)
+    time.sleep(0.01)
+assert own.wait() == 7
+"""
+    subprocess.run([sys.executable, "-c", family], timeout=60, check=True)

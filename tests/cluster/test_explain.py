@@ -80,7 +80,7 @@ def test_scripts_get_every_field(router: Explaining) -> None:
 def test_a_refusal_is_one_line(router: Explaining) -> None:
     """What the router says of a bad request, and exit 1."""
     status, printed = run("", "--address", router.address)
-    assert (status, printed) == (1, "error: the prompt is empty; give at least one token\n")
+    assert (status, printed) == (2, "error: the prompt is empty; give at least one token\n")
 
 
 def test_nobody_there_is_one_line() -> None:

@@ -116,11 +116,31 @@ async def test_router_lost_in_mid_stream(router: FakeRouter) -> None:
     assert len(router.requests[0].resume[0].token_ids) == 2
 
 
+async def test_a_router_that_restarts_leaves_no_noise() -> None:
+    """A router that ends with the stream open and comes back, ten times over, puts nothing of gRPC's on stderr."""
+    async with FakeRouter() as router:
+        router.stalls_after = 3
+        command = [*COMMAND, "generate", "a", "--address", router.address, "--seed", "3", "--max-tokens", "60"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        assert process.stdout is not None
+        begun = await process.stdout.readexactly(1)
+    port = int(router.address.rpartition(":")[2])
+    for _ in range(10):
+        async with FakeRouter(port=port) as router:
+            router.stalls_after = 3
+            await router.crowded(1)
+    async with FakeRouter(port=port):
+        out, err = await process.communicate()
+    assert (process.returncode, (begun + out).decode()) == (0, words(3, 0, 60) + "\n")
+    assert err.startswith(b"group-0: 1 prompt token,") and err.count(b"\n") == 1, err
+
+
 async def test_refusal_is_one_line(router: FakeRouter) -> None:
-    """What the server refuses comes out as its own message, exit code 1, no traceback."""
+    """What the server refuses comes out as its own message, no traceback; 2, since the request is wrong as written."""
     router.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is empty; send at least one token")
     ran = await run("", "--address", router.address)
-    assert (ran.code, ran.out) == (1, "")
+    assert (ran.code, ran.out) == (2, "")
     assert ran.err == "error: the prompt is empty; send at least one token\n"
 
 
@@ -130,13 +150,12 @@ async def test_refusal_is_one_line(router: FakeRouter) -> None:
         (["--temperature", "nan"], "temperature is nan; it must be in [0, 100]"),
         (["--max-tokens", "0"], "max_tokens is 0; it must be at least 1"),
         (["--max-tokens", "4294967296"], "a number does not fit its field"),
-        (["--address", "127.0.0.1:1"], "no server answers at 127.0.0.1:1; is `coatcheck serve` running there?"),
     ],
 )
 async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
-    """A bad value, or no server, is one clear line and exit code 1."""
-    ran = await run("x", *arguments)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
+    """A bad value is one clear line and exit code 2, before any server is asked."""
+    ran = await run("x", *arguments, "--address", "127.0.0.1:1")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert ran.err.startswith(f"error: {message}")
 
 

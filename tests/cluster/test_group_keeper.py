@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.cluster_state import GroupState
 from coatcheck.cluster.group_keeper import GroupKeeper, backoff_seconds
 from coatcheck.proto.errors import Unavailable
@@ -26,7 +27,7 @@ class Kept:
 
     async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
         """Waits until its state is so."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not holds(self.keeper.state):
                 self._changed.clear()
                 await self._changed.wait()

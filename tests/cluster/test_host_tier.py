@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -16,6 +15,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.serving import Serving, kill, until
@@ -46,7 +46,7 @@ def ask(
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
         ids = pb.TokenIds(ids=prompt)
         request = pb.GenerateRequest(token_ids=ids, sampling=sampling, request_id=name, cache_salt=salt)
-        answer = stub.Generate(request, timeout=60)
+        answer = stub.Generate(request, timeout=PATIENCE_SECONDS)
     return list(answer.choices[0].token_ids), answer.final
 
 
@@ -56,11 +56,11 @@ def all_work_for(serving: Serving, group: str) -> Iterator[None]:
     other = {"group-0": "group-1", "group-1": "group-0"}[group]
     with grpc.insecure_channel(serving.address) as channel:
         admin: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
-        admin.Drain(pb.DrainRequest(group=other, timeout_seconds=30), timeout=60)
+        admin.Drain(pb.DrainRequest(group=other, timeout_seconds=PATIENCE_SECONDS), timeout=2 * PATIENCE_SECONDS)
         try:
             yield
         finally:
-            admin.Drain(pb.DrainRequest(group=other, undo=True), timeout=60)
+            admin.Drain(pb.DrainRequest(group=other, undo=True), timeout=PATIENCE_SECONDS)
 
 
 def flood(serving: Serving, start: int) -> None:
@@ -160,7 +160,7 @@ def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
 
 def _found(serving: Serving) -> dict[tuple[str, ...], float]:
     """What /metrics says of the first group, by name and labels."""
-    with urlopen(f"{serving.url}/metrics", timeout=20) as answer:
+    with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
         page = answer.read().decode()
     families = text_string_to_metric_families(page)
     return {
@@ -213,6 +213,14 @@ def test_metrics_say_what_status_says(serving: Serving) -> None:
     assert group["demotions"] <= sum(group["device_evictions"].values())
 
 
+def _in_flight(serving: Serving) -> float:
+    """Requests that the router has and has not answered."""
+    with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [sample for family in families for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == "coatcheck_active_requests")
+
+
 def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:
     """Killed in the middle of a restore, a group takes nothing with it: the other answers, and rightly."""
     first, final = ask(serving, PROMPT)
@@ -226,9 +234,9 @@ def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:
         follower = int(serving.group(final.group)["ranks"][1]["pid"])
         os.kill(follower, signal.SIGSTOP)  # now rank 0 can begin the restore, and not end it
         asking.start()
-        time.sleep(0.5)  # long enough for rank 0 to begin; if it has not, the answer is still to be right
+        until(lambda: _in_flight(serving) == 1, "the prompt is with its group")
         assert not answers, "answered without one of its ranks"
     kill(follower)
-    asking.join(60)
+    asking.join(PATIENCE_SECONDS)
     assert answers[0][0] == first
     assert answers[0][1].group != final.group and answers[0][1].moves == 1

@@ -5,7 +5,6 @@ import http.client
 import json
 import random
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, Resumed, SamplingParams, StructuredOutput
 from coatcheck.router.config import MESSAGE_BYTES
 from tests.cluster.fortress import Fortress, fortress, vanish
 from tests.cluster.serving import until
 from tests.router.http.mutations import mutated
 
-pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.ray]
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 GENERATE, STREAM = "/coatcheck.v1.Generation/Generate", "/coatcheck.v1.Generation/GenerateStream"
@@ -64,8 +64,8 @@ def walls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 def is_at_rest(walls: Fortress) -> None:
     """Nothing is open, and no block is in use."""
-    until(lambda: walls.metric("coatcheck_active_requests") == 0, "no request is open", 60)
-    until(lambda: walls.metric("coatcheck_group_blocks", tier="device", use="used") == 0, "every block is free", 60)
+    until(lambda: walls.metric("coatcheck_active_requests") == 0, "no request is open")
+    until(lambda: walls.metric("coatcheck_group_blocks", tier="device", use="used") == 0, "every block is free")
 
 
 def called(walls: Fortress, data: bytes, key: str | None, method: str = GENERATE) -> grpc.RpcError | None:
@@ -73,7 +73,7 @@ def called(walls: Fortress, data: bytes, key: str | None, method: str = GENERATE
     metadata = () if key is None else (("authorization", key),)
     with walls.channel(walls.known, ("grpc.max_send_message_length", -1)) as channel:
         try:
-            channel.unary_unary(method)(data, timeout=60, metadata=metadata)
+            channel.unary_unary(method)(data, timeout=PATIENCE_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
             return error
     return None
@@ -87,9 +87,8 @@ def test_wrong_credentials(walls: Fortress) -> None:
     tenants["tenants"] = [tenant for tenant in tenants["tenants"] if tenant["name"] != "gone"]
     walls.keys_file.write_text(yaml.safe_dump(tenants))
     body, question = b'{"prompt": "def", "max_tokens": 2}', GOOD[0].SerializeToString()
-    give_up = time.monotonic() + 10
-    while walls.ask("POST", "/v1/completions", body, walls.headers("gone"))[0] != 401:  # routers look once a second
-        assert time.monotonic() < give_up, "a withdrawn key is still taken"
+    withdrawn = walls.headers("gone")
+    until(lambda: walls.ask("POST", "/v1/completions", body, withdrawn)[0] == 401, "a withdrawn key is refused")
     for sent in (None, f"Bearer {wrong}", "Bearer ", "Basic !", f"Bearer {walls.keys['gone']}", "\xff"):
         headers = {"content-type": "application/json", **({} if sent is None else {"authorization": sent})}
         status, text = walls.ask("POST", "/v1/completions", body, headers)
@@ -103,10 +102,10 @@ def test_wrong_credentials(walls: Fortress) -> None:
     assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
     for leaf in walls.bad.values():
         with walls.channel(leaf) as channel, pytest.raises(grpc.RpcError) as refused:
-            channel.unary_unary(GENERATE)(question, timeout=5, metadata=walls.metadata())
+            channel.unary_unary(GENERATE)(question, timeout=PATIENCE_SECONDS, metadata=walls.metadata())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         web = http.client.HTTPSConnection(
-            walls.serving.url.removeprefix("https://"), timeout=10, context=walls.context(leaf)
+            walls.serving.url.removeprefix("https://"), timeout=PATIENCE_SECONDS, context=walls.context(leaf)
         )
         with contextlib.closing(web), pytest.raises(OSError):
             web.request("GET", "/health")
@@ -144,10 +143,9 @@ def test_bodies_that_nobody_reads(walls: Fortress) -> None:
 def test_grammars_that_cannot_be_compiled(walls: Fortress) -> None:
     """Each is refused with its reason before a group hears of it, and others are answered meanwhile."""
     for asked in UNCOMPILABLE:
-        began = time.monotonic()
         status, text = walls.ask("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 2, **asked}))
         said = json.loads(text).get("error", {}).get("message", "")
-        assert status == 400 and said and time.monotonic() - began < 30, (list(asked), text[:300])
+        assert status == 400 and said, (list(asked), text[:300])
     bad = GenerateRequest(text="a", sampling=SamplingParams(max_tokens=2, structured=StructuredOutput(regex="(")))
     error = called(walls, bad.SerializeToString(), walls.headers()["authorization"])
     assert error is not None and error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -230,7 +228,7 @@ def over_grpc(walls: Fortress) -> Counter[str]:
                 place = dice.randrange(len(data) + 1)
                 data[place : place + dice.randint(0, 2)] = dice.randbytes(dice.randint(0, 2))
             try:
-                call(bytes(data), timeout=30.0, metadata=walls.metadata())
+                call(bytes(data), timeout=PATIENCE_SECONDS, metadata=walls.metadata())
                 seen["OK"] += 1
             except grpc.RpcError as error:
                 seen[error.code().name] += 1
@@ -240,7 +238,11 @@ def over_grpc(walls: Fortress) -> Counter[str]:
 def over_schema(walls: Fortress) -> Counter[str]:
     """2,000 of every operation, good and bad."""
     seen, url = Counter[str](), walls.serving.url
-    show = {"verify": str(walls.authority.ca), "cert": (str(walls.known.cert), str(walls.known.key)), "timeout": 60}
+    show = {
+        "verify": str(walls.authority.ca),
+        "cert": (str(walls.known.cert), str(walls.known.key)),
+        "timeout": PATIENCE_SECONDS,
+    }
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=walls.headers("ops"), **show)
     operations = [found.ok() for found in schema.get_all_operations()]
     for operation in operations:

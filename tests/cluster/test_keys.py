@@ -1,7 +1,9 @@
 """`coatcheck keys`: a key is shown once, and the file that a router reads has its hash alone."""
 
+import os
 from pathlib import Path
 
+from coatcheck.cluster.keys import keys
 from coatcheck.router.key_file import hash_key, read_keys
 from tests.cluster.serving import coatcheck
 
@@ -31,3 +33,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     file.write_text("tenants: [")
     done = coatcheck("keys", "new", "search", "--file", str(file))
     assert done.returncode == 2 and "is not YAML" in done.stderr and file.read_text() == "tenants: ["
+
+
+def test_a_link_in_an_open_folder_harms_no_file(tmp_path: Path) -> None:
+    """Where others may write beside the file of keys, no link that they have put there beforehand is followed."""
+    (victim := tmp_path / "victim").write_text("precious")
+    (tmp_path / f".keys.yaml.{os.getpid()}").symlink_to(victim)
+    keys("new", "search", tmp_path / "keys.yaml", None)
+    assert victim.read_text() == "precious"
+    assert [tenant.name for tenant in read_keys(str(tmp_path / "keys.yaml")).values()] == ["search"]

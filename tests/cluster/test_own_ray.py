@@ -1,5 +1,6 @@
 """A Ray of our own: its token is for the same user on the same host."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -73,3 +74,22 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
             assert first in done.stderr and second in done.stderr and "say which with --ray-address" in done.stderr
         done = coatcheck("scale", "--groups", "2", environment=environment)
         assert f"no Ray cluster answers at {first}, the last one started on this host" in done.stderr
+
+
+def test_a_token_is_shown_at_its_own_port_alone(tmp_path: Path) -> None:
+    """Another user who renames the token's file in Ray's open folder does not get the token shown at a port of
+    theirs."""
+    with known_to_its_user(tmp_path, _ADDRESS, "secret"):
+        (tmp_path / "coatcheck-4711.token").rename(tmp_path / "coatcheck-4712.token")
+        assert token_of(tmp_path, "127.0.0.1:4712") is None and own_rays(tmp_path) == []
+
+
+def test_a_fifo_in_rays_folder_holds_no_command_up(tmp_path: Path) -> None:
+    """A FIFO or a link where Ray notes the newest cluster is not read, and the command ends with what it lacks."""
+    (folder := tmp_path / "ray").mkdir()
+    note = folder / "ray_current_cluster"
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(note)
+        done = coatcheck("scale", "--groups", "2", environment={"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""})
+        assert done.returncode == 2 and "finds no Ray cluster on this host" in done.stderr
+        note.unlink()

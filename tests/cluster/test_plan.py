@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.cli import build_app
 from coatcheck.cluster.plan_settings import PlanSettings
 from coatcheck.cluster.sizing import Sizing
@@ -93,7 +94,13 @@ def test_a_hub_id_is_read_from_its_local_copy(tmp_path: Path) -> None:
     write_config(repository / "snapshots" / "abc")
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:1"}
     answers = [
-        subprocess.run([*COMMAND, "plan", model, "--json"], capture_output=True, text=True, env=environment, timeout=15)
+        subprocess.run(
+            [*COMMAND, "plan", model, "--json"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=PATIENCE_SECONDS,
+        )
         for model in ("some/model", "some/other")
     ]
     assert json.loads(answers[0].stdout)["model"] == "some/model"

@@ -32,7 +32,6 @@ def supervisor_of(node: RayNode) -> int:
 
 
 @pytest.mark.full  # a minute on two cores, most of it a dozen processes that import Ray and torch
-@pytest.mark.timeout(300)
 def test_groups_and_routers_follow_the_nodes(nodes: RayNodes, tiny_model: Path) -> None:
     """One group is packed, one spread, each node has a router, and the supervisor is at the head. A dead node takes its
     group and its router along, the other group serves on, also under the next supervisor; a new node brings both back.
@@ -60,7 +59,7 @@ def test_groups_and_routers_follow_the_nodes(nodes: RayNodes, tiny_model: Path) 
         assert serving.generate("def main", "--max-tokens", "4")["usage"]["completion"] == 4
         nodes.add(1)
         serving.wait_line(f"{spread} is serving")
-        until(lambda: serving.group(spread).get("state") == "serving", "its router knows", 10.0)
+        until(lambda: serving.group(spread).get("state") == "serving", "its router knows")
         assert serving.group(packed)["restarts"] == 0
         assert serving.generate("def main", "--max-tokens", "4")["usage"]["completion"] == 4
 
@@ -70,7 +69,6 @@ def answers(router: str) -> bool:
     return coatcheck("status", "--address", router, "--json").returncode == 0
 
 
-@pytest.mark.timeout(60)
 def test_what_cannot_serve_is_refused(nodes: RayNodes, tiny_model: Path) -> None:
     """Too small a cluster is refused with what is missing and where there is room; one that another version of Ray or
     Python has started at once, with both versions, and so is a node that joins it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.cluster.authority import Authority
 from coatcheck.proto.plane_certificate import GROUP
 from coatcheck.proto.worker_pb2 import ProbeRequest
@@ -135,7 +136,7 @@ def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
     ]
     for channel in tries:
         with channel, pytest.raises(grpc.RpcError) as refused:
-            WorkerStub(channel).Probe(ProbeRequest(), timeout=5)
+            WorkerStub(channel).Probe(ProbeRequest(), timeout=PATIENCE_SECONDS)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -152,10 +153,12 @@ def test_ray_admits_nobody_without_its_token(secure: Secure) -> None:
     with grpc.insecure_channel(found[1]) as channel:
         ask = channel.unary_unary("/ray.rpc.ActorInfoGcsService/ListNamedActors")
         whole = b"\x08\x01"  # of every namespace
-        assert b"router-0" in ask(whole, timeout=5, metadata=[("authorization", f"Bearer {_token(secure)}")])
+        assert b"router-0" in ask(
+            whole, timeout=PATIENCE_SECONDS, metadata=[("authorization", f"Bearer {_token(secure)}")]
+        )
         for metadata in (None, [("authorization", f"Bearer {'f' * 64}")]):
             with pytest.raises(grpc.RpcError) as refused:
-                ask(whole, timeout=5, metadata=metadata)
+                ask(whole, timeout=PATIENCE_SECONDS, metadata=metadata)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

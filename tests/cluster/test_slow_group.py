@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.group_address import GroupAddress
@@ -64,7 +65,6 @@ def groups() -> Iterator[dict[str, tuple[int, str]]]:
 
 
 @pytest.mark.full  # what is usual for a step takes its time to be known
-@pytest.mark.timeout(180)
 async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     tmp_path: Path, groups: dict[str, tuple[int, str]]
 ) -> None:
@@ -80,7 +80,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     await asyncio.sleep(20)
     slow = max(router.groups.links, key=lambda link: link.load.last.status.generated_tokens)
     slowing = asyncio.create_task(_slow(groups[slow.name][0]))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not slow.ejections:
             await router.groups.next_change.wait()
     reason = slow.reason

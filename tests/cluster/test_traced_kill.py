@@ -14,7 +14,7 @@ from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.observed import Collector
 from tests.cluster.serving import Serving, kill, until
 
-pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.ray]
 DEMO, TOKENS = Path(__file__).parents[2] / "demo" / "model", 1500
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

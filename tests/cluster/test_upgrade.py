@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coatcheck import __version__
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.bench.ray_nodes import RayNodes
 from coatcheck.cluster.supervisor import Supervisor
 from tests.cluster.serving import Serving, coatcheck, until
@@ -65,7 +66,6 @@ def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
 
 
 @pytest.mark.full  # a minute or two on two cores: seven starts of processes that import torch
-@pytest.mark.timeout(500)
 def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> None:
     """Groups of a new version with the same contract serve beside an old router, which is renewed last. A version with
     another contract is refused by the router at the first group, the others serve on, and the way back is the same."""
@@ -76,7 +76,7 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
 
         def restart(*arguments: str) -> tuple[int, str, str]:
             flags = ["--ray-address", nodes.address, "--drain-seconds", "1"]
-            done = coatcheck("restart", *arguments, *flags, environment=nodes.environment, seconds=120.0)
+            done = coatcheck("restart", *arguments, *flags, environment=nodes.environment, seconds=4 * PATIENCE_SECONDS)
             return done.returncode, done.stdout, done.stderr
 
         command = [str(tiny_model), *flags, "--ray-address", nodes.address]
@@ -86,12 +86,12 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             installed.install("0.0.2", changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 0, said
-            until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what", 10.0)
+            until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what")
             used = {serving.generate("def main", "--max-tokens", "4")["group"] for _ in range(8)}
             assert used <= {"group-0", "group-1"} and "group-0" in used
             code, out, said = restart("--routers")
             assert code == 0 and out.count("serves again") == 4, said
-            until(lambda: versions(serving) == ["0.0.2"] * 3, "all are new", 10.0)
+            until(lambda: versions(serving) == ["0.0.2"] * 3, "all are new")
             installed.install("0.0.3", contract=1, changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 1 and "router-0 does not use group-0" in said
@@ -101,11 +101,10 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             installed.install("0.0.4", changed=_EVOLUTION)
             code, _, said = restart("group-0")
             assert code == 0, said
-            until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back", 10.0)
+            until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back")
 
 
 @pytest.mark.full  # two starts for what no other version has shown yet
-@pytest.mark.timeout(200)
 def test_serve_joins_an_older_supervisor(tmp_path: Path, tiny_model: Path) -> None:
     """A newer `serve` asks an older supervisor for nothing that it does not know, which would end its process: it is
     ready once all serve, as the older one was."""

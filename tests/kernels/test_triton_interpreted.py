@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
+
 
 @pytest.mark.parametrize(
     "groups",
@@ -24,7 +26,7 @@ import pytest
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
     """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw: what references give."""
-    run(groups.split(), 110)
+    run(groups.split(), PATIENCE_SECONDS)
 
 
 @pytest.mark.full
@@ -34,7 +36,7 @@ def test_every_combination_of_attentions_features_agrees() -> None:
     run(["whole matrix"], 1700)
 
 
-def run(groups: list[str], seconds: int) -> None:
+def run(groups: list[str], seconds: float) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpreted", *groups],
         cwd=Path(__file__).parents[2],

@@ -9,6 +9,7 @@ from coatcheck.proto.errors import CoatcheckError, Overloaded, error_of, status_
 TABLE = [
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400),
     (errors.NeverFits, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (errors.ContextLengthExceeded, grpc.StatusCode.INVALID_ARGUMENT, 400),
     (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, 401),
     (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED, 403),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND, 404),

@@ -54,11 +54,12 @@ async def open_door(tokenizer: TokenizerJson) -> AsyncIterator[OpenDoor]:
     doors: list[Door] = []
 
     async def opened(
-        *groups: FakeGroup, attached: bool = True, speaking: TokenizerJson = tokenizer, **settings: object
+        *groups: FakeGroup, attached: bool = True, speaking: TokenizerJson | None = tokenizer, **settings: object
     ) -> Door:
+        """`speaking` None: the router reads the files of its `model`."""
         # Unlike real groups, fake ones say nothing unasked: on a busy machine they would seem to hang.
-        settings = {"silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
-        router = Router(RouterConfig(model="tiny", **settings), speaking)  # type: ignore[arg-type]  # by name
+        settings = {"model": "tiny", "silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
+        router = Router(RouterConfig(**settings), speaking)  # type: ignore[arg-type]  # by name
         address = await router.start()
         door = Door(router, address, list(groups))
         doors.append(door)

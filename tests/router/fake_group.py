@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -92,11 +93,13 @@ class FakeGroup(WorkerServicer):
         self.silent = False  # a stopped process: connected, and saying nothing
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
+        self.sent = 0  # tokens
         self.snapshot_requests = 0
         self.blocks: list[KvEvent] = []
         self.sequence = 0
         self.load = Load(status=GroupStatus(running=0, prefill_tokens_per_second=1000.0, step_seconds=0.01))
         self._streams: list[asyncio.Queue[FromGroup | None]] = []
+        self._taken: dict[asyncio.Queue[FromGroup | None], int] = {}  # submissions, by stream
         self._changed = asyncio.Event()
         self._gone: set[tuple[int, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,7 +137,7 @@ class FakeGroup(WorkerServicer):
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something that was received makes it so."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not holds():
                 self._changed.clear()
                 await self._changed.wait()
@@ -144,10 +147,13 @@ class FakeGroup(WorkerServicer):
         self.hold_after = hold_after
         self._changed.set()
 
-    def report(self, waiting: int) -> None:
-        """So many wait here, from now on."""
-        self.load.status.waiting = waiting
-        self.send(FromGroup(load=self.load))
+    def report(self, waiting: int, running: int = 0) -> None:
+        """So many wait and run here, from now on; every submission that came is one of them, or has ended."""
+        self.load.status.waiting, self.load.status.running = waiting, running
+        for stream in self._streams:
+            message = FromGroup(load=self.load)
+            message.load.submissions = self._taken[stream]
+            stream.put_nowait(message)
 
     def send(self, message: FromGroup) -> None:
         """To every attached router."""
@@ -166,12 +172,14 @@ class FakeGroup(WorkerServicer):
     ) -> AsyncIterator[FromGroup]:
         """The stream of one router."""
         outbox: asyncio.Queue[FromGroup | None] = asyncio.Queue()
+        self._taken[outbox] = 0
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             while (message := await outbox.get()) is not None:
                 yield message
         finally:
             reader.cancel()
+            del self._taken[outbox]
             if outbox in self._streams:
                 self._streams.remove(outbox)
 
@@ -184,6 +192,7 @@ class FakeGroup(WorkerServicer):
                     self._greet(outbox)
                 case "submit":
                     self.submits.append(message.submit)
+                    self._taken[outbox] += 1
                     if self.die_on_submit or list(message.submit.prompt_token_ids) == [self.poison]:
                         if self.last_word:
                             word = LastWord(reason=self.last_word)
@@ -263,6 +272,8 @@ class FakeGroup(WorkerServicer):
             elif position + 1 == sampling.max_tokens:
                 output.finish_reason = FINISH_REASON_LENGTH
             outbox.put_nowait(FromGroup(batch=StepBatch(step=position, outputs=[output])))
+            self.sent += 1
+            self._changed.set()
             if output.finish_reason:
                 return
             await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
 
@@ -36,7 +37,7 @@ async def test_a_group_of_another_contract_is_refused(open_door: OpenDoor) -> No
     door.groups += [known, strange]
     await door.router.set_groups([await known.start(), await strange.start()])
     await door.serving(1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and status.reason == disagreement("the group", CONTRACT + 1, "9.9.9")

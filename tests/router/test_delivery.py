@@ -2,6 +2,7 @@
 
 import asyncio
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.worker_pb2 import SequenceOutput
 from coatcheck.router.delivery import Delivery
 from coatcheck.router.losses import Cause, Loss
@@ -41,7 +42,7 @@ async def test_steps_that_come_during_a_round_are_taken_together() -> None:
     delivery.deliver(step(5, 1, 2))
     await asyncio.gather(*readers)  # both have taken; neither is back for more
     again = asyncio.create_task(quick.take())
-    await asyncio.sleep(0.002)
+    await asyncio.sleep(0.002)  # the slow one's, which a round is as long as
     delivery.deliver(step(6, 1, 2))
     await asyncio.sleep(0)
     assert not again.done()
@@ -58,7 +59,7 @@ async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
     await asyncio.sleep(0)
     delivery.deliver(step(0, 1, 2))
     await asyncio.gather(*first)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         for token in range(1, 50):
             taking = asyncio.create_task(reading.take())
             await asyncio.sleep(0)

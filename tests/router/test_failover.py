@@ -244,7 +244,7 @@ async def test_a_group_that_is_too_small_is_not_moved_to(open_door: OpenDoor) ->
 async def test_a_silent_group_is_lost(open_door: OpenDoor) -> None:
     """A group that keeps its connection and says nothing is treated as dead, and its streams move."""
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
-    door = await open_door(*groups.values(), silence_seconds=1.0)
+    door = await open_door(*groups.values(), silence_seconds=4.0)
     stream = Stream(door, ask())
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import StatusRequest
+from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, FromGroup, KvEvent, Refused, SequenceOutput, StepBatch
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.group_address import GroupAddress
@@ -30,7 +31,7 @@ async def test_a_group_that_is_another_does_not_serve(open_door: OpenDoor, name:
     door = await open_door()
     door.groups.append(group)
     await door.router.set_groups([replace(await group.start(), name="g0")])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (status := (await door.admin.Status(StatusRequest())).groups[0]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and reason in status.reason
@@ -44,7 +45,7 @@ async def test_a_group_without_a_block_size_does_not_serve(open_door: OpenDoor) 
     door = await open_door()
     door.groups.append(group)
     await door.router.set_groups([await group.start()])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (status := (await door.admin.Status(StatusRequest())).groups[0]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and status.reason == "the group registered without a block size"
@@ -68,7 +69,7 @@ async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(o
     door = await open_door(first)
     door.groups.append(second)
     await door.router.set_groups([door.router.groups.link("g0").address, await second.start()])  # type: ignore[union-attr]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and "blocks hold 8 tokens, those of the groups beside it 4" in status.reason
@@ -85,7 +86,7 @@ async def test_a_group_that_is_back_is_known_for_what_it_did(open_door: OpenDoor
     group.send(FromGroup(batch=StepBatch(outputs=[SequenceOutput(id=group.submits[0].id, choice=5, token_ids=[5])])))
     await door.serving(0)
     group.go()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await door.serving(1)
     (status,) = (await door.admin.Status(StatusRequest())).groups
     assert (status.state, status.reason) == (
@@ -114,7 +115,7 @@ async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: p
 
     group, changed = FakeGroup(), asyncio.Event()
     link = link_to(await group.start(), changed, fail)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not link.ejections:
             await changed.wait()
             changed.clear()
@@ -134,7 +135,7 @@ async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
     await registered.wait()
     (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch over g0"]
     await asyncio.wait([watch])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await link.close("taken away")
     assert link.registration is None and link.reason == "taken away"
     await group.kill()
@@ -186,3 +187,30 @@ async def test_a_group_that_sends_garbage_is_ejected(open_door: OpenDoor) -> Non
     assert (ejected.state, ejected.reason) == ("lost", "the group answered choice 5 of a request that has 1")
     assert (await stream.finish()).final.group == second.name
     assert stream.ids == ids
+
+
+async def test_a_request_of_a_dropped_stream_takes_nothing_from_those_of_the_next(open_door: OpenDoor) -> None:
+    """The stream to a group drops and attaches again to the same process, while clients have not read what became of
+    their requests: when they leave at last, nothing fails, and what is expected of the new stream's requests stays."""
+    group = FakeGroup(hold_after=0)
+    message = GenerateRequest(token_ids=TokenIds(ids=range(2, 15)), sampling=SamplingParams(max_tokens=2, seed=1))
+    door = await open_door(group)
+    index, generation = door.router.groups.index, door.router.generation
+    old = [generation.generate_stream(message) for _ in range(2)]
+    for stream in old:
+        assert (await anext(stream)).HasField("started")
+    expected = index.stats().expected
+    assert expected
+    group.hang_up()
+    async with asyncio.timeout(10):
+        await door.serving(0)
+        assert index.stats().expected == 0
+        await door.serving(1)
+    await old[0].aclose()  # nothing is expected yet
+    new = generation.generate_stream(message)
+    assert (await anext(new)).HasField("started")
+    await old[1].aclose()
+    assert index.stats().expected == expected
+    await new.aclose()
+    assert index.stats().expected == 0
+    index.check()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.worker_pb2 import FromGroup
 from coatcheck.router.laggards import Laggards
@@ -83,7 +84,7 @@ async def test_a_slow_group_is_put_out_until_it_is_needed(open_door: OpenDoor) -
     assert (await door.generation.Generate(ask())).final.group == other.name
     slow.go()
     await other.kill()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while [link.name for link, _ in door.router.groups.serving()] != [slow.name]:
             await door.router.groups.next_change.wait()
     slow.send(FromGroup(load=slow.load))

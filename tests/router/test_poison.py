@@ -7,6 +7,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
@@ -153,7 +154,7 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor)
     assert not waits.done() and not first.done()
     there.close(finished=False)
     first.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         (await waits).close(finished=False)
     assert first.cancelled()
 
@@ -174,7 +175,7 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(ope
 
     there = await place(one.model)
     waits = place(one.model)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         elsewhere = await place(model)
     assert elsewhere.ticket.group == "b" and not waits.done()
     there.close(finished=False)

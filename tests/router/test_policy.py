@@ -1,4 +1,4 @@
-"""Which group answers: lowest cost in seconds, ties at random, every term accounted for, and no threshold anywhere."""
+"""Which group answers: lowest cost in seconds, ties at random, every term accounted for, no term with a threshold."""
 
 import random
 from collections import Counter
@@ -43,14 +43,16 @@ def a_group(name: str, **known: float) -> Candidate:
 
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1))
 def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, regret: float) -> None:
-    """The decision carries one row of terms per candidate, none negative, and no other group's total is lower, but for
-    those without room that hold no more of the prompt than one with room."""
+    """The decision has one row of terms per candidate, none negative. No other group's total is lower, except groups
+    without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
     decision = choose(candidates, prompt, random.Random(0), regret=regret)
     totals = {terms.group: terms.total for terms in decision.terms}
     assert totals.keys() == {candidate.group for candidate in candidates}
     ready = max((terms.cached_tokens for terms in decision.terms if terms.has_room), default=-1)
-    compared = [terms.total for terms in decision.terms if terms.has_room or terms.cached_tokens > ready]
-    assert totals[decision.group] == decision.chosen.total == min(compared)
+    compared = [terms for terms in decision.terms if terms.has_room or terms.cached_tokens > ready]
+    cheaper = [terms for terms in compared if terms.total < decision.chosen.total]
+    assert decision.chosen in compared and totals[decision.group] == decision.chosen.total
+    assert all(terms.queue > decision.chosen.queue for terms in cheaper)
     assert all(seconds >= 0 for terms in decision.terms for seconds in terms[1:8])
     assert all(terms.total == pytest.approx(sum(terms[1:8])) for terms in decision.terms)
     assert decision.why.startswith(f"{decision.group}: ")
@@ -71,6 +73,42 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, regret: float, 
         moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
         behind = 40 * (1 + max(candidate.queued_requests for candidate in candidates))
         assert abs(one.total - other.total) <= 0.01 * one.total + moved * behind + 1e-9
+
+
+@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 1000), st.floats(0, 1))
+def test_nobody_waits_longer_than_an_idle_group_computes(
+    candidates: list[Candidate], prompt: int, regret: float, in_line: int, idle_busy: float
+) -> None:
+    """A group whose queue alone is longer than computing the whole prompt on an idle group is never chosen, however
+    much of the prompt it holds, however many wait, and however busy the idle group was before."""
+    idle = Candidate("idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy=idle_busy, free_tokens=prompt)
+    decision = choose([*candidates, idle], prompt, random.Random(0), regret=regret, in_line=in_line)
+    (alone,) = [terms for terms in decision.terms if terms.group == "idle"]
+    assert alone.queue == alone.restore == alone.eviction == 0.0
+    assert decision.chosen.queue <= alone.prefill + alone.decode
+
+
+def test_one_long_queue_does_not_make_idle_groups_look_expensive() -> None:
+    """With 1,000 requests (50 s) queued at the group that holds the prompt, an idle group computes it in 0.46 s."""
+    rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000}
+    holder = a_group("g0", queued_prefill_tokens=500_000, queued_requests=1000, device_tokens=4096, busy=1.0, **rates)
+    idle = [a_group(f"g{place}", **rates) for place in range(1, 8)]
+    decision = choose([holder, *idle], 4596, DICE)
+    assert decision.group != "g0" and decision.chosen.delay < 1.0
+    assert choose([holder._replace(queued_prefill_tokens=1000, queued_requests=2), *idle], 4596, DICE).group == "g0"
+
+
+def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() -> None:
+    """The idle groups were as busy as the holder until now: a queue that is longer than the prompt still sends the
+    request to an idle group, and so does a queue of eight times as many seconds as one elsewhere."""
+    rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000, "busy": 0.9}
+    holder = a_group("g0", queued_prefill_tokens=10_000, queued_requests=20, device_tokens=4096, **rates)
+    others = [a_group(f"g{place}", **rates) for place in range(1, 8)]
+    decision = choose([holder, *others], 4596, DICE)
+    assert decision.group != "g0" and decision.why.endswith("; cheaper, but without room or with too long a queue: g0")
+    nearly = [group._replace(queued_prefill_tokens=500, queued_requests=1) for group in others]
+    assert choose([holder._replace(queued_prefill_tokens=4000), *nearly], 4596, DICE).group == "g0"
+    assert choose([holder, *nearly], 4596, DICE).group != "g0"
 
 
 def test_ties_are_broken_at_random() -> None:
@@ -174,7 +212,7 @@ def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
     room = a_group("room", queued_prefill_tokens=100)
     full = a_group("full", has_room=False)
     decision = choose([room, full], 1000, DICE)
-    assert decision.group == "room" and "; cheaper, but without room: full" in decision.why
+    assert decision.group == "room" and "; cheaper, but without room or with too long a queue: full" in decision.why
     holds = full._replace(device_tokens=500)
     assert choose([room, holds], 1000, DICE).group == "full"
     assert choose([room._replace(device_tokens=500), holds], 1000, DICE).group == "room"

@@ -49,6 +49,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.sequences: dict[str, int] = {}
         self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
         self.sent: list[tuple[Expectation, str, int]] = []  # with its group and how many blocks of the chain
+        self.settled: list[Expectation] = []  # and those whose group has gone since
         self.count = 0
 
     @rule(group=NAMES)
@@ -56,12 +57,24 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.count += 1
         self.epochs[group], self.sequences[group], self.held[group] = self.count, 0, None
         self.index.add_group(group, str(self.count))
+        self.forget_sent(group)
+
+    @rule(group=NAMES)
+    def attach_again(self, group: str) -> None:
+        """The stream to the same process is a new one: the epoch stays, all that was on its way is lost."""
+        if group in self.epochs:
+            self.held[group] = None
+            self.index.add_group(group, str(self.epochs[group]))
+            self.forget_sent(group)
+
+    def forget_sent(self, group: str) -> None:
+        self.settled += [entry[0] for entry in self.sent if entry[1] == group]
         self.sent = [entry for entry in self.sent if entry[1] != group]
 
     @rule(group=NAMES)
     def leave(self, group: str) -> None:
         self.index.remove_group(group)
-        self.sent = [entry for entry in self.sent if entry[1] != group]
+        self.forget_sent(group)
         for known in (self.epochs, self.sequences, self.held):
             known.pop(group, None)
 
@@ -76,7 +89,14 @@ class IndexAgainstSets(RuleBasedStateMachine):
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(self.sent) - 1))
-        self.index.settle(self.sent.pop(place)[0])
+        expectation = self.sent.pop(place)[0]
+        self.index.settle(expectation)
+        self.settled.append(expectation)
+
+    @precondition(lambda self: self.settled)
+    @rule(data=st.data())
+    def settle_too_late(self, data: st.DataObject) -> None:
+        self.index.settle(data.draw(st.sampled_from(self.settled)))
 
     @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
     def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
@@ -280,3 +300,22 @@ def test_a_hundred_groups_share_the_index() -> None:
     index.add_group("h", "1")
     index.check()
     assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}
+
+
+def test_settling_after_the_same_process_attached_again_takes_nobody_elses() -> None:
+    """A stream that drops and attaches again keeps the group's epoch: what was on its way before is settled without
+    effect, and what is on its way now stays expected."""
+    index = following("a")
+    old = index.expect("a", CHAIN[:3])
+    index.remove_group("a")
+    index.add_group("a", "1")
+    assert old is not None
+    index.settle(old)
+    new = index.expect("a", CHAIN[:2])
+    index.settle(old)
+    assert index.matched_blocks(CHAIN) == {"a": (0, 0, 2)}
+    assert new is not None
+    index.settle(new)
+    index.settle(new)
+    assert index.matched_blocks(CHAIN) == {}
+    index.check()

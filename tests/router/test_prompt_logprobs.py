@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
 
 from .conftest import OpenDoor
@@ -66,7 +67,7 @@ async def test_repeated_parts_are_no_delivery(open_door: OpenDoor) -> None:
     for times in (1, 2):  # the second time it is there alone
         await second.until(lambda times=times: len(second.submits) == times)
         second.hang_up()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stream.finish()
     assert refused.value.code() is grpc.StatusCode.ABORTED

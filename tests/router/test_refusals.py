@@ -50,7 +50,7 @@ BAD = {
     "prompt over model": (GenerateRequest(token_ids=HUGE), "shorten the prompt to at most 255"),
     "prompt fills model": (GenerateRequest(token_ids=TokenIds(ids=[5] * 256)), "shorten the prompt"),
     "max_tokens 0": (sampled(max_tokens=0), "max_tokens is 0"),
-    "max_tokens over room": (sampled(max_tokens=255), "lower max_tokens to"),
+    "max_tokens over room": (sampled(max_tokens=255), "and max_tokens is 255; lower max_tokens to 25"),
     "min over max": (sampled(max_tokens=2, min_tokens=3), "min_tokens is 3"),
     "min over room": (sampled(min_tokens=255), "min_tokens is 255"),
     "negative temperature": (sampled(temperature=-1.0), "temperature is -1.0"),
@@ -110,8 +110,8 @@ async def test_a_prompt_over_every_pool_is_refused_at_once(open_door: OpenDoor) 
         await door.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details() == (
-        "the prompt has 16 tokens; this server holds 16 tokens per sequence, prompt and answer together: "
-        "shorten the prompt to at most 15"
+        "This model's maximum context length is 16 tokens. However, the prompt has 16 tokens, and the answer needs "
+        "room too: shorten the prompt to at most 15 tokens"
     )
 
 

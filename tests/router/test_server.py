@@ -9,6 +9,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import DrainRequest, GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.config import RouterConfig
@@ -99,7 +100,7 @@ async def test_draining_is_undone(open_door: OpenDoor) -> None:
         await health(door, HealthCheckResponse.NOT_SERVING)
         undone = await door.admin.Drain(DrainRequest(group=name, undo=True))
         assert (undone.drained, undone.remaining_streams) == (False, 1)
-        assert not (await asyncio.wait_for(waiting, 10)).drained
+        assert not (await asyncio.wait_for(waiting, PATIENCE_SECONDS)).drained
         assert (await door.admin.Status(StatusRequest())).state == "serving"
     group.go()
     assert [event async for event in stream][-1].HasField("final")
@@ -114,7 +115,7 @@ async def test_a_drained_group_stays_so_when_it_is_started_again(open_door: Open
     await door.router.set_groups([GroupAddress("a", "", "lost", "it was killed")])
     assert not door.router.groups.link("a")
     await door.router.set_groups([link.address])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while next(iter(door.router.groups.links)).registration is None:
             await door.router.groups.next_change.wait()
     status = await door.admin.Status(StatusRequest())

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidConfig, SlowReader
 from coatcheck.proto.worker_pb2 import SequenceOutput
@@ -39,7 +40,7 @@ async def plain_socket(address: str) -> AsyncIterator[socket.socket]:
 async def is_given_up(door: Door, group: FakeGroup) -> None:
     """The group is told to free its blocks, and the router holds nothing any more."""
     await group.until(lambda: bool(group.aborts))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await door.router.traffic.idle()
     assert all(not len(link.tickets) for link in door.router.groups.links)
 

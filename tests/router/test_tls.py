@@ -13,6 +13,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import InvalidConfig
@@ -44,7 +45,7 @@ class Door:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.secure_channel(self.grpc, _credentials(ca, own), options=options) as channel:
             try:
-                return (await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=5)).name
+                return (await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)).name
             except grpc.aio.AioRpcError as error:
                 return error.code().name
 
@@ -56,7 +57,7 @@ class Door:
         context = ssl.create_default_context(cafile=str(ca))
         if own:
             context.load_cert_chain(own.cert, own.key)
-        connection = http.client.HTTPSConnection(self.router.http_address, timeout=5, context=context)
+        connection = http.client.HTTPSConnection(self.router.http_address, timeout=PATIENCE_SECONDS, context=context)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -107,7 +108,7 @@ async def test_clients_check_the_server(opened, authority, tmp_path: Path) -> No
         await door.health(stranger.ca)
     async with grpc.aio.insecure_channel(door.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=5)
+            await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -162,7 +163,7 @@ async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority) -> No
         with pytest.raises(OSError):
             await asyncio.open_connection(host, int(port), ssl=context)
         assert set(refused) == {"connections"}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             for reader, _ in silent:
                 assert await reader.read() == b""  # each is ended
         reader, writer = await asyncio.open_connection(host, int(port), ssl=context)

@@ -99,13 +99,12 @@ def test_the_end_of_a_turn_is_written_as_the_model_has_it(model_directory: Path)
 def test_a_long_text_holds_nobody_up(tokenizer: TokenizerJson) -> None:
     """Other threads, the event loop's among them, run on while a text of megabytes is encoded."""
     encoding = threading.Thread(target=tokenizer.encode, args=("abcd " * 400_000,))
-    began = last = time.monotonic()
-    longest = 0.0
+    turns = 0
     encoding.start()
     while encoding.is_alive():
         time.sleep(0.001)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    assert longest < (last - began) / 2
+        turns += 1
+    assert turns > 3  # else it would be one, or two
 
 
 def test_a_text_far_too_long_is_refused_after_its_beginning(tokenizer: TokenizerJson) -> None:

@@ -4,10 +4,10 @@ import multiprocessing
 import os
 import socket
 import threading
-import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.workers.group_config import GroupConfig
 from coatcheck.workers.rank import Rank
 from coatcheck.workers.rank_progress import Phase, RankProgress
@@ -40,7 +40,7 @@ class RankGroup:
         addresses = []
         for pipe in self.pipes:
             while True:
-                assert pipe.poll(60), "a rank says nothing"
+                assert pipe.poll(PATIENCE_SECONDS), "a rank says nothing"
                 said = pipe.recv()
                 assert isinstance(said, RankProgress), said
                 if said.phase is Phase.SERVING:
@@ -57,10 +57,9 @@ class RankGroup:
             found.append(said)
         return found
 
-    def exit_codes(self, seconds: float) -> list[int | None]:
-        deadline = time.monotonic() + seconds
+    def exit_codes(self) -> list[int | None]:
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(PATIENCE_SECONDS)
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.workers.communicator import Communicator
 
 _context = multiprocessing.get_context("forkserver")
@@ -31,8 +32,8 @@ def run_ranks(
     work: Work,
     argument: Any,
     *,
-    seconds: float = 100.0,
-    timeout_seconds: float = 60.0,
+    seconds: float = PATIENCE_SECONDS,
+    timeout_seconds: float = PATIENCE_SECONDS,
     share_memory: bool = True,
 ) -> list[Any]:
     """`work(communicator, argument)` on every rank of a new group, in rank order. Raises with a rank's traceback.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
@@ -86,7 +87,7 @@ class Router:
         await self.send(submit=submit)
 
     async def messages(self, *kinds: str) -> AsyncIterator[wire.FromGroup]:
-        while (message := await asyncio.wait_for(self.stream.read(), 10)) is not grpc.aio.EOF:
+        while (message := await asyncio.wait_for(self.stream.read(), PATIENCE_SECONDS)) is not grpc.aio.EOF:
             if message.WhichOneof("message") in kinds:
                 yield message
 
@@ -107,7 +108,7 @@ class Router:
         return outputs
 
 
-async def until(holds: Callable[[], Awaitable[bool]], seconds: float = 5.0) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not await holds():
         assert time.monotonic() < deadline, "it never came true"

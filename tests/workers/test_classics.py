@@ -15,7 +15,10 @@ def test_long_context_crash(host_blocks: int) -> None:
     engine.submit(request("chat", [1, 2, 3], 30, ignore_eos=True))
     collector = Collector(engine)
     collector.step()
-    with pytest.raises(NeverFits, match="this server holds 80 per sequence: shorten the prompt or lower max_tokens"):
+    with pytest.raises(
+        NeverFits,
+        match="maximum context length is 80 tokens. However, you requested .*; shorten the prompt or lower max_tokens",
+    ):
         engine.submit(request("document", [4] * 4000, 1))
     assert len(collector.run().tokens["chat", 0]) == 30
     engine.submit(request("longest", [5] * 76, 4))

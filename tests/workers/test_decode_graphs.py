@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.workers.decode_graphs import graph_sizes, pick_size
 from coatcheck.workers.step_plan import Row
 from tests.workers.checkpoints import tiny_checkpoint
@@ -91,7 +92,7 @@ def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_d
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.endswith("agreed\n")

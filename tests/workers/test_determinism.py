@@ -10,7 +10,7 @@ import torch
 from coatcheck.kernels.linear import ROW_TILE, PackedLinear
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.attention import probe_attention
+from coatcheck.workers.attention_probe import probe_attention
 from coatcheck.workers.block_layout import BlockLayout
 from coatcheck.workers.communicator import Communicator
 from coatcheck.workers.determinism import check_deterministic

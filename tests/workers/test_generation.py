@@ -1,5 +1,6 @@
 """The engine with a real model: what a request gets depends on the request alone."""
 
+import json
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -119,6 +120,22 @@ def test_greedy_tokens_are_transformers_own(make: Make, checkpoint: Path) -> Non
         )
         # min_new_tokens masks eos there; ours may say it and go on, so prompts that would are none of these
         assert said[f"r{i}", 0][0] == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("in_generation_config", "in_config", "ends"),
+    [([5, VOCAB, -1], 7, (5,)), (VOCAB, 7, (7,)), (-1, [7, 10**8], (7,)), ([VOCAB], -1, ())],
+)
+def test_ends_outside_of_the_vocabulary_end_nothing(
+    tmp_path: Path, in_generation_config: object, in_config: object, ends: tuple[int, ...]
+) -> None:
+    """They are left out, so that min_tokens, which masks the ends, does not end the rank."""
+    checkpoint = tiny_checkpoint("llama", tmp_path)
+    for name, said in (("generation_config.json", in_generation_config), ("config.json", in_config)):
+        file = checkpoint / name
+        values = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**values, "eos_token_id": said}))
+    assert load_model(checkpoint, communicator=Communicator(), device="cpu").spec.eos_token_ids == ends
 
 
 def test_the_batch_does_not_matter(make: Make, alone: list[int]) -> None:

@@ -32,7 +32,7 @@ def start(checkpoint_directory: Path, tmp_path: Path) -> Iterator[Start]:
         config = GroupConfig(
             "g", path, "tiny", tp=tp, kv_memory=1 << 20, dtype="float32", device="cpu", threads=1, **settings
         )  # type: ignore[arg-type]
-        base = f"{tmp_path}/g.{len(groups)}"
+        base = f"{tmp_path}/own/g.{len(groups)}"
         groups.append(RankGroup(config, CrashingRank, base))
         return groups[-1], base
 
@@ -85,7 +85,7 @@ def test_who_ends_by_itself_says_so(start: Start, tp: int, token: int, word: str
     group, base = start(tp)
     said = last_word(group.wait_ready(), token)
     assert (said.reason if said else None) == word
-    assert None not in group.exit_codes(10)
+    assert None not in group.exit_codes()
     assert crash_of(base, list(range(tp)), tp) == record
     assert crash_of(f"{base}9", list(range(tp)), tp) is None, "on another host nothing is known"
 
@@ -99,7 +99,8 @@ def test_what_only_waited_is_named(start: Start) -> None:
 
 def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
     """torch aborts a rank whose NCCL peer is gone: only alone is it a sign of what ran."""
-    base = f"{tmp_path}/g.0"
+    (folder := tmp_path / "records").mkdir(mode=0o700)
+    base = f"{folder}/g.0"
     for rank in (0, 1):
         Path(f"{base}.rank-{rank}.crash").write_text("Fatal Python error: Aborted\n\nThread 0x1:\n" if rank else "")
     assert crash_of(base, [0, 1], 2) is None
@@ -114,20 +115,8 @@ def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
         "logging.basicConfig(level=logging.INFO)\n"
         "CrashRecord(sys.argv[1], 1, 2).keep(); at_fault()\n"
     )
-    told = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/g.0"], capture_output=True, text=True)
+    told = subprocess.run([sys.executable, "-c", code, base := f"{tmp_path}/own/g.0"], capture_output=True, text=True)
     assert told.returncode == -signal.SIGSEGV
     path = told.stderr.strip().rpartition("its trace is in ")[2]
-    assert crash_of(f"{tmp_path}/g.0", [1], 2) == "rank 1: Segmentation fault"
+    assert crash_of(base, [1], 2) == "rank 1: Segmentation fault"
     assert "in at_fault" in Path(path).read_text()
-
-
-def test_a_full_disk_keeps_no_rank_alive(tmp_path: Path) -> None:
-    """A rank that cannot write down how it ends does not fail at that."""
-    Path(f"{tmp_path}/g.0.rank-0.crash").symlink_to("/dev/full")
-    code = (
-        "import sys; from coatcheck.workers.crash_record import CrashRecord;"
-        "record = CrashRecord(sys.argv[1], 0, 1); record.keep(); record.note(ValueError('a defect'));"
-        "print(record.cause(ValueError('a defect')))"
-    )
-    told = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/g.0"], capture_output=True, text=True, check=True)
-    assert told.stdout == "rank 0: ValueError: a defect\n" and not told.stderr

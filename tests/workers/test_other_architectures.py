@@ -19,6 +19,17 @@ SERVED: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": {},
     "exaone4": {},
+    "gemma3n_text": dict(
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        sliding_window=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=8,
+        activation_sparsity_pattern=None,
+    ),
     "gemma": {},
     "glm4": {},
     "glm4_moe": _EXPERTS | dict(n_routed_experts=4),
@@ -30,11 +41,12 @@ SERVED: dict[str, dict[str, Any]] = {
         sliding_window=16,  # shorter than the prompt: sinks with and without a window
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
+    "hunyuan_v1_moe": dict(head_dim=16, num_experts=4, moe_topk=2),
     "olmo3": {},
     "olmoe": _EXPERTS,
     "phi": {},
-    "phimoe": dict(num_local_experts=4),
-    "qwen2_moe": _EXPERTS,
+    "phimoe": dict(num_local_experts=4, sliding_window=16),
+    "qwen2_moe": _EXPERTS | dict(use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "smollm3": {},
     "starcoder2": {},
 }
@@ -42,12 +54,18 @@ REFUSED = {
     "bloom": "outside of transformers' attention interface",
     "deepseek_v3": "keys and values differ in shape",
     "diffllama": "attends more than once",
-    "falcon": "transformers cannot build it with our attention",
-    "mamba": "cannot be served",
+    "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
+    "falcon": "its attention does not go through transformers' attention interface",
+    "llama4_text": "its mask is neither causal nor a sliding window",
+    "mamba": "a convolution over 4 tokens",
     "nemotron": "do not hand our arguments down",
     "opt": "its head needs more than hidden states",
-    "qwen3_next": "layers 0, 1 keep their state",
+    "qwen3_next": "layers.0.linear_attn.conv1d .a convolution over 4 tokens. computes a token's result from other",
+    "zaya": "qkv_proj.conv_qk_depthwise .a convolution over 2 tokens. computes a token's result from other tokens",
 }
+
+_DIFFERENCES: dict[str, dict[str, Any]] = {"zaya": dict(num_experts_per_tok=1, num_experts=4, head_dim=16)}
+_DIFFERENCES["llama4_text"] = dict(attention_chunk_size=16, num_local_experts=4, head_dim=16)
 
 
 def shape_of(model_type: str, **differences: Any) -> Any:
@@ -103,7 +121,7 @@ def test_two_ranks_equal_transformers_or_refuse(tmp_path: Path) -> None:
     paths = {model_type: write(model_type, tmp_path, **SERVED[model_type]) for model_type in SERVED}
     for answers in run_ranks(2, serve_all, paths):
         refused = {model_type for model_type, answer in answers.items() if isinstance(answer, str)}
-        assert refused == {"gpt_neox", "phi"}
+        assert refused == {"gpt_neox", "hunyuan_v1_moe", "phi"}
         for model_type, answer in answers.items():
             if isinstance(answer, str):
                 assert answer.endswith("serve it with tp 1")
@@ -114,6 +132,6 @@ def test_two_ranks_equal_transformers_or_refuse(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_unservable_architecture_is_refused(model_type: str, tmp_path: Path) -> None:
     """What keeps state elsewhere, or attends in another way, is refused before its weights are read."""
-    path = write(model_type, tmp_path)
+    path = write(model_type, tmp_path, **_DIFFERENCES.get(model_type, {}))
     with pytest.raises(InvalidModel, match=REFUSED[model_type]):
         load_model(path, communicator=Communicator(), dtype="float32", device="cpu")

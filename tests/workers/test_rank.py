@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
@@ -54,14 +55,14 @@ def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., RankGrou
     assert answers[0] == answers[1] and len(answers[0]) == 12
     for group in (one, two):
         group.pipes[0].send("stop")
-        assert set(group.exit_codes(10)) == {0}
+        assert set(group.exit_codes()) == {0}
 
 
 def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., RankGroup]) -> None:
     """Once it serves, a group can say each rank's process, its memory, and that all have run a step."""
     group = start(tp=2)
     with grpc.insecure_channel(group.wait_ready()) as channel:
-        answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10)
+        answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS)
     assert [rank.pid for rank in answer.status.ranks] == [process.pid for process in group.processes]
     assert all(rank.healthy and rank.peak_memory_bytes > 1 << 20 for rank in answer.status.ranks)
     assert answer.registration.model.name == "tiny" and answer.registration.tp == 2
@@ -75,7 +76,7 @@ def test_a_killed_rank_ends_its_group(start: Callable[..., RankGroup], victim: i
     group = start(tp=2)
     group.wait_ready()
     os.kill(group.processes[victim].pid or 0, signal.SIGKILL)
-    codes = group.exit_codes(5)
+    codes = group.exit_codes()
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1
 
@@ -87,7 +88,7 @@ def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], pl
     for address in (plain, start(kv_dtype=kv_dtype, tp=2).wait_ready()):
         assert len(generate(address, list(range(3, 43)), 12)) == 12
         with grpc.insecure_channel(address) as channel:
-            registrations.append(WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10).registration)
+            registrations.append(WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS).registration)
     assert [registration.model.kv_dtype for registration in registrations] == ["float32", kv_dtype]
     assert registrations[1].num_blocks > 3 * registrations[0].num_blocks  # float32 beside eight bits, over two ranks
 
@@ -119,7 +120,7 @@ def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[...,
     reserved = 0
     for address, sign in zip(addresses, (-1, 1), strict=True):
         with grpc.insecure_channel(address) as channel:
-            answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=10)
+            answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS)
         assert (answer.status.restore_tokens_per_second > 0) == (sign > 0), "the first copies are a price already"
         blocks = answer.registration.num_blocks + answer.registration.host_blocks
         reserved += sign * blocks * answer.status.bytes_per_block

@@ -8,7 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.attention import AttentionCall, probe_attention
+from coatcheck.workers.attention import AttentionCall
+from coatcheck.workers.attention_probe import probe_attention
 from coatcheck.workers.cut import Cut
 from coatcheck.workers.shard import Shard
 from coatcheck.workers.sharding import Role, ShardingPlan, plan_sharding

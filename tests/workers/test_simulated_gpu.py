@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.workers.group_config import GroupConfig
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint
 from tests.workers.rank_client import generate
@@ -82,7 +83,7 @@ def simulated(module: str, *arguments: str) -> list[str]:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout.splitlines()

@@ -1,10 +1,9 @@
-"""Browser: Debian's chromium without a window, driven over its DevTools protocol. Nothing is simulated."""
+"""Browser: chromium without a window, driven over its DevTools protocol. Nothing is simulated."""
 
 import asyncio
 import itertools
 import json
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -12,25 +11,20 @@ from typing import Any, Self
 
 from websockets.asyncio.client import ClientConnection, connect
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
-_SECONDS = 30.0
+from coatcheck.bench.patience import PATIENCE_SECONDS
+from tests.programs.find import need_program
 
-
-def find_chromium() -> str:
-    """Its path; without one the test fails, since a page that no browser has shown is not tested."""
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    assert found, "there is no chromium; `apt-get install chromium` (as .ci/run does), then run this again"
-    return found
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def _noted_port(file: Path) -> tuple[str, str]:
-    """The port and the path where it listens, which it writes to a file when it does."""
-    deadline = time.monotonic() + _SECONDS
+    """The port and the path where chromium listens, which it writes to a file when it does."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         lines = file.read_text().split("\n") if file.exists() else []
         if len(lines) == 2:
             return lines[0], lines[1]
-        assert time.monotonic() < deadline, f"chromium has not started within {_SECONDS:g} s"
+        assert time.monotonic() < deadline, f"chromium has not started within {PATIENCE_SECONDS:g} s"
         time.sleep(0.05)
 
 
@@ -48,6 +42,7 @@ class Browser:
         self._loaded = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        chromium = need_program(*CHROMIUM_NAMES)
         self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         arguments += ["--disable-background-networking", "--disable-component-update", "--mute-audio"]
@@ -55,7 +50,7 @@ class Browser:
         environment = {**os.environ, "HOME": self._home.name}
         quiet = asyncio.subprocess.DEVNULL
         self._process = await asyncio.create_subprocess_exec(
-            find_chromium(), *arguments, "about:blank", stdout=quiet, stderr=quiet, env=environment
+            chromium, *arguments, "about:blank", stdout=quiet, stderr=quiet, env=environment
         )
         try:
             # It writes the port and the path when it listens.
@@ -68,6 +63,8 @@ class Browser:
                 await self.call(f"{domain}.enable")
         except BaseException:
             self._process.kill()
+            await self._process.wait()
+            self._home.cleanup()
             raise
         return self
 
@@ -85,7 +82,7 @@ class Browser:
         self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": parameters}
         await self._socket.send(json.dumps({**message, "sessionId": self._session} if self._session else message))
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             answer = await self._answers[number]
         del self._answers[number]
         assert "error" not in answer, (method, answer)
@@ -96,7 +93,7 @@ class Browser:
         """Loads a page."""
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await self._loaded.wait()
 
     async def run(self, expression: str) -> Any:
@@ -109,7 +106,7 @@ class Browser:
         """Waits until JavaScript's value is that."""
         # The page itself looks, at each of its frames and at least so often.
         looks = (
-            f"new Promise((done) => {{ const until = Date.now() + {_SECONDS * 800:.0f}; const look = () => {{"
+            f"new Promise((done) => {{ const until = Date.now() + {PATIENCE_SECONDS * 800:.0f}; const look = () => {{"
             f"let now; try {{ now = {expression} }} catch (error) {{ now = String(error) }}"
             f"if (now === {json.dumps(wanted)} || Date.now() > until) done(now); "
             "else setTimeout(look, 30) }; look() })"

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from tests.router.conftest import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
 
@@ -31,7 +32,7 @@ class Web:
     def _ask(
         self, method: str, path: str, data: bytes | None, headers: dict[str, str]
     ) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection(self.address, timeout=20)
+        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_SECONDS)
         try:
             connection.request(method, path, data, {"content-type": "application/json", **headers})
             answer = connection.getresponse()

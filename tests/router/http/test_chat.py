@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel, Field
 
 from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, GetModelResponse, SamplingParams
 from coatcheck.proto.grammar import Grammar
@@ -165,11 +166,8 @@ async def test_strict_functions_are_kept_to(open_web: OpenWeb, tool_model: Token
     (choice,) = (await web.openai.chat.completions.create(model="tiny", messages=HELLO, tools=[strict])).choices
     assert choice.message.content == "no call" and choice.finish_reason == "stop"
     grammar = Grammar.from_message(group.submits[0].sampling.structured)
-    vocabulary = LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS)
     opened = 'so <tool_call>\n{"name": "weather", "arguments": {"'
-    for text, fits in ((opened + 'city": "Bonn"}}\n</tool_call> and more', True), (opened + "town", False)):
-        ids = byte_level_tokenizer().encode(text).ids
-        assert (LLMatcher(vocabulary, grammar.compiled()).validate_tokens(ids) == len(ids)) is fits
+    assert allows(grammar, opened + 'city": "Bonn"}}\n</tool_call> and more') and not allows(grammar, opened + "town")
 
 
 async def test_required_calls_are_a_list(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
@@ -182,8 +180,48 @@ async def test_required_calls_are_a_list(open_web: OpenWeb, tool_model: Tokenize
     ).choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
     assert choice.message.tool_calls[0].function.name == "weather"  # type: ignore[union-attr]
-    schema = json.loads(web.door.groups[0].submits[0].sampling.structured.json_schema)
-    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    grammar = Grammar.from_message(web.door.groups[0].submits[0].sampling.structured)
+    call = '{"name": "weather", "arguments": {"city": "Bonn"}}'
+    assert allows(grammar, f"[{call}]") and not allows(grammar, "[]") and not allows(grammar, f"[{call}, {call}]")
+
+
+class Place(BaseModel):
+    """Within other models, and within itself."""
+
+    city: str
+    near: "list[Place]" = Field(default_factory=list)
+
+
+class Route(BaseModel):
+    """From one place to another."""
+
+    start: Place
+    end: Place
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+async def test_nested_pydantic_models_are_tools(open_web: OpenWeb, tool_model: TokenizerJson, choice: str) -> None:
+    """Models that hold others become schemas of references; a forced or strict call to them is kept to them."""
+    arguments = {"start": {"city": "Bonn", "near": [{"city": "Köln", "near": []}]}, "end": {"city": "Ulm", "near": []}}
+    named = json.dumps(arguments, ensure_ascii=False)
+    call = f'{{"name": "Route", "arguments": {named}}}'
+    text = {"required": f"[{call}]", "named": named, "auto": f"<tool_call>\n{call}\n</tool_call>"}
+    group = saying(text[choice])
+    web = await open_web(group, speaking=tool_model)
+    forced: Any = {"type": "function", "function": {"name": "Route"}} if choice == "named" else choice
+    tools = [openai.pydantic_function_tool(Route), openai.pydantic_function_tool(Place)]
+    completion = await web.openai.chat.completions.parse(model="tiny", messages=HELLO, tools=tools, tool_choice=forced)
+    (made,) = completion.choices[0].message.tool_calls or []
+    assert made.function.parsed_arguments == Route.model_validate(arguments)
+    grammar = Grammar.from_message(group.submits[0].sampling.structured)
+    assert allows(grammar, text[choice]) and not allows(grammar, text[choice].replace('"Köln"', "5"))
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar allows the text, as far as it goes, in the tests' vocabulary."""
+    matcher = LLMatcher(LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS), grammar.compiled())
+    ids = byte_level_tokenizer().encode(text).ids
+    return bool(matcher.validate_tokens(ids) == len(ids))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

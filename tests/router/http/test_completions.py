@@ -1,12 +1,14 @@
 """/v1/completions with OpenAI's own client, against scripted groups."""
 
+import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
+from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, FakeGroup
 
@@ -146,11 +148,19 @@ async def test_a_session_keeps_to_its_group(open_web: OpenWeb, path: str) -> Non
         for _ in range(3):
             status, _, text = await web.ask("POST", path, {**prompt, "max_tokens": 1, "session_id": session})
             assert status == 200, text
-            await web.door.router.traffic.idle()  # until then the group that had it costs more
+            await costs_are_equal(web)
         gained = [len(group.submits) - count for group, count in zip(groups, before, strict=True)]
         assert sorted(gained) == [0, 3]
         homes.add(gained.index(3))
     assert homes == {0, 1}
+
+
+async def costs_are_equal(web: Web) -> None:
+    """Waits until the group that had the last request costs no more than the other."""
+    one, other = web.door.router.groups.links
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while one.load.candidate("") != other.load.candidate(""):
+            await web.door.admin.Status(StatusRequest())
 
 
 async def test_token_ids_come_back_when_asked_for(open_web: OpenWeb) -> None:
@@ -196,8 +206,9 @@ async def test_a_client_that_vanishes_frees_its_blocks(open_web: OpenWeb) -> Non
     await anext(stream)
     await stream.close()
     await group.until(lambda: len(group.aborts) == 1)
-    with pytest.raises(openai.APITimeoutError):
-        await web.openai.with_options(timeout=0.2).completions.create(model="tiny", prompt="a")
+    asking = asyncio.create_task(web.openai.completions.create(model="tiny", prompt="a"))
+    await group.until(lambda: len(group.submits) == 2)
+    asking.cancel()
     await group.until(lambda: len(group.aborts) == 2)
     assert web.door.router.traffic.active == 0
 
@@ -236,3 +247,45 @@ async def test_each_chunk_can_say_what_was_taken(open_web: OpenWeb, chat: bool) 
     counts = [usage.completion_tokens for usage in usages]
     assert counts == sorted(counts) and counts[-2:] == [counts[-1]] * 2 and counts[-1] == (8 if chat else 16)
     assert usages[-2].prompt_tokens == usages[-1].prompt_tokens and usages[-2].total_tokens == usages[-1].total_tokens
+
+
+OUT_OF_PLACE: dict[str, tuple[list[Any], str]] = {
+    "true among ids": ([5, True], "item 1 is true"),
+    "true first": ([True, 5], "item 0 is true"),
+    "false alone": ([False], "item 0 is false"),
+    "a fraction of nothing": ([5, 5.0], "item 1 is 5.0"),
+    "fractions alone": ([5.0], "item 0 is 5.0"),
+    "a text among ids": ([5, 6, "7"], 'item 2 is "7"'),
+    "an id among texts": (["a", 7], "item 1 is 7"),
+    "null": ([5, None], "item 1 is null"),
+    "a list among ids": ([5, [6]], "item 1 is a list"),
+    "an id among lists": ([[5], 6], "item 1 is 6"),
+    "true in a list": ([[5, 6], [7, 8, True]], "item 1.2 is true"),
+    "a text in a list": ([[5], ["6"]], 'item 1.0 is "6"'),
+    "a list in a list": ([[5], [[6]]], "item 1.0 is a list"),
+    "an object": ([{"id": 5}], "item 0 is an object"),
+    "a long text": ([5, "a" * 1000], 'item 1 is "aaa'),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_PLACE)
+async def test_what_is_no_token_id_is_refused_by_its_place(open_web: OpenWeb, case: str) -> None:
+    """Booleans, fractions, texts and lists among token ids, and ids among texts, reach no group."""
+    prompt, words = OUT_OF_PLACE[case]
+    group = FakeGroup()
+    web = await open_web(group)
+    error = await web.refused("/v1/completions", {"prompt": prompt})
+    assert error["message"].startswith(f"prompt: {words}") and error["param"] == "prompt", error
+    assert len(error["message"]) < 300 and not group.submits
+
+
+async def test_other_lists_of_token_ids_hold_whole_numbers_alone(open_web: OpenWeb) -> None:
+    """So do stop_token_ids, and the tokens of /detokenize."""
+    web = await open_web(FakeGroup())
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [5, True]}),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [5.0]}),
+        ("/detokenize", {"tokens": [True]}),
+        ("/detokenize", {"tokens": ["5"]}),
+    ):
+        assert "valid integer" in (await web.refused(path, body))["message"]

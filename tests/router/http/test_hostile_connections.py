@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GetModelRequest
 from coatcheck.router.http.body_limit import BodyLimit
 from coatcheck.router.http.bounded_connection import HEAD_BYTES, BoundedConnection
@@ -51,7 +52,7 @@ async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
     async def spoken(data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 writer.write(data)
                 return await reader.read()
         except ConnectionResetError:
@@ -153,20 +154,25 @@ def test_no_limit_is_no_share_of_nothing() -> None:
 
 
 CROWD = """
-import socket, sys, time
+import select, socket, sys
 greeting = b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(9) if sys.argv[2] == "grpc" else b"GET / HTTP/1.1\\r\\n"
 greeting = greeting.replace(bytes(9), bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
 crowd = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(220)]
 for one in crowd:
     try: one.sendall(greeting)
     except OSError: pass
-turned_away = 0
-for one in crowd[::-1]:
-    one.settimeout(1 if turned_away == 0 else 0.001)
-    try: said = one.recv(100)
-    except TimeoutError: continue
-    except OSError: said = b""
-    turned_away += said == b"" or b" 503 " in said
+turned_away, least, settled = 0, int(sys.argv[3]), False
+# Until as many have been turned away as must be, and a second more for those that must not.
+while crowd and not settled:
+    settled = turned_away >= least
+    ready = select.select(crowd, [], [], 1 if settled else None)[0]
+    for one in ready:
+        try: said = one.recv(100)
+        except OSError: said = b""
+        if said == b"" or b" 503 " in said:
+            turned_away += 1
+            crowd.remove(one)
+            settled = False
 print(turned_away, flush=True)
 sys.stdin.read()
 """
@@ -182,10 +188,12 @@ async def test_a_crowd_takes_a_share_of_the_files(open_web: OpenWeb, kind: str, 
         await web.door.generation.GetModel(GetModelRequest())
         port = web.address.rpartition(":")[2] if kind == "http" else str(web.door.port)
         pipe = asyncio.subprocess.PIPE
-        crowd = await asyncio.create_subprocess_exec(sys.executable, "-c", CROWD, port, kind, stdin=pipe, stdout=pipe)
+        crowd = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CROWD, port, kind, str(220 - most), stdin=pipe, stdout=pipe
+        )
         assert crowd.stdout is not None
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 turned_away = int(await crowd.stdout.readline())
             await web.door.generation.GetModel(GetModelRequest())  # on a connection that was there before
         finally:

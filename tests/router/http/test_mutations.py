@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from tests.router.fake_group import FakeGroup
 
 from .conftest import OpenWeb
@@ -28,7 +29,7 @@ async def test_mutated_requests_never_break_the_router(open_web: OpenWeb, count:
 def send(address: str, count: int) -> Counter[int]:
     """How many of each status; says which body had one of ours."""
     dice, seen = random.Random(11), Counter[int]()
-    with closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)) as connection:
         for _ in range(count):
             path, body = mutated(dice)
             connection.request("POST", path, body, {"content-type": "application/json"})

@@ -8,6 +8,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
+from coatcheck.bench.patience import PATIENCE_SECONDS
 from tests.router.fake_group import FakeGroup
 
 from .conftest import OpenWeb
@@ -36,7 +37,7 @@ def send(url: str, count: int) -> Counter[int]:
             @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case) -> None:
-                answer = case.call(base_url=url, timeout=20)
+                answer = case.call(base_url=url, timeout=PATIENCE_SECONDS)
                 seen[answer.status_code] += 1
                 assert answer.status_code < 500 and b'"server_error"' not in answer.content, answer.text
                 if answer.status_code != 200 and answer.content:

@@ -1,0 +1,42 @@
+"""CheckpointCheck: the files of a local model that ranks and routers read, checked before anything starts.
+
+Of weights only the headers are read, by the code that ranks use. This module does not import torch or Ray.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from ..proto.errors import InvalidModel
+from ..workers.checkpoint_files import read_entries, read_json, stored_dtype
+from .config import ServeConfig
+
+# Files from which transformers makes a tokenizer where there is no tokenizer.json.
+_OTHER_TOKENIZERS: Final = ("*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
+
+
+def check_checkpoint(config: ServeConfig) -> None:
+    """Raises InvalidModel for weights, a tokenizer or a generation_config.json that are missing or cannot be read.
+
+    Skipped for a hub id, and where an existing Ray cluster is joined: its nodes may have what this host lacks.
+    """
+    directory = Path(config.model_source)
+    if config.ray_address is not None or not directory.is_dir():
+        return
+    entries = read_entries(directory)
+    name, entry = next(iter(entries.items()))
+    stored_dtype(directory.name, name, entry)
+    if (generation := directory / "generation_config.json").exists():
+        read_json(generation, "")
+    _check_tokenizer(directory)
+
+
+def _check_tokenizer(directory: Path) -> None:
+    if (directory / "tokenizer.json").exists():
+        from ..router.tokenizer import TokenizerJson  # here: a broken checkpoint does not pay for it
+
+        TokenizerJson.load(str(directory))
+    elif not any(file for pattern in _OTHER_TOKENIZERS for file in directory.glob(pattern)):
+        raise InvalidModel(
+            f"{directory} has no tokenizer (no tokenizer.json, nor any that transformers could make one of); "
+            "copy the model's tokenizer files there"
+        )

@@ -1,0 +1,22 @@
+"""encode_long_prompt(): renders and tokenises a long prompt in a side process, with the same files as the router's own
+tokenizer.
+
+The tokenizers package computes without the GIL, but holds it while it makes the list of ids and frees its result: in a
+thread of the router, a million tokens would stop every stream for 0.2 s.
+"""
+
+from array import array
+from functools import cache
+
+from ..proto.coatcheck_pb2 import GenerateRequest, TokenizeRequest
+from .admission import prompt_token_ids
+from .tokenizer import TokenizerJson
+
+_load = cache(TokenizerJson.load)
+
+
+def encode_long_prompt(
+    directory: str, kind: type[GenerateRequest] | type[TokenizeRequest], message: bytes, at_most: int
+) -> "array[int]":
+    """The ids of a serialised message's prompt, by the tokenizer in `directory`. Raises as prompt_token_ids does."""
+    return array("I", prompt_token_ids(kind.FromString(message), _load(directory), at_most))

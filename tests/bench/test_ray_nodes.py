@@ -1,0 +1,29 @@
+"""How a node of Ray is started for tests and benchmarks, without Ray."""
+
+from pathlib import Path
+
+import pytest
+
+from coatcheck.bench.ray_nodes import RayNode
+
+_GIVES_UP_ONCE = """
+if [ -e tried ]; then echo "Ray runtime started."; exec sleep 600; fi
+touch tried; echo "Exception: The current node timed out during startup."; exit 1
+"""
+
+
+def test_a_start_that_ray_gives_up_is_made_again(tmp_path: Path) -> None:
+    """On a busy machine `ray start` ends after 30 s; the node starts again, and then runs."""
+    node = RayNode(["sh", "-c", f"cd {tmp_path}; {_GIVES_UP_ONCE}"], {}, tmp_path / "log")
+    try:
+        node.wait_started()
+        assert node.runs()
+    finally:
+        node.kill()
+
+
+def test_a_node_that_ends_otherwise_is_an_error(tmp_path: Path) -> None:
+    """Whatever else ends `ray start` is raised with what it has printed."""
+    node = RayNode(["sh", "-c", "echo the port is taken; exit 3"], {}, tmp_path / "log")
+    with pytest.raises(RuntimeError, match="ended with 3: the port is taken"):
+        node.wait_started()

@@ -1,0 +1,79 @@
+"""A router whose event loop is busy says so to the supervisor, and is not taken for hung."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from coatcheck.cluster.router_keeper import RouterKeeper
+from coatcheck.router.actor import RouterActor
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.loop_pulse import Pulse
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+_PLAIN: Any = RouterActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]  # Ray has made it an actor class
+
+
+def _compute(over: Path) -> None:
+    while not over.exists():
+        sum(range(10_000))
+
+
+async def _silent(actor: Any, seconds: float) -> Pulse:
+    """Returns once the loop has not gone round for so long."""
+    pulse: Pulse = await actor.pulse.remote()
+    while pulse.silent_seconds < seconds:
+        await asyncio.sleep(0.1)
+        pulse = await actor.pulse.remote()
+    return pulse
+
+
+@ray.remote(num_cpus=0, concurrency_groups={"pulse": 1})
+class BusyRouter(_PLAIN):  # type: ignore[misc]  # as above
+    """A router that can be kept busy."""
+
+    async def compute(self, path: str) -> None:
+        """Keeps the event loop until the file is there."""
+        _compute(Path(path))
+
+
+@pytest.fixture
+def own_ray() -> Iterator[None]:
+    """A Ray of this process."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("own_ray")
+async def test_a_busy_router_lives(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the loop computes it answers no call, but its pulse says that it is busy; the watch over it goes on, where
+    waiting for an answer of the loop itself would have ended it."""
+    monkeypatch.setattr("coatcheck.cluster.router_keeper._WATCH_SECONDS", 0.05)
+    config = RouterConfig(str(tiny_model))
+    actor = BusyRouter.remote(config)
+    await actor.start.remote()
+    computing = actor.compute.remote(str(tmp_path / "over"))
+    pulse = await _silent(actor, 3.0)
+    assert pulse.busy_seconds > 0.3 and not pulse.hangs
+    keeper = RouterKeeper(config, has_served=True)
+    watch = asyncio.create_task(keeper._watch(actor))
+    await _silent(actor, 6.0)
+    assert not watch.done()
+    (tmp_path / "over").touch()
+    await computing
+    await actor.status.remote()
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    ray.kill(actor)

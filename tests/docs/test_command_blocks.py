@@ -1,0 +1,68 @@
+"""How command blocks are read from a page."""
+
+import pytest
+
+from tests.docs.command_blocks import Block, Command, code_blocks, shows
+
+PAGE = """# Title
+
+Text:
+
+    make demo     # shows it
+    make test
+
+- an item
+    that goes on, and is no code
+
+```sh
+export A=$PWD   # "quoted # or not"
+
+curl http://x -H 'a: b' \\
+  -d '{"a": "# no comment"}'
+```
+
+```console
+$ coatcheck plan x
+first
+...
+last
+```
+"""
+
+
+def test_blocks_in_order() -> None:
+    """Indented and fenced blocks are found, and nothing else."""
+    assert [block.language for block in code_blocks(PAGE)] == ["", "sh", "console"]
+
+
+def test_commands_of_blocks() -> None:
+    """A command is a line without its comment, with the lines that a backslash continues; a console's has an output."""
+    made = [command for block in code_blocks(PAGE) for command in block.commands()]
+    curl = "curl http://x -H 'a: b' \\\n  -d '{\"a\": \"# no comment\"}'"
+    assert made == [
+        Command("make demo"),
+        Command("make test"),
+        Command("export A=$PWD"),
+        Command(curl),
+        Command("coatcheck plan x", ("first", "...", "last")),
+    ]
+    with pytest.raises(ValueError, match="begin it with"):
+        Block("console", "output\n").commands()
+
+
+@pytest.mark.parametrize(
+    ("output", "printed", "same"),
+    [
+        (("a", "b"), "a\nb\n", True),
+        (("a", "b"), "a  \nb", True),
+        (("a", "b"), "a\nc\nb\n", False),
+        (("a", "...", "b"), "a\nc\nb\n", True),
+        (("a", "...", "b"), "b\na\n", False),
+        (("a", "..."), "a\nc\n", True),
+        (("a",), "a\nc\n", False),
+        (("b", "..."), "a\nb\n", False),
+    ],
+)
+def test_output_is_compared_line_by_line(output: tuple[str, ...], printed: str, same: bool) -> None:
+    """`...` is any number of lines; all else is as printed, but for blanks at the ends of lines."""
+    assert shows(output, printed) is same

@@ -1,0 +1,126 @@
+"""Requests that are large in every way that a body or a message may be: each would keep a router busy for long."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+from coatcheck.proto.coatcheck_pb2 import (
+    Chat,
+    ChatMessage,
+    DetokenizeRequest,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutput,
+    TokenizeRequest,
+)
+
+_CHAT, _COMPLETIONS, _TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+_MESSAGE = '{"role":"user","content":"a"}'
+_PART = '{"type":"text","text":"a"}'
+_CALL = '{"function":{"name":"a"}}'
+_HELLO: Final = [{"role": "user", "content": "a"}]
+_NESTED: Final = {"a": [{"b": 1}] * 600_000}
+_FUNCTION: Final = {"type": "function", "function": {"name": "f", "parameters": _NESTED}}
+
+
+def _chat(**fields: Any) -> tuple[str, bytes]:
+    return _CHAT, json.dumps({"messages": _HELLO, "max_tokens": 1, **fields}).encode()
+
+
+def _completion(prompt: Any = "a", **fields: Any) -> tuple[str, bytes]:
+    return _COMPLETIONS, json.dumps({"prompt": prompt, "max_tokens": 1, **fields}).encode()
+
+
+def _messages(*entries: str) -> bytes:
+    return b'{"messages":[' + ",".join(entries).encode() + b"]}"
+
+
+# What is sent by HTTP: (path, body).
+BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
+    "100,000 messages": lambda: (_CHAT, _messages(*[_MESSAGE] * 100_000)),
+    "600,000 messages": lambda: (_CHAT, _messages(*[_MESSAGE] * 500_000)),
+    "8,000 messages": lambda: (_CHAT, _messages(*[_MESSAGE] * 8_000)),
+    "messages to tokenize": lambda: (_TOKENIZE, _messages(*[_MESSAGE] * 100_000)),
+    "a bad message at the end": lambda: (_CHAT, _messages(*[_MESSAGE] * 100_000, '{"role":5}')),
+    "text parts": lambda: (_CHAT, _messages('{"role":"user","content":[' + ",".join([_PART] * 500_000) + "]}")),
+    "tool calls": lambda: (_CHAT, _messages('{"role":"user","tool_calls":[' + ",".join([_CALL] * 300_000) + "]}")),
+    "a long role": lambda: (_CHAT, _messages('{"role":"' + "a" * 20_000_000 + '","content":"a"}')),
+    "2 million ids": lambda: _completion([5] * 2_000_000),
+    "2 million ids, one bad": lambda: _completion([5] * 1_900_000 + [-1]),
+    "a million prompts": lambda: _completion(["a"] * 1_000_000),
+    "a million empty prompts": lambda: (_COMPLETIONS, b'{"prompt":[' + b",".join([b"[]"] * 1_000_000) + b"]}"),
+    "1,024 prompts": lambda: _completion(["a"] * 1024),
+    "1,024 prompts, streamed": lambda: _completion(["a"] * 1024, stream=True),
+    "1,024 prompts of 200 ids": lambda: _completion([[5] * 200] * 1024),
+    "30 MB of text": lambda: _completion("a b " * 7_500_000),
+    "30 MB of escapes": lambda: (_COMPLETIONS, b'{"prompt":"' + b"\\u4e2d" * 5_000_000 + b'"}'),
+    "halves of characters": lambda: (_COMPLETIONS, b'{"prompt":"' + b"\\ud83d" * 5_000_000 + b'"}'),
+    "biases": lambda: _completion(logit_bias={str(token): 1.0 for token in range(500_000)}),
+    "stops": lambda: _completion(stop=["x"] * 1_000_000),
+    "stop ids": lambda: _completion(stop_token_ids=[5] * 2_000_000),
+    "lists within lists": lambda: (_COMPLETIONS, b'{"prompt":' + b"[" * 900_000 + b"]" * 900_000 + b"}"),
+    "objects within objects": lambda: (_COMPLETIONS, b'{"prompt":' + b'{"a":' * 500_000 + b"1" + b"}" * 500_000 + b"}"),
+    "tools": lambda: _chat(tools=[{"type": "function", "function": {"name": "f"}}] * 50_000, tool_choice="required"),
+    "a tool's parameters": lambda: _chat(tools=[_FUNCTION], tool_choice="required"),
+    "a schema": lambda: _chat(response_format={"type": "json_schema", "json_schema": {"schema": _NESTED}}),
+    "choices": lambda: _chat(guided_choice=["a"] * 1_000_000),
+    "a pattern": lambda: _chat(guided_regex="a" * 30_000_000),
+    "template arguments": lambda: _chat(chat_template_kwargs=_NESTED),
+    "metadata": lambda: _chat(metadata=_NESTED),
+    "a model's name": lambda: _chat(model="a" * 30_000_000),
+    "a field's name": lambda: _chat(**{"a" * 30_000_000: 1}),
+    "unknown fields": lambda: _completion(**{f"x{number}": 1 for number in range(500_000)}),
+    "digits": lambda: (_COMPLETIONS, b'{"prompt":[' + b"1" * 30_000_000 + b"]}"),
+    "no JSON at the end": lambda: (_COMPLETIONS, b'{"prompt":"' + b"a\\n" * 10_000_000 + b'"x'),
+    "ids to detokenize": lambda: ("/detokenize", json.dumps({"tokens": [5] * 2_000_000}).encode()),
+    "tokens with their texts": lambda: (
+        _TOKENIZE,
+        json.dumps({"prompt": "a b " * 60_000, "return_token_strs": True}).encode(),
+    ),
+}
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _said(content: str = "a", role: str = "user", **fields: Any) -> Chat:
+    return Chat(messages=[ChatMessage(role=role, content=content)], **fields)
+
+
+def _sampled(**fields: Any) -> bytes:
+    return GenerateRequest(text="a", sampling=SamplingParams(**fields)).SerializeToString()
+
+
+# What is sent by gRPC: (method, message).
+MESSAGES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
+    "5 million messages": lambda: ("Generate", _field(5, b"\x0a\x00" * 5_000_000)),
+    "500,000 messages": lambda: ("Generate", _field(5, b"\x0a\x00" * 500_000)),
+    "30 million ids": lambda: ("Generate", _field(4, _field(1, b"\x05" * 30_000_000))),
+    "4 million ids": lambda: ("Generate", _field(4, _field(1, b"\x05" * 4_000_000))),
+    "30 MB of text": lambda: ("Generate", GenerateRequest(text="a b " * 7_500_000).SerializeToString()),
+    "unknown fields": lambda: ("Generate", b"\xf8\x07\x05" * 2_000_000),
+    "300,000 unknown fields": lambda: ("Generate", b"\xf8\x07\x05" * 300_000),
+    "biases": lambda: (
+        "Generate",
+        _field(6, b"".join(_field(10, b"\x08" + _varint(token)) for token in range(500_000))),
+    ),
+    "stops": lambda: ("Generate", _field(6, b"\x62\x00" * 5_000_000)),
+    "stop ids": lambda: ("Generate", _sampled(stop_token_ids=[5] * 4_000_000)),
+    "resumed": lambda: ("Generate", b"\x3a\x00" * 500_000),
+    "a role": lambda: ("Generate", GenerateRequest(chat=_said(role="a" * 20_000_000)).SerializeToString()),
+    "template arguments": lambda: (
+        "Generate",
+        GenerateRequest(chat=_said(template_arguments='{"a":[' + "[]," * 2_000_000 + "[]]}")).SerializeToString(),
+    ),
+    "a pattern": lambda: ("Generate", _sampled(structured=StructuredOutput(regex="a" * 20_000_000))),
+    "messages to tokenize": lambda: (
+        "Tokenize",
+        TokenizeRequest(chat=Chat(messages=[ChatMessage(role="user", content="a")] * 8_000)).SerializeToString(),
+    ),
+    "ids to detokenize": lambda: ("Detokenize", DetokenizeRequest(token_ids=[5] * 250_000).SerializeToString()),
+}

@@ -1,0 +1,57 @@
+"""SeatedGroup: a fake group that answers as many requests at once as it has seats, and lets the others wait."""
+
+import asyncio
+from collections import deque
+
+from coatcheck.proto.worker_pb2 import FromGroup, Submit
+
+from .fake_group import FakeGroup
+
+
+class SeatedGroup(FakeGroup):
+    """Each request has one choice. `most_held` is the most that ran and waited here at any time."""
+
+    def __init__(self, name: str, seats: int) -> None:
+        super().__init__(name, max_num_seqs=seats, hold_after=0)
+        self.most_held = 0
+        self._queue: deque[tuple[Submit, asyncio.Queue[FromGroup | None]]] = deque()
+        self._running = 0
+
+    @property
+    def held(self) -> int:
+        """How many run and wait."""
+        return self._running + len(self._queue)
+
+    def say_load(self) -> None:
+        """To every router, with how many of its submissions that contains."""
+        self.report(waiting=len(self._queue), running=self._running)
+
+    def say_late(self) -> int:
+        """A report that was made before any submission came, and was on its way since; returns its mark, by which it is
+        known when it has been read: its count of preemptions."""
+        self.load.status.preemptions += 1
+        self.load.status.running = self.load.status.waiting = 0
+        self.send(FromGroup(load=self.load))
+        return self.load.status.preemptions
+
+    def _spawn(self, submit: Submit, outbox: "asyncio.Queue[FromGroup | None]") -> None:
+        self._queue.append((submit, outbox))
+        self.most_held = max(self.most_held, self.held)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._queue and self._running < self.max_num_seqs:
+            self._running += 1
+            task = asyncio.create_task(self._answer(*self._queue.popleft()))
+            self._tasks.add(task)
+            task.add_done_callback(self._leave)
+
+    async def _answer(  # type: ignore[override]  # of the one choice
+        self, submit: Submit, outbox: "asyncio.Queue[FromGroup | None]"
+    ) -> None:
+        await super()._answer(submit, 0, outbox)
+
+    def _leave(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._running -= 1
+        self._fill()

@@ -1,0 +1,99 @@
+"""Files in folders where other users of the host may write, such as Ray's.
+
+Another user can put a symbolic link, a FIFO or a file of their own at any name there. `create_file` fails where
+anything has the name. `read_file` fails for anything but a regular file; it neither follows a link in the last part of
+the path nor waits for a FIFO's other end. A PrivateFolder is a folder that only this user can enter, so that nobody
+else can place, replace or remove anything in it.
+"""
+
+import os
+import stat
+from contextlib import suppress
+from typing import Final, Self
+
+_PRIVATE_MODE: Final = 0o700
+
+
+def create_file(path: str | os.PathLike[str], *, mode: int = 0o600, folder: int | None = None) -> int:
+    """Create a file for writing and return its descriptor. Raises OSError where anything has that name already.
+
+    `folder`: descriptor of the folder that `path` is relative to.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, mode, dir_fd=folder)
+
+
+def read_file(
+    path: str | os.PathLike[str], most_bytes: int, *, folder: int | None = None, private: bool = False
+) -> str:
+    """Return the first `most_bytes` bytes of a regular file as text. Raises OSError for anything that is not one.
+
+    `private`: raise PermissionError as well unless this user owns the file and nobody else may read or write it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise PermissionError(f"{os.fspath(path)} is no regular file")
+        if private:
+            _require_private(about, os.fspath(path))
+        return os.read(descriptor, most_bytes).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
+class PrivateFolder:
+    """A folder with mode 0700 that belongs to this user. It is held open: whoever renames it changes nothing."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """Raises OSError where there is no such folder, and PermissionError where others could have written there."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _require_private(os.fstat(descriptor), path)
+        except PermissionError:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, path)
+
+    @classmethod
+    def make(cls, path: str) -> Self:
+        """As `open`, of a folder that is made first where nothing has that name."""
+        with suppress(FileExistsError):
+            os.mkdir(path, _PRIVATE_MODE)
+        return cls.open(path)
+
+    def create(self, name: str) -> int:
+        """Create a file for writing and return its descriptor; a file that has this name is removed before."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+        return create_file(name, folder=self._descriptor)
+
+    def read(self, name: str, most_bytes: int) -> str:
+        """As `read_file`."""
+        return read_file(name, most_bytes, folder=self._descriptor)
+
+    def close(self) -> None:
+        """Files that were opened here stay open."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _require_private(about: os.stat_result, path: str) -> None:
+    if about.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{path} belongs to user {about.st_uid}, not to user {os.geteuid()} who runs this process"
+        )
+    if about.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} has mode {stat.S_IMODE(about.st_mode):04o}: others may use it; remove it, or set it to 0700"
+        )

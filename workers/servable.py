@@ -1,0 +1,49 @@
+"""Servable: whether a rank could serve a local checkpoint, found out without Ray and without reading weights.
+
+    python -m coatcheck.workers.servable '{"model": "/models/x", "tp": 2, …}'
+
+prints one JSON object, {"error": …, "message": …}: what a rank would refuse, or empty strings. It is a command of its
+own, so that torch and transformers, which take seconds to import, do not stay in the caller's memory.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from ..proto.errors import InvalidConfig, InvalidModel
+from .checkpoint import Checkpoint
+from .model import build_model
+from .shard import Shard
+
+
+def find_refusal(
+    model: str, *, tp: int, dtype: str, max_model_len: int | None, deterministic_on: str | None
+) -> InvalidConfig | InvalidModel | None:
+    """What a rank would raise before it reads weights; None: nothing. `deterministic_on` is a device, or None."""
+    try:
+        with Checkpoint.open(model) as checkpoint:
+            build_model(
+                checkpoint,
+                Shard(0, tp),
+                dtype=dtype,
+                device=torch.device("cpu"),
+                max_model_len=max_model_len,
+                deterministic_on=torch.device(deterministic_on) if deterministic_on else None,
+            )
+    except (InvalidConfig, InvalidModel) as refusal:
+        return refusal
+    return None
+
+
+def main() -> None:
+    """Prints the refusal for the settings in the first argument."""
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    refusal = find_refusal(settings.pop("model"), **settings)
+    error, message = (type(refusal).__name__, str(refusal)) if refusal else ("", "")
+    print(json.dumps({"error": error, "message": message}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
