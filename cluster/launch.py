@@ -36,6 +36,7 @@ from .counted import counted
 from .exposure import needs_plane
 from .node_names import node_names
 from .placement import Placement, Resources
+from .ray_environment import TOKEN_HELP
 from .ray_start import RayNotReady
 
 NAMESPACE = "coatcheck"
@@ -81,10 +82,7 @@ def join(address: str) -> None:
         ray.init(address=address, **_QUIETLY)
     except Exception as error:  # see `connect`
         if isinstance(error, AuthenticationError):
-            raise Unavailable(
-                f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN; one that "
-                "`coatcheck serve` has started lets in commands of the same user on the same host alone"
-            ) from None
+            raise Unavailable(f"the Ray cluster at {address} wants its token: {TOKEN_HELP}") from None
         if "ersion mismatch" in str(error):
             versions = " ".join(str(error).split())
             raise InvalidConfig(f"{versions}; install the same versions of Ray and Python on every node") from None

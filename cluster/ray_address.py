@@ -14,7 +14,7 @@ from ..proto.errors import InvalidConfig, Unavailable
 from ..workers.safe_files import read_file
 from .address import split_address
 from .own_ray import own_rays, ray_folder, token_of
-from .ray_environment import environment_token
+from .ray_environment import TOKEN_HELP, environment_token, show_user_token
 
 _ANSWER_SECONDS = 5.0
 _MOST_BYTES = 4096
@@ -29,6 +29,8 @@ def find_ray(written: str, *, own: bool = False) -> str:
     for itself; where several listen, the person must choose, since the last one need not be theirs.
     """
     address, source = _resolve(written, own)
+    if written == "auto" and address != os.environ.get("RAY_ADDRESS"):
+        show_user_token()
     try:
         _connect(address)
     except OSError as error:
@@ -59,10 +61,7 @@ def _greet(address: str, source: str, own: bool) -> None:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
                 return  # it need not know this question
             fault = "does not take the token that it is shown" if token else "wants its token"
-            raise Unavailable(
-                f"the Ray cluster at {address}{source} {fault}: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN; one that "
-                "`coatcheck serve` has started lets in commands of the same user on the same host alone"
-            ) from None
+            raise Unavailable(f"the Ray cluster at {address}{source} {fault}: {TOKEN_HELP}") from None
 
 
 def _no_ray(address: str, source: str, reason: str, own: bool) -> Unavailable:

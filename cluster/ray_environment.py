@@ -11,6 +11,10 @@ from .own_ray import ray_folder, token_of
 _LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_HELP = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not its token; one that `coatcheck serve` "
+    "has started lets in commands of the same user on the same host alone"
+)
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _MORE_SECONDS = 3600
 
@@ -57,13 +61,23 @@ def outwait_head() -> float:
 
 
 def environment_token() -> str:
-    """What Ray will show of itself, found where Ray finds it; empty where it is to show nothing."""
-    if os.environ.get(_MODE) != "token":
-        return ""
+    """The token that Ray's client will show; empty where the client will show none."""
+    return _user_token() if os.environ.get(_MODE, "").lower() == "token" else ""
+
+
+def show_user_token() -> None:
+    """For a cluster that this host has named: shows the user's token, if there is one, as `ray.init("auto")` does.
+    `ray start` asks for that token where it exists. RAY_AUTH_MODE decides instead where it is set."""
+    if _MODE not in os.environ and _user_token():
+        os.environ[_MODE] = "token"
+
+
+def _user_token() -> str:
+    """Found where Ray finds it; empty where there is none."""
     file = Path(os.environ.get(f"{_TOKEN}_PATH") or "~/.ray/auth_token").expanduser()
     try:
         return os.environ.get(_TOKEN) or file.read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

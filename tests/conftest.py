@@ -13,6 +13,11 @@ from hypothesis import settings
 
 from tests.outcomes import Outcomes
 
+# Tests start each Ray with settings of their own: a token or an address from the environment would reach it.
+for name in list(os.environ):
+    if name.startswith("RAY_") and name != "RAY_TMPDIR":
+        del os.environ[name]
+
 # gRPC's core reads this as it is imported. By itself it reports each server that ends with a call open, and many do
 # here. Processes that tests start do not inherit it: what they say is part of what is tested.
 with pytest.MonkeyPatch.context() as patch:

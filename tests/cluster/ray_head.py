@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +45,14 @@ class RayHead:
 
 
 @contextmanager
-def ray_head(cpus: int) -> Iterator[RayHead]:
+def ray_head(cpus: int, environment: Mapping[str, str] = ENVIRONMENT) -> Iterator[RayHead]:
     """In processes of its own, which end with it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     options = ["--head", "--block", f"--port={port}", f"--num-cpus={cpus}", "--include-dashboard=false"]
     command = [str(Path(sys.executable).parent / "ray"), "start", *options]
     with tempfile.TemporaryDirectory() as scratch:
-        head = RayNode(command, ENVIRONMENT, Path(scratch, "ray.log"))
+        head = RayNode(command, environment, Path(scratch, "ray.log"))
         try:
             head.wait_started()
             yield RayHead(f"127.0.0.1:{port}", head.pid)

@@ -42,10 +42,13 @@ class BusyRouter(_PLAIN):  # type: ignore[misc]  # as above
 
 
 @pytest.fixture
-def own_ray() -> Iterator[None]:
-    """A Ray of this process."""
+def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray of this process. Unless the mode is set, Ray writes a token to the home folder and sets variables that the
+    commands of later tests inherit."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray.init(
         address="local",
+        _node_ip_address="127.0.0.1",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=80 << 20,

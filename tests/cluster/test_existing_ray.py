@@ -1,7 +1,10 @@
 """`coatcheck serve --ray-address`: on a Ray that was there before, the command only watches."""
 
 import os
+import secrets
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +54,28 @@ def test_a_cluster_outlives_its_command(head: RayHead, tiny_model: Path) -> None
         assert "1 group x tp 2" in next_one.wait_ready()
         next_one.process.send_signal(signal.SIGTERM)
         assert next_one.process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_the_users_token_is_shown_to_a_ray_of_this_host(tmp_path: Path) -> None:
+    """`ray start` asks for the token in ~/.ray/auth_token where there is one. `--ray-address auto` shows that token, as
+    Ray's own client does; with an address the command says which variables to set."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, for the sake of Ray's sockets
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    environment = ENVIRONMENT | {"HOME": str(tmp_path), "RAY_TMPDIR": str(folder)}
+    with_mode = environment | {"RAY_AUTH_MODE": "token"}
+    del environment["RAY_AUTH_MODE"]
+    try:
+        with ray_head(1, environment) as head:
+            restart = ("restart", "--ray-address")
+            found = coatcheck(*restart, "auto", environment=environment)
+            assert found.returncode == 1 and "error: nothing serves on the Ray cluster" in found.stderr
+            named = coatcheck(*restart, head.address, environment=environment)
+            assert named.returncode == 1 and "wants its token: set RAY_AUTH_MODE=token, and " in named.stderr
+            shown = coatcheck(*restart, head.address, environment=with_mode)
+            assert shown.returncode == 1 and "error: nothing serves on the Ray cluster" in shown.stderr
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_no_cluster_at_the_address_is_said_at_once() -> None:
