@@ -80,7 +80,8 @@ def _check_heads(model: ModelConfig) -> None:
             f"{model.name}: config.json has hidden_size {hidden}, which is not a multiple of its {heads} "
             "num_attention_heads; mend one of them, or fetch config.json again"
         )
-    if head_dim and head_dim % 2:
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if head_dim and head_dim % 2 and "partial_rotary_factor" not in (*values, *rope):  # else part of a head is turned
         raise _wrong(model, "head_dim", head_dim, "even, since rotary embeddings turn pairs")
 
 
