@@ -50,7 +50,11 @@ def check_config(model: ModelConfig) -> None:
         return
     _check_types(model)
     for name in _COUNTS:
-        if (value := model.values.get(name)) is not None and not 1 <= value <= _MOST:
+        if (value := model.values.get(name)) is None:
+            continue
+        if type(value) is not int:  # of a field that the class does not declare
+            raise _wrong(model, name, value, "a whole number")
+        if not 1 <= value <= _MOST:
             raise _wrong(model, name, value, f"from 1 to {_MOST:,}")
     _check_heads(model)
     _check_names(model)
@@ -110,7 +114,7 @@ def _check_scaling(model: ModelConfig, name: str, scaling: Any) -> None:
     kind, known = scaling.get("rope_type", scaling.get("type", "default")), rope_types()
     if model.model_type == "phi3" and kind in ("su", "yarn"):  # its older names of longrope
         kind = "longrope"
-    if known and kind not in known:
+    if not isinstance(kind, str) or (known and kind not in known):
         raise _wrong(model, f"{name}.rope_type", kind, f"one of {', '.join(sorted(known))}")
     for part in _SCALING.get(kind, ()):
         value = scaling.get(part)
@@ -127,13 +131,13 @@ def _check_rest(model: ModelConfig) -> None:
     values = model.values
     if "rope_theta" in values and not _is_positive(values["rope_theta"]) and not values.get("rope_parameters"):
         raise _wrong(model, "rope_theta", values["rope_theta"], "a number above 0")
-    if (epsilon := values.get("rms_norm_eps")) is not None and epsilon < 0:
+    if isinstance(epsilon := values.get("rms_norm_eps"), float) and epsilon < 0:
         raise _wrong(model, "rms_norm_eps", epsilon, "at least 0")
     ends = values.get("eos_token_id")
     if isinstance(ends, list) and not all(type(end) is int for end in ends):
         raise _wrong(model, "eos_token_id", ends, "a token id or a list of them")
     padding, vocabulary = values.get("pad_token_id"), values.get("vocab_size")
-    if padding is not None and vocabulary is not None and not -vocabulary <= padding < vocabulary:
+    if isinstance(padding, int) and vocabulary is not None and not -vocabulary <= padding < vocabulary:
         raise _wrong(model, "pad_token_id", padding, f"below vocab_size ({vocabulary}), or null")
     experts = values.get("num_local_experts") or values.get("num_experts")
     if experts and (values.get("num_experts_per_tok") or 0) > experts:

@@ -158,6 +158,8 @@ def test_what_config_json_rules_out_is_refused(
         ({"max_position_embeddings": NULL}, "max_position_embeddings null; it must be a whole number"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
         ({"rope_scaling": {"rope_type": "novel"}}, 'rope_type "novel"; it must be one of default, dynamic, linear'),
+        ({"rope_scaling": {"rope_type": [1]}}, r"rope_type \[1\]; it must be one of"),
+        ({"model_type": "qwen2", "head_dim": "8"}, 'head_dim "8"; it must be a whole number'),
         ({"rope_scaling": {"type": "mrope"}}, 'rope_type "mrope"; it must be one of'),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor null; it must be a number above 0 for rope_type yarn"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor null; it must be a list of numbers"),
