@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Final
 
 from ..proto.errors import InvalidModel
-from ..workers.checkpoint_files import read_entries, read_json, stored_dtype
+from ..workers.checkpoint_files import read_entries, stored_dtype
 from .config import ServeConfig
+from .config_check import with_defaults
+from .model_config import ModelConfig
+from .tensor_check import check_tensors
 
 # Files from which transformers makes a tokenizer where there is no tokenizer.json.
 _OTHER_TOKENIZERS: Final = ("*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
 
 def check_checkpoint(config: ServeConfig) -> None:
-    """Raises InvalidModel for weights, a tokenizer or a generation_config.json that are missing or cannot be read.
+    """Raises InvalidModel for weights or a tokenizer that are missing or cannot be read, and for weights that do not
+    belong to the config.json.
 
     Skipped for a hub id, and where an existing Ray cluster is joined: its nodes may have what this host lacks.
     """
@@ -25,8 +29,7 @@ def check_checkpoint(config: ServeConfig) -> None:
     entries = read_entries(directory)
     name, entry = next(iter(entries.items()))
     stored_dtype(directory.name, name, entry)
-    if (generation := directory / "generation_config.json").exists():
-        read_json(generation, "")
+    check_tensors(with_defaults(ModelConfig.open(config.model_source)), entries)
     _check_tokenizer(directory)
 
 

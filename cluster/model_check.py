@@ -17,6 +17,7 @@ from ..workers.model_rules import check_deterministic_heads, check_kind, choose_
 from ..workers.pool_size import choose_host_blocks, choose_num_blocks
 from ..workers.shard import Shard
 from .config import ServeConfig
+from .config_check import check_config, with_defaults
 from .model_config import ModelConfig
 from .model_shape import ModelShape
 
@@ -40,14 +41,18 @@ def check_model(config: ServeConfig) -> None:
     model = ModelConfig.open(config.model_source)
     _check_architecture(model)
     _check_fields(model)
+    check_config(model)
+    model = with_defaults(model)
     _check_length(config, model)
     _check_experts(config, model)
     model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
     try:
         shape = ModelShape.of(model)
         vocabulary = model.number("vocab_size", default=0)
-    except InvalidModel:  # of a kind that `coatcheck plan` does not know
-        return
+    except InvalidModel:
+        if model.model_type in TESTED_MODEL_TYPES:
+            raise
+        return  # of a kind that `coatcheck plan` does not know
     shard = Shard(0, config.tp)
     layers = [shard.cut_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
@@ -96,7 +101,7 @@ def _check_architecture(model: ModelConfig) -> None:
         model.model_type,
         is_quantised=model.values.get("quantization_config") is not None,
         takes_more=model.is_multimodal,
-        is_encoder_decoder=model.values.get("is_encoder_decoder") is True,
+        is_encoder_decoder=bool(model.values.get("is_encoder_decoder")),
     )
     check_causal(model.name, model.model_type)
 

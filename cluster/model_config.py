@@ -4,13 +4,13 @@ A directory, the file itself, or a hub id. It knows neither torch nor transforme
 number that a family leaves to its class's defaults is missed here, and asked for.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ..proto.errors import InvalidModel
+from ..proto.json_file import read_json_object
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
 
@@ -40,20 +40,11 @@ class ModelConfig:
     @classmethod
     def read(cls, file: Path, name: str) -> Self:
         """Raises InvalidModel as `open` does."""
-        try:
-            values = json.loads(file.read_bytes())
-        except FileNotFoundError:
-            raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?") from None
-        except OSError as error:
-            raise InvalidModel(f"cannot read {file}: {error.strerror or error}") from None
-        except (ValueError, RecursionError) as error:
-            raise InvalidModel(f"{file} is not valid JSON: {error}; fetch it again") from None
-        if not isinstance(values, dict):
-            raise InvalidModel(f"{file} does not hold a JSON object; give a transformers config.json")
+        values = read_json_object(file)
+        if values is None:
+            raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?")
         text = values.get("text_config")
-        if isinstance(text, dict):
-            return cls(name, {**values, **text}, is_multimodal=True)
-        return cls(name, values)
+        return cls(name, {**values, **(text if isinstance(text, dict) else {})}, is_multimodal=text is not None)
 
     @property
     def model_type(self) -> str:

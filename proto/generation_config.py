@@ -8,13 +8,13 @@ no filter), and `max_length` is ignored. Unlike vLLM, `do_sample: false` is hono
 transformers, and then the file's temperature, top_k, top_p and min_p do not count.
 """
 
-import json
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from .errors import InvalidModel, InvalidRequest
+from .json_file import read_json_object
 from .sampling import SamplingParams
 
 FILE: Final = "generation_config.json"
@@ -51,7 +51,7 @@ NO_DEFAULTS: Final = SamplingDefaults()
 def sampling_defaults(directory: Path) -> SamplingDefaults:
     """The defaults of a checkpoint directory; NO_DEFAULTS without such a file. Raises InvalidModel with the field."""
     file = directory / FILE
-    said = _read(file)
+    said = read_json_object(file) or {}
     values: dict[str, Any] = {}
     for name in _FLOATS:
         value = said.get(name)
@@ -83,8 +83,8 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
     """The tokens that end an answer; none where the file does not say. Raises InvalidModel."""
-    chosen = _read(directory / FILE).get("eos_token_id")
-    return check_end_tokens(directory, chosen)
+    said = read_json_object(directory / FILE) or {}
+    return check_end_tokens(directory, said.get("eos_token_id"))
 
 
 def check_end_tokens(directory: Path, chosen: object) -> tuple[int, ...]:
@@ -93,20 +93,6 @@ def check_end_tokens(directory: Path, chosen: object) -> tuple[int, ...]:
     if not all(type(token) is int for token in tokens):
         raise InvalidModel(f"{directory}: eos_token_id is {chosen!r}; it must be a token id or a list of them")
     return tuple(tokens)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        said = json.loads(file.read_bytes())
-    except OSError as error:
-        raise InvalidModel(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file} cannot be read: it is not valid JSON: {error}; fetch it again") from None
-    if not isinstance(said, dict):
-        raise InvalidModel(f"{file} cannot be read: it does not hold a JSON object; fetch it again")
-    return said
 
 
 def _require(holds: bool, file: Path, name: str, value: object, allowed: str) -> None:

@@ -9,6 +9,7 @@ not know who starts groups or why they change.
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -42,12 +43,13 @@ from .line import Line
 from .loss_metrics import LossMetrics
 from .measures import Measures
 from .metrics import Metrics
-from .open_files import GRPC_SHARE, most_connections
+from .open_files import GRPC_SHARE, HTTP_SHARE, most_connections, raise_limit
 from .server_certificate import ServerCertificate
 from .side_process import SideProcesses
 from .tokenizer import TokenizerJson, find_files
 from .traffic import Traffic
 
+_log = logging.getLogger(__name__)
 _GENERATION = messages.DESCRIPTOR.services_by_name["Generation"].full_name
 _ADMIN = messages.DESCRIPTOR.services_by_name["Admin"].full_name
 _OPTIONS = [
@@ -121,6 +123,13 @@ class Router:
                 "choose another port, or 0 for any free one"
             ) from error
         if self.config.http_port is not None:
+            if (most := most_connections(HTTP_SHARE)) < self.config.max_queued:
+                _log.warning(
+                    "at most %d HTTP connections, fewer than max-queued (%d): further clients hear 503; raise the "
+                    "limit of open files (ulimit -n)",
+                    most,
+                    self.config.max_queued,
+                )
             self.http_address = await self._http.start(self.config.http_host, self.config.http_port)
         await self._publish_health()
         await self._server.start()
@@ -207,6 +216,7 @@ def main(
 ) -> None:
     """Runs one router against groups that are already there."""
     configure_logging(log_format, router=name)
+    raise_limit()
     addresses = [GroupAddress(name, address) for name, _, address in (entry.partition("=") for entry in group)]
     with contextlib.suppress(KeyboardInterrupt):
         config = RouterConfig(model, served_model_name, name, host, port, http_host=host, http_port=http_port)

@@ -5,16 +5,16 @@ imported only then because it brings torch along. It does not know requests; not
 texts off their event loop.
 """
 
-import json
 import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tokenizers import Tokenizer, decoders
 
 from ..proto.errors import InvalidModel, NeverFits
+from ..proto.json_file import read_json_object
 from .chat_template import ChatTemplate
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -59,13 +59,14 @@ class TokenizerJson:
     def load(cls, model: str) -> "TokenizerJson":
         """From a directory or a hub id; raises InvalidModel with what is missing."""
         directory = find_files(model)
-        config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+        names = ("special_tokens_map.json", "tokenizer_config.json")
+        special, config = (read_json_object(directory / name) or {} for name in names)
         path = directory / "tokenizer.json"
         try:
             tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_transformers(directory)
         except Exception as error:  # the tokenizers package raises bare Exception
             raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
-        made = cls(tokenizer, ChatTemplate.load(directory, config))
+        made = cls(tokenizer, ChatTemplate.load(directory, special | config))
         made.directory = str(directory) if path.is_file() else None
         return made
 
@@ -138,16 +139,6 @@ def _byte_alphabet() -> dict[str, int]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise InvalidModel(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidModel(f"{path.name} does not hold a JSON object")
-    return content
 
 
 def _download(model: str) -> Path:

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..proto.errors import InvalidModel
-from .checkpoint_files import read_entries, read_json, stored_dtype
+from ..proto.json_file import read_json_object
+from .checkpoint_files import read_entries, stored_dtype
 from .cut import Cut
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -32,7 +33,10 @@ class Checkpoint:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        self.config = read_json(directory / "config.json", "a model directory has a config.json")
+        config = read_json_object(directory / "config.json")
+        if config is None:
+            raise InvalidModel(f"{directory} has no config.json; is it a transformers checkpoint?")
+        self.config = config
         self.entries = read_entries(directory)
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}

@@ -14,6 +14,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from ..proto.errors import InvalidModel
+from ..proto.json_file import read_json_object
 
 # As a header writes a dtype -> as torch calls it; others are not served.
 STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -56,29 +57,15 @@ def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
     return STORED_DTYPES[entry.dtype]
 
 
-def read_json(file: Path, hint: str) -> dict[str, Any]:
-    """A file's JSON object; `hint` says what a missing file means. Raises InvalidModel."""
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise InvalidModel(f"{file} is missing: {hint}") from error
-    except OSError as error:
-        raise InvalidModel(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidModel(f"{file} does not hold a JSON object")
-    return content
-
-
 def _tensor_files(directory: Path) -> list[Path]:
     """The shards that the index names, or the files there are."""
     index = directory / "model.safetensors.index.json"
-    if index.exists():
-        named = read_json(index, "").get("weight_map")
-        names = set(named.values()) if isinstance(named, dict) else set()
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if (content := read_json_object(index)) is not None:
+        named = content.get("weight_map")
+        values = list(named.values()) if isinstance(named, dict) else []
+        if not values or not all(isinstance(name, str) and Path(name).name == name != ".." for name in values):
             raise InvalidModel(f"{index} does not map tensors to files beside it; fetch it again")
+        names = set(values)
         missing = sorted(name for name in names if not (directory / name).is_file())
         if missing:
             raise InvalidModel(f"{directory}: {index.name} names {_some(missing)}, missing here; fetch it again")
@@ -115,7 +102,9 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidModel(f"{file} has a header that does not describe tensors; fetch it again") from error
     end = max((entry.end for entry in entries.values()), default=8 + length)
-    if end != size:
+    if size > end:
+        raise InvalidModel(f"{file} is longer than its header promises ({size} bytes, not {end}); fetch it again")
+    if size < end:
         raise InvalidModel(f"{file} is truncated ({size} bytes, its header promises {end}); fetch it again")
     try:  # the library's own rules: offsets without gaps, sizes that match shapes
         with safe_open(file, framework="numpy"):

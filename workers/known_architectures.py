@@ -1,10 +1,11 @@
-"""KnownArchitectures: which model types the installed transformers builds as causal language models.
+"""KnownArchitectures: which model types the installed transformers builds as causal language models, from what configs.
 
 Its tables are read from its source files: importing them brings torch, which takes seconds. It reads no checkpoint.
 """
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -31,6 +32,7 @@ TESTED_MODEL_TYPES: Final = frozenset(
 )
 _CONFIGS: Final = ("auto_mappings.py", "configuration_auto.py")
 _MODELS: Final = ("modeling_auto.py",)
+_KINDS: Final = {"int", "float", "str", "bool", "list", "dict", "None"}  # what JSON has
 
 
 def check_known(name: str, model_type: str, *, brings_code: bool) -> None:
@@ -73,15 +75,81 @@ def _table(files: tuple[str, ...], name: str) -> dict[str, str]:
     return found
 
 
-def _literals(file: str, name: str) -> Iterator[list[tuple[Any, Any]]]:
-    """Every literal (key, value) list or dict in the statements that assign or update `name`."""
+@dataclass(frozen=True, slots=True)
+class ConfigField:
+    """One field of a config class. `kinds`: the types that transformers takes, by Python's names and "None"; empty if
+    it takes others too. `default` is None if there is none, or none that can be read off."""
+
+    kinds: frozenset[str]
+    default: Any
+
+
+@cache
+def config_fields(model_type: str) -> dict[str, ConfigField]:
+    """The fields that a model type's config class declares itself; empty if its source has another form."""
+    name, module = _table(_CONFIGS, "CONFIG_MAPPING_NAMES").get(model_type), model_type.removesuffix("_text")
+    for statement in _statements(f"models/{module}/configuration_{module}.py"):
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            fields = (node for node in statement.body if isinstance(node, ast.AnnAssign))
+            return {node.target.id: _field(node) for node in fields if isinstance(node.target, ast.Name)}
+    return {}
+
+
+def activations() -> frozenset[str]:
+    """What a config may name as its activation; empty if it cannot be looked up."""
+    return _keys("activations.py", "ACT2CLS")
+
+
+def rope_types() -> frozenset[str]:
+    """What a config may name as its rope_type; empty if it cannot be looked up."""
+    types = _keys("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS")
+    return types | {"default"} if types else types
+
+
+@cache
+def _keys(file: str, name: str) -> frozenset[str]:
+    """The keys of a dict that a module assigns to `name`."""
+    for statement in _statements(file):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = getattr(statement, "value", None)
+            keys = value.keys if isinstance(value, ast.Dict) else []
+            return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant))
+    return frozenset()
+
+
+def _field(node: ast.AnnAssign) -> ConfigField:
+    kinds = _kinds(node.annotation) - {"RopeParameters"}  # a TypedDict; always beside `dict`
+    try:
+        default = ast.literal_eval(node.value) if node.value is not None else None
+    except ValueError:  # a call, or arithmetic
+        default = None
+    return ConfigField(kinds if kinds <= _KINDS else frozenset(), default)
+
+
+def _kinds(annotation: ast.expr) -> frozenset[str]:
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            return _kinds(left) | _kinds(right)
+        case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)):
+            return frozenset({name})
+        case ast.Constant(value=None):
+            return frozenset({"None"})
+    return frozenset({""})
+
+
+def _statements(file: str) -> list[ast.stmt]:
+    """Those of one of transformers' source files; none where it cannot be read."""
     package = util.find_spec("transformers")  # finds it without importing it
     try:
-        source = (Path(str(package and package.origin)).parent / "models" / "auto" / file).read_text(encoding="utf-8")
-        statements = ast.parse(source).body
+        return ast.parse((Path(str(package and package.origin)).parent / file).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
-        return
-    for statement in statements:
+        return []
+
+
+def _literals(file: str, name: str) -> Iterator[list[tuple[Any, Any]]]:
+    """Every literal (key, value) list or dict in the statements that assign or update `name`."""
+    for statement in _statements(f"models/auto/{file}"):
         if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr) or statement.value is None:
             continue
         if name not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:

@@ -17,6 +17,9 @@ from .error_body import refusal
 from .json_body import JsonBody
 
 HEAD_BYTES: Final = 64 << 10  # and what one read brings beyond it
+# How long a refused client may take to read why, and to close. A connection that is closed before all that its client
+# sent is read is reset, and the reset drops the answer: of 2,500 clients beyond the limit 1,200 saw no 503.
+_LINGER_SECONDS: Final = 1.0
 _REASONS: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
                    503: b"Service Unavailable"}  # fmt: skip
 # What a client says of HTTP/2 in the hope of changing to it. We stay, as we may.
@@ -38,6 +41,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._staying = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         if len(self.connections) > most_connections(HTTP_SHARE):
             self._refuse(503, "connections", "this server has as many connections as it may; close some, or try again")
@@ -47,10 +51,14 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited."""
         self._head_came()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reads on, whatever the client would rather speak."""
+        """Reads on, whatever the client would rather speak; drops what a refused client still sends."""
+        if self._linger_timer is not None:
+            return
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -58,7 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger_timer is not None:
             return
         if self._in_head or not self._is_answering:  # else what came is of a body
             self._await_head()
@@ -145,4 +153,8 @@ class BoundedConnection(HttpToolsProtocol):
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head % (status, _REASONS[status], len(body)) + bytes(body))
+            if self.transport.can_write_eof():  # not over TLS
+                self.transport.write_eof()
+                self._linger_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+                return
         self.transport.close()

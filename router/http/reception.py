@@ -6,6 +6,8 @@ has its time, and those under way count as connections do. It does not know what
 
 import asyncio
 import contextlib
+import logging
+import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -13,7 +15,15 @@ from typing import ClassVar, Final
 
 from ..open_files import HTTP_SHARE, most_connections
 
+# accept() does not yield to the event loop while connections wait; a burst of thousands would stop every stream.
+_ACCEPTED_AT_ONCE: Final = 32
+# Refused clients that may be reading why, as a share of the connections that are served. While there are as many,
+# further ones wait in the kernel.
+_LINGERING_SHARE: Final = 0.25
+_FULL_SECONDS: Final = 0.05
 _NO_FILES_SECONDS: Final = 0.5
+_WARNING_SECONDS: Final = 60.0
+_log = logging.getLogger(__name__)
 
 
 class Reception:
@@ -34,29 +44,52 @@ class Reception:
         self._on_refused = on_refused
         self._context = context
         self._handshakes = set[asyncio.Task[None]]()
+        self._warned_at = -math.inf
 
     async def open(self, listener: socket.socket) -> None:
         """Takes them from a socket that listens, until it is cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
+        accepted = 0
         try:
             while True:
+                if self._count() > (1 + _LINGERING_SHARE) * most_connections(self.share):
+                    await asyncio.sleep(_FULL_SECONDS)
+                    continue
                 try:
                     connection, _ = await loop.sock_accept(listener)
                 except ConnectionAbortedError:  # it has gone again
                     continue
-                except OSError:  # there is no file for it
+                except OSError as error:  # there is no file for it
+                    self._warn(error)
                     await asyncio.sleep(_NO_FILES_SECONDS)
                     continue
                 self._take(connection)
+                accepted += 1
+                if accepted % _ACCEPTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         finally:
             for handshake in list(self._handshakes):
                 handshake.cancel()
             await asyncio.gather(*self._handshakes, return_exceptions=True)
 
+    def _count(self) -> int:
+        """Connections, and those that become some."""
+        return len(self._handshakes) + self._made()
+
+    def _warn(self, error: OSError) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._warned_at >= _WARNING_SECONDS:
+            self._warned_at = now
+            _log.warning(
+                "new HTTP connections wait, because accept failed: %s; raise this process's limit of open files "
+                "(ulimit -n)",
+                error.strerror or error,
+            )
+
     def _take(self, connection: socket.socket) -> None:
         # Without TLS there is somebody to tell why: the connection itself does.
-        if self._context is not None and len(self._handshakes) + self._made() >= most_connections(self.share):
+        if self._context is not None and self._count() >= most_connections(self.share):
             self._on_refused("connections")
             connection.close()
             return

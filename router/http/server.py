@@ -16,6 +16,9 @@ from .bounded_connection import BoundedConnection
 from .reception import Reception
 
 _SEND_BYTES = 256 << 10
+# Connections that the kernel holds until they are accepted; it takes less if net.core.somaxconn is less. TCP tries
+# again only after a second for a connection beyond that, and Python's own 128 are fewer than a burst brings.
+_BACKLOG = 4096
 # Longer than clients and balancers keep an idle connection (60 s are usual): who closes first must not be the server,
 # or a request crosses the news and is lost.
 _KEEP_ALIVE_SECONDS = 75
@@ -97,7 +100,8 @@ class HttpServer:
     async def start(self, host: str, port: int) -> str:
         """Listens; returns "host:port". Raises InvalidConfig when the port is taken."""
         try:
-            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise InvalidConfig(
                 f"cannot listen on {host}:{port} for HTTP: {error.strerror}; choose another port, or 0 for any free one"

@@ -1,6 +1,7 @@
 """A small local model as files alone, made without torch, and every way in which a test may break it."""
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -19,17 +20,36 @@ CONFIG: dict[str, Any] = dict(
     max_position_embeddings=256,
     dtype="float32",
 )
+NULL = object()
 
 
 def whole_model(directory: Path) -> Path:
-    """config.json, a tokenizer, and two shards with an index, of one tensor each: what is checked before Ray starts."""
+    """config.json, a tokenizer, and a llama's tensors in two shards with an index."""
     write_model(directory)
     edit_config(directory, **CONFIG)
-    for number in (1, 2):
-        write_shard(directory / f"model-{number}.safetensors", f"model.layers.{number - 1}.weight")
-    shards = {f"model.layers.{number - 1}.weight": f"model-{number}.safetensors" for number in (1, 2)}
+    tensors = list(llama_tensors().items())
+    shards = {}
+    for number, part in ((1, tensors[:10]), (2, tensors[10:])):
+        write_shard(directory / f"model-{number}.safetensors", dict(part))
+        shards |= {name: f"model-{number}.safetensors" for name, _ in part}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     return directory
+
+
+def llama_tensors() -> dict[str, tuple[int, ...]]:
+    """The shapes of CONFIG's tensors, by name."""
+    hidden, inner, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
+    kv_rows = hidden // CONFIG["num_attention_heads"] * CONFIG["num_key_value_heads"]
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        shapes = {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv_rows, hidden), "self_attn.v_proj": (kv_rows, hidden),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        }  # fmt: skip
+        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return tensors | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -39,10 +59,21 @@ def edit_config(directory: Path, **changes: Any) -> None:
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
 
 
-def write_shard(file: Path, name: str, dtype: str = "F32", shape: tuple[int, ...] = (8, 4), size: int = 128) -> None:
-    """A safetensors file of one tensor; its header promises `size` bytes."""
-    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
-    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+def set_fields(directory: Path, changes: dict[str, Any]) -> None:
+    """Sets fields of config.json, to null where the value is NULL."""
+    file = directory / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: None if value is NULL else value for name, value in values.items()}))
+
+
+def write_shard(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32", itemsize: int = 4) -> None:
+    """A safetensors file of tensors full of zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + itemsize * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(end))
 
 
 def lose_shard(directory: Path) -> None:
@@ -52,6 +83,38 @@ def lose_shard(directory: Path) -> None:
 def truncate_shard(directory: Path) -> None:
     file = directory / "model-2.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
+
+
+def lengthen_shard(directory: Path) -> None:
+    file = directory / "model-2.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+
+
+def lengthen_header(directory: Path) -> None:
+    file = directory / "model-2.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(struct.pack("<Q", 2 * len(content)) + content[8:])
+
+
+def truncate_header(directory: Path) -> None:
+    file = directory / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def map_tensor_to(directory: Path, file: str | list[str]) -> None:
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = file
+    index.write_text(json.dumps(content))
+
+
+def write(directory: Path, name: str, content: bytes) -> None:
+    (directory / name).write_bytes(content)
+
+
+def truncate_tokenizer(directory: Path) -> None:
+    file = directory / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:1000])
 
 
 def fill_shard_with_garbage(directory: Path) -> None:
@@ -64,13 +127,15 @@ def leave_pointer(directory: Path) -> None:
 
 
 def lie_in_header(directory: Path) -> None:
-    write_shard(directory / "model-2.safetensors", "model.layers.1.weight", shape=(9, 4))
+    file = directory / "model-2.safetensors"
+    write_shard(file, {"a": (8, 4)})
+    file.write_bytes(file.read_bytes().replace(b"[8, 4]", b"[9, 4]"))
 
 
 def store_in_eight_bits(directory: Path) -> None:
     for file in directory.glob("*.safetensors*"):
         file.unlink()
-    write_shard(directory / "model.safetensors", "model.layers.0.weight", dtype="F8_E4M3", size=32)
+    write_shard(directory / "model.safetensors", llama_tensors(), dtype="F8_E4M3", itemsize=1)
 
 
 def keep_a_pickle_alone(directory: Path) -> None:

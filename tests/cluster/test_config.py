@@ -210,7 +210,7 @@ def test_what_the_config_rules_out_is_refused(tmp_path: Path, setting: dict[str,
 
 def test_a_block_is_checked_whatever_the_pool(tmp_path: Path) -> None:
     """int4 with an odd head_dim is refused where the pool is a share too, and a host tier of less than a block."""
-    write_config(tmp_path, LLAMA | {"head_dim": 127})
+    write_config(tmp_path, LLAMA | {"model_type": "phi3", "head_dim": 127, "partial_rotary_factor": 0.5})
     with pytest.raises(InvalidConfig, match="layer 0 has head_dim 127, which is odd; use int8 or fp8"):
         check_model(ServeConfig.build({"model": str(tmp_path), "kv_dtype": "int4"}))
     write_config(tmp_path, LLAMA)

@@ -135,6 +135,10 @@ class FakeGroup(WorkerServicer):
         self.send(FromGroup(last_word=LastWord(reason=reason, waiting=unbegun)))
         self.hang_up()
 
+    async def attached(self) -> None:
+        """Waits until a router is."""
+        await self.until(lambda: bool(self._streams))
+
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until something that was received makes it so."""
         async with asyncio.timeout(PATIENCE_SECONDS):

@@ -1,50 +1,214 @@
-"""A burst over HTTP: who cannot be held is told so, and when to come again."""
+"""A burst over HTTP of 3,000 requests at once, each on a connection of its own."""
 
 import asyncio
 import json
+import os
+import resource
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
 
+import pytest
+
+from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.router.key_file import hash_key
 from tests.router.http.conftest import OpenWeb
 from tests.router.seated_group import SeatedGroup
 
 SEATS, READY = 8, 4
-REQUESTS, QUEUED = 300, 100  # connections that a process with 1,024 open files can have, at both of their ends
+ROOM = 2 * (SEATS + READY)  # of two groups
+REQUESTS, QUEUED = 3000, 1024
+# Connections may take half of a router's files; some are left for its groups.
+FILES = 2 * (REQUESTS + 200)
+PROMPT = {"model": "tiny", "max_tokens": 2, "seed": 1}
+
+Answers = list[tuple[int, str, float]]
 
 
-async def ask(address: str) -> tuple[int, dict[str, str]]:
-    """(status, headers) of one completion on a connection of its own."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+@pytest.fixture(autouse=True)
+def many_files() -> Iterator[None]:
+    """This process may have as many open files as the test needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        pytest.skip(f"3,000 connections need {FILES} open files, and the hard limit here is {hard}; see ulimit -Hn")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@asynccontextmanager
+async def sent(
+    address: str, held: int, *burst: tuple[int, str, dict[str, object]]
+) -> AsyncIterator[Callable[[], Awaitable[Answers]]]:
+    """Sends so many requests with this key and body, of each kind. What it gives returns the answers, once all but
+    `held` requests have one, and then those of the others."""
+    clients = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.router.http.burst_clients", address, str(held), json.dumps(burst)),
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+    )
+
+    async def answers() -> Answers:
+        assert clients.stdout is not None
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return [(status, retry, seconds) for status, retry, seconds in json.loads(await clients.stdout.readline())]
+
     try:
-        body = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "seed": 1}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-        answer, _, _ = (await reader.read()).partition(b"\r\n\r\n")
-        status, *headers = answer.decode().split("\r\n")
-        return int(status.split()[1]), dict(header.lower().split(": ", 1) for header in headers)
+        yield answers
     finally:
-        writer.close()
+        if clients.returncode is None:
+            clients.kill()
+        await clients.communicate()
 
 
-async def test_max_queued_holds_in_a_burst_over_http(open_web: OpenWeb) -> None:
-    """Of a burst two groups get what they have room for, `max_queued` wait, and all others hear 429 with Retry-After;
-    those that were taken are answered."""
-    groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
-    web = await open_web(*groups, max_queued=QUEUED)
-    line = web.door.router.dispatch.line
-    room = len(groups) * (SEATS + READY)
-    asked = [asyncio.create_task(ask(web.address)) for _ in range(REQUESTS)]
-    async with asyncio.timeout(100):
-        while len(line) + sum(task.done() for task in asked) != REQUESTS - room:
-            for group in groups:
+class RouterProcess:
+    """`python -m coatcheck.router.server` with limits of open files, in front of two groups; a context manager."""
+
+    def __init__(self, model: Path, limits: str) -> None:
+        self.groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
+        self._model = model
+        self._limits = limits  # for `ulimit`
+        self.address = ""
+        self.said = ""  # on stderr, so far as it was read
+        self._more_said = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        groups = [f"--group={group.name}={(await group.start()).address}" for group in self.groups]
+        self.process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", f'ulimit {self._limits}; exec "$@"', "sh"),
+            *(sys.executable, "-m", "coatcheck.router.server", str(self._model), *groups),
+            *("--port", "0", "--http-port", "0", "--served-model-name", "tiny"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        self._reporting = asyncio.create_task(report(self.groups, late=False))
+        self._reading = asyncio.create_task(self._read())
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            self.address = (await self.process.stdout.readline()).decode().split("http on ")[1].strip()
+            for group in self.groups:
+                await group.attached()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._reporting.cancel()
+        self.process.terminate()
+        await self.process.wait()
+        await self._reading
+        for group in self.groups:
+            await group.kill()
+
+    def go(self) -> None:
+        """Lets what the groups hold run on."""
+        for group in self.groups:
+            group.go()
+
+    async def until_said(self, text: str) -> None:
+        """Waits until it has said this."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while text not in self.said:
+                self._more_said.clear()
+                await self._more_said.wait()
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has taken."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.said += line.decode()
+            self._more_said.set()
+
+
+async def report(groups: Sequence[SeatedGroup], *, late: bool) -> None:
+    """Each group reports its load again and again; `late`: the load that it had before the burst."""
+    while True:
+        for group in groups:
+            if late:
                 group.say_late()
-            await asyncio.sleep(0.07)
-    assert len(line) == QUEUED
-    assert [group.most_held for group in groups] == [SEATS + READY] * 2
-    for group in groups:
+            else:
+                group.say_load()
+        await asyncio.sleep(0.05)
+
+
+async def test_a_router_that_starts_with_1024_files_serves_3000_connections(model_directory: Path) -> None:
+    """A router whose soft limit of open files is 1,024 raises it. Of 3,000 requests two groups get what they have room
+    for, 1,024 wait, and the others hear 429 with Retry-After while those are still held. Each request that was taken
+    is answered."""
+    held = QUEUED + ROOM
+    async with RouterProcess(model_directory, "-S -n 1024") as router:
+        async with sent(router.address, held, (REQUESTS, "", PROMPT | {"prompt": [5, 6, 7]})) as answers:
+            refused = await answers()
+            assert Counter(status for status, _, _ in refused) == {429: REQUESTS - held}
+            assert all(int(retry) >= 1 for _, retry, _ in refused)
+            assert max(seconds for _, _, seconds in refused) < 60
+            router.go()
+            assert Counter(status for status, _, _ in await answers()) == {200: held}
+    assert [group.most_held for group in router.groups] == [SEATS + READY] * 2
+    assert "Traceback" not in router.said
+
+
+async def test_a_router_that_may_have_1024_files_answers_3000_connections(model_directory: Path) -> None:
+    """A router whose hard limit is 1,024 serves 512 connections, and says so beforehand. All others hear 503, no answer
+    is lost to a reset, and those that were taken are answered."""
+    async with RouterProcess(model_directory, "-n 1024") as router:
+        async with sent(router.address, 512, (REQUESTS, "", PROMPT | {"prompt": [5, 6, 7]})) as answers:
+            assert Counter(status for status, _, _ in await answers()) == {503: REQUESTS - 512}
+            router.go()
+            assert Counter(status for status, _, _ in await answers()) == {200: 512}
+    assert [group.most_held for group in router.groups] == [SEATS + READY] * 2
+    assert "Traceback" not in router.said
+    assert "at most 512 HTTP connections, fewer than max-queued (1024)" in router.said
+
+
+async def test_a_router_without_a_free_file_waits_for_one(model_directory: Path) -> None:
+    """While no file is free for a connection, the router says so once, takes no processor time, and goes on. New
+    connections wait, and are answered when files are free again."""
+    async with RouterProcess(model_directory, "-S -n 1024") as router:
+        router.go()
+        soft_and_hard = resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE, (3, soft_and_hard[1]))
+        async with sent(router.address, 0, (100, "", PROMPT | {"prompt": [5, 6, 7]})) as answers:
+            await router.until_said("accept failed: Too many open files")
+            before = router.cpu_seconds()
+            await asyncio.sleep(2)  # four more tries
+            assert router.cpu_seconds() - before < 0.5
+            resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE, soft_and_hard)
+            assert Counter(status for status, _, _ in await answers()) == {200: 100}
+    assert router.said.count("accept failed") == 1 and "Traceback" not in router.said
+
+
+async def test_turns_and_priorities_hold_in_a_burst_over_http(open_web: OpenWeb, tmp_path: Path) -> None:
+    """In a burst of 3,000 of which one tenant sends 2,800, the others' are all taken in: the urgent one's are sent
+    first as places come free, then the other one gets its half; reports from before the burst change nothing."""
+    tenants = [{"name": name, "keys": [hash_key(name)]} for name in ("many", "few")]
+    tenants.append({"name": "urgent", "keys": [hash_key("urgent")], "priority": -1})
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(json.dumps({"tenants": tenants}))
+    group = SeatedGroup("g0", SEATS)
+    web = await open_web(group, max_queued=QUEUED, keys_file=str(keys))
+    line = web.door.router.dispatch.line
+    kinds = [(2800, "many", 100), (100, "few", 300), (100, "urgent", 200)]
+    burst_of = [(count, key, PROMPT | {"prompt": [first, 5, 6]}) for count, key, first in kinds]
+    held = QUEUED + SEATS + READY
+    async with sent(web.address, held, *burst_of) as answers:
+        reports = asyncio.create_task(report([group], late=True))
+        assert Counter(status for status, _, _ in await answers()) == {429: REQUESTS - held}
+        reports.cancel()
+        assert len(line) == QUEUED and group.most_held == SEATS + READY
+        line.check()
         group.go()
-    answers = await asyncio.gather(*asked)
-    refused = [headers for status, headers in answers if status == 429]
-    assert [status for status, _ in answers].count(200) == QUEUED + room
-    assert len(refused) == REQUESTS - QUEUED - room
-    assert all(int(headers["retry-after"]) >= 1 for headers in refused)
-    assert [group.most_held for group in groups] == [SEATS + READY] * 2
+        reports = asyncio.create_task(report([group], late=False))
+        assert Counter(status for status, _, _ in await answers()) == {200: held}
+        reports.cancel()
+    assert group.most_held == SEATS + READY
+    order = [submit.prompt_token_ids[0] for submit in group.submits]
+    assert order.count(200) == order.count(300) == 100
+    turns = order[SEATS + READY :]
+    assert turns[:100].count(200) >= 80  # one of eight is taken whatever its priority
+    assert turns[115:315].count(300) >= 70  # at most a few were taken before
