@@ -15,14 +15,14 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from ..proto.errors import InvalidRequest
 from ..proto.grammar import Grammar, GrammarRefused, why_unusable
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 _SECONDS = 1
 _MEMORY_BYTES = 2 << 30
@@ -79,17 +79,29 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> None:
     matcher = LLMatcher(tokenizer, grammar.compiled(), log_level=0)
     if matcher.is_error():
         raise grammar.refused(matcher.get_error())
-    for followed in range(_BYTES_FOLLOWED):
-        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        if not allowed and not followed:
-            raise grammar.refused(why_unusable(matcher))
-        allowed &= _ALL_BYTES
+    if not any(matcher.compute_bitmask()):
+        raise grammar.refused(why_unusable(matcher))
+    for pick in (_lowest, _highest):  # of JSON's values the first goes through a string, the second through an object
+        _follow(grammar, matcher.deep_copy(), pick)
+
+
+def _follow(grammar: Grammar, matcher: LLMatcher, pick: Callable[[int], int]) -> None:
+    for _ in range(_BYTES_FOLLOWED):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little") & _ALL_BYTES
         if allowed and not matcher.is_error():
-            matcher.consume_token((allowed & -allowed).bit_length() - 1)
+            matcher.consume_token(pick(allowed))
         if matcher.is_error():
             raise grammar.refused(why_unusable(matcher))
         if not allowed or matcher.is_stopped():
             return
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _highest(bits: int) -> int:
+    return bits.bit_length() - 1
 
 
 def _failing_part(grammar: Grammar, reason: str, ends_at: float) -> str:
