@@ -49,7 +49,7 @@ GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
             ("properties", '{"type":"object","properties":{"a":', "}}"), ("items", '{"type":"array","items":', "}"),
             ("anyOf", '{"anyOf":[', "]}"), ("not", '{"not":', "}"),
         )
-        for depth in (60, 400, 6000)
+        for depth in (60, 6000)
     },
     "a nested const": lambda: _schema('{"const":' + "[" * 6000 + "]" * 6000 + "}"),
     "300 references": lambda: _references(300),
@@ -73,7 +73,7 @@ GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
             ("maxItems", {"type": "array", "items": {"type": "integer"}}),
             ("minProperties", {"type": "object"}), ("maxProperties", {"type": "object"}),
         )
-        for count in (10**9, 2**63, 10**30)
+        for count in (10**9, 2**63)
     },
     **{
         f"regex {pattern}": lambda pattern=pattern: Grammar("regex", pattern)
@@ -91,7 +91,7 @@ GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
             ("a terminal", "grammar", "start: A\nA: {}"),
             ("a rule's regex", "grammar", "start: /{}/"), ("GBNF", "grammar", "root ::= {}"),
         )
-        for depth in (100, 10_000)
+        for depth in (10_000,)
     },
     "600 rules in a chain": lambda: DEEP,
     "600 rules in a longer chain": lambda: _chain(600, '{} "b"'),

@@ -13,7 +13,7 @@ from coatcheck.workers.request import Request
 from tests.hostile_grammars import GRAMMARS
 from tests.workers.structured_engine import EOS, PROMPT, engines_of, load_alone, params, write_checkpoint
 
-TOKENS = 100
+TOKENS = 40
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from tests.hostile_grammars import GRAMMARS
 GOOD = Grammar("regex", "(yes|no)")
 # What a thread gets by itself where the limit is low: half of what the router's check has.
 _RANK_STACK_BYTES = 1 << 20
-# Of the processor, for a hundred steps of the tiny model, a quarter of a second and one mask more, and slow machines.
+# Of the processor, for forty steps of the tiny model, a quarter of a second and one mask more, and slow machines.
 _MOST_SECONDS = 20.0
 
 
