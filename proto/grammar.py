@@ -8,12 +8,14 @@ grammar needs come late: an engine without either runs on torch and transformers
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from .errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
     from .coatcheck_pb2 import StructuredOutput
@@ -29,6 +31,14 @@ JSON_STYLE: Final[JsonCompileOptions] = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
+
+
+class GrammarRefused(InvalidRequest):
+    """A grammar that does not compile. `reason` alone does not name the field that the grammar came in."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,9 @@ class Grammar:
                     schema = {} if schema else {"not": {}}
                 return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
             if self.kind == "choices":
-                return llguidance.grammar_from("choice", self.text)
+                # One terminal. As alternatives of a rule, more than 2,000 choices are too many items for the parser.
+                choices = " | ".join(json.dumps(choice) for choice in json.loads(self.text))
+                return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
             return llguidance.grammar_from(self.kind, self.text)
         except (ValueError, RecursionError) as error:
             raise self.refused(error) from None
@@ -97,7 +109,18 @@ class Grammar:
         if error:
             raise self.refused(said[0])
 
-    def refused(self, reason: object) -> InvalidRequest:
+    def refused(self, reason: object) -> GrammarRefused:
         """The error for a grammar that does not compile."""
         text = " ".join(str(reason).split())[:500]
-        return InvalidRequest(f"structured.{self.kind} cannot be compiled: {text}; change what it names")
+        return GrammarRefused(f"structured.{self.kind} cannot be compiled: {text}; change what it names", text)
+
+
+def why_unusable(matcher: LLMatcher) -> str:
+    """In a line, why a matcher has an error or allows no token."""
+    said = matcher.get_error().partition("\n")[0]
+    if wide := re.search(r"Current row has (\d+) items; max is (\d+)", said):
+        return (
+            f"it has {wide[1]} alternatives at one place of the text, where {wide[2]} are the most; an optional "
+            "property counts four, a required one does not"
+        )
+    return "it allows no text that goes on from here" if said in ("", "NoExtensionBias") else said

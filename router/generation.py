@@ -32,6 +32,7 @@ from ..proto.coatcheck_pb2 import (
 from ..proto.coatcheck_pb2 import SamplingParams as SamplingMessage
 from ..proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, Unavailable
 from ..proto.generation_config import NO_DEFAULTS, SamplingDefaults
+from ..proto.grammar import Grammar
 from ..proto.tracing import NO_PARENT, Tracing
 from .admission import admit, check_model_name, check_token_ids, prompt_token_ids
 from .config import RouterConfig
@@ -174,6 +175,10 @@ class Generation:
             choices[index].text = "".join(texts[index])
             response.choices.append(choices[index])
         return response
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Raises GrammarRefused for one that does not compile."""
+        await self._grammars.require(grammar)
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
         """Where the request would go now, and what each group would cost it; it is not sent."""

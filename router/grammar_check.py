@@ -14,9 +14,10 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from ..proto.errors import InvalidRequest, Overloaded
+from ..proto.errors import Overloaded
 from ..proto.grammar import Grammar
 
+TAKES_LONG: Final = "it takes"  # how a reason begins that says nothing of one part of a grammar
 # Of the processor, over bytes; a rank takes up to three times as long over its vocabulary.
 _MOST_SECONDS: Final = 0.25
 _PAUSES: Final = 3.0  # times what the last one took
@@ -30,12 +31,12 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiler: subprocess.Popen[bytes] | None = None
-        self._said: OrderedDict[Grammar, str] = OrderedDict()  # what is wrong with it; "" for nothing
+        self._said: OrderedDict[Grammar, str] = OrderedDict()  # why it is refused; "" for a good one
         self._waiting = 0
         self._closing = threading.Event()
 
     async def require(self, grammar: Grammar) -> None:
-        """Returns once it is known to be good; raises InvalidRequest that says why it is not."""
+        """Returns once it is known to be good; raises GrammarRefused that says why it is not."""
         said = self._said.get(grammar)
         if said is None:
             if self._waiting >= _MOST_WAITING:
@@ -53,7 +54,7 @@ class GrammarCheck:
         else:
             self._said.move_to_end(grammar)
         if said:
-            raise InvalidRequest(said)
+            raise grammar.refused(said)
 
     def close(self) -> None:
         """Ends both."""
@@ -70,11 +71,11 @@ class GrammarCheck:
             return self._said[grammar]
         answer = self._ask(grammar)
         if answer is None:
-            return str(grammar.refused("it takes too long or too much memory, or is nested too deep"))
+            return f"{TAKES_LONG} too long or too much memory, or is nested too deep"
         seconds = float(answer["seconds"])
         self._closing.wait(_PAUSES * min(seconds, _MOST_SECONDS))
         if seconds > _MOST_SECONDS:
-            return str(grammar.refused(f"it takes {seconds:.2f} s, where {_MOST_SECONDS:g} s are the most"))
+            return f"{TAKES_LONG} {seconds:.2f} s to compile, where {_MOST_SECONDS:g} s are the most"
         return answer["error"] or ""
 
     def _ask(self, grammar: Grammar) -> dict[str, str] | None:

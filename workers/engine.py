@@ -181,6 +181,7 @@ class Engine:
         outputs, self._ended_early = self._ended_early, []
         for index, row, sequence in done.confirm(result):
             if index in result.failed:
+                self._grammars.give_up(sequence)
                 self._refuse(sequence.request.request_id, InvalidRequest(result.failed[index]))
                 continue
             self._intake.name_blocks(sequence)

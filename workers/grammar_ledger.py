@@ -29,6 +29,7 @@ class GrammarLedger:
         self._under_way = [deque[Grammar]() for _ in AT_ONCE]
         self._settled = [0 for _ in AT_ONCE]
         self._ready: dict[Grammar, None] = {}  # on every rank, the latest used last
+        self._given_up: set[Grammar] = set()  # of the ready ones
         self._announced = 0
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -67,6 +68,12 @@ class GrammarLedger:
             if grammar not in self._numbers:
                 del self._waiting[grammar]
 
+    def give_up(self, sequence: Sequence) -> None:
+        """It failed over its grammar. Ranks forget that as soon as nobody uses it: what they have found out about one
+        that is too hard takes up to 90 MB of each, for 256 of them 23 GB."""
+        if sequence.request.sampling.structured in self._ready:
+            self._given_up.add(sequence.request.sampling.structured)
+
     def announce(self, plan: StepPlan) -> None:
         """What ranks are to forget, and to compile, from this plan on; its rows get their grammars' numbers."""
         plan.forgotten = self._forget()
@@ -102,6 +109,7 @@ class GrammarLedger:
         under_way = {grammar for lane in self._under_way for grammar in lane}
         assert self._numbers.keys() == under_way | self._ready.keys(), "a grammar without a number"
         assert not self._ready.keys() & self._waiting.keys(), "somebody waits for what is there"
+        assert self._given_up <= self._ready.keys(), "a grammar that is forgotten is to be forgotten"
         assert self._uses.keys() <= self._ready.keys() | self._waiting.keys(), "a grammar in use is lost"
         for grammar, requests in self._waiting.items():
             assert self._uses[grammar] == sum(map(len, requests)), "uses are miscounted"
@@ -111,9 +119,12 @@ class GrammarLedger:
 
     def _forget(self) -> list[int]:
         spare = len(self._ready) - self._most_kept
-        if spare <= 0:
+        if spare <= 0 and not self._given_up:
             return []
         unused = [grammar for grammar in self._ready if grammar not in self._uses]
-        for grammar in unused[:spare]:
+        unused.sort(key=lambda grammar: grammar not in self._given_up)  # which keeps the order of use
+        forgotten = unused[: max(spare, sum(grammar in self._given_up for grammar in unused))]
+        for grammar in forgotten:
             del self._ready[grammar]
-        return [self._numbers.pop(grammar) for grammar in unused[:spare]]
+        self._given_up.difference_update(forgotten)
+        return [self._numbers.pop(grammar) for grammar in forgotten]

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from ..proto.grammar import Grammar
 from .communicator import Communicator
 from .grammar_lanes import AT_ONCE, lane_of
 from .grammars import Compiled, Grammars
@@ -19,6 +20,10 @@ from .step_plan import StepPlan
 
 _IDLE_SECONDS = 0.001
 _NICE = 4  # of these threads: where cores are few, a third of one beside a step's
+# The library recurses over rules that refer to rules, and a stack that overflows ends the process. A router refuses
+# what overflows 2 MiB (see router/grammar_compiler). A thread's default is as little where the stack's limit
+# (ulimit -s) is unlimited, and less where that is low.
+_STACK_BYTES = 16 << 20
 
 
 class GrammarPress:
@@ -41,7 +46,7 @@ class GrammarPress:
             self._grammars.drop(number)
         for grammar in plan.grammars:
             lane = lane_of(grammar)
-            self._work[lane].append((self._next, self._threads[lane].submit(self._grammars.compile, grammar)))
+            self._work[lane].append((self._next, self._submit(lane, grammar)))
             self._next += 1
 
     def report(self) -> tuple[int, ...] | None:
@@ -59,6 +64,13 @@ class GrammarPress:
         agreed = tuple(self._communicator.least(self._made))
         self._agreed = sum(agreed)
         return agreed
+
+    def _submit(self, lane: int, grammar: Grammar) -> Future[Compiled]:
+        before = threading.stack_size(_STACK_BYTES)  # a lane's thread starts with its first grammar
+        try:
+            return self._threads[lane].submit(self._grammars.compile, grammar)
+        finally:
+            threading.stack_size(before)
 
 
 def _give_way() -> None:

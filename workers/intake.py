@@ -77,7 +77,7 @@ class Intake:
         """Raises InvalidRequest where its structured output, compiled by now, cannot be, or not behind what it
         resumes."""
         for said in request.resume.values() or ((),):
-            self._grammars.matcher(grammar, said)
+            self._grammars.check(grammar, said)
 
     def _sequences(self, request: Request, chain: list[bytes]) -> list[Sequence]:
         """One for each choice; all but the first wait for the first's prompt. `chain` is the request's."""

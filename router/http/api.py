@@ -5,6 +5,7 @@ otherwise. It does not know how bytes are served, nor who may ask: the gate does
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
@@ -16,9 +17,11 @@ from starlette.responses import Response
 
 from ...proto.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
 from ...proto.errors import CoatcheckError, InvalidRequest, NotFound
+from ...proto.grammar import GrammarRefused
 from ...proto.tracing import CARRIED
 from ..admin import Admin
 from ..generation import Generation
+from ..grammar_check import TAKES_LONG
 from ..metrics import CONTENT_TYPE, Metrics
 from ..side_process import SideProcesses
 from ..tenant import Tenant
@@ -38,7 +41,10 @@ from .merged import begin, merged
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody
 from .tool_calls import ToolCalls, form_of
+from .tool_grammar import call_of
+from .tools import Function
 
+_QUOTED_RULE: Final = re.compile(r" \d+ \| ")  # with which llguidance quotes a grammar's lines
 _PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
@@ -119,7 +125,28 @@ class Api:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
             known = await self._generation.tokenize_prompt(asked)
         answer = ChatAnswer(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
-        return await self._answer(request, [message], answer, stream=body.stream)
+        try:
+            return await self._answer(request, [message], answer, stream=body.stream)
+        except GrammarRefused as refused:
+            if functions := body.constrained():
+                raise await self._schema_refused(functions, refused) from None
+            raise
+
+    async def _schema_refused(self, functions: list[tuple[str, Function]], refused: GrammarRefused) -> InvalidRequest:
+        """Of functions whose grammar is refused: an error that names the first whose schema alone is."""
+        for place, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
+            try:
+                await self._generation.check_grammar(call_of(function))
+            except GrammarRefused as error:
+                return InvalidRequest(
+                    f"{place}.parameters, of {function.name!r}, cannot be kept to: {error.reason}; change this schema, "
+                    "or set tool_choice to auto and leave strict out"
+                )
+        reason = _QUOTED_RULE.split(refused.reason)[0]
+        return InvalidRequest(
+            f"the schemas of {len(functions)} tools together cannot be kept to: {reason}; send fewer tools, or simpler "
+            "schemas"
+        )
 
     async def models(self) -> dict[str, Any]:
         """The one model that is served."""
@@ -222,7 +249,7 @@ class Api:
             return None
         if called == "named":
             return lambda: ToolCalls("named", name=body.named, most=most)
-        form = "json" if called == "required" else self._form
+        form = "required" if called == "required" else self._form
         return lambda: ToolCalls(form, most=most)
 
     def _head(self, name: str) -> Head:

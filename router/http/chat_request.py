@@ -111,6 +111,7 @@ class ChatRequest(SamplingFields):
         arguments = dict(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             arguments["reasoning_effort"] = self.reasoning_effort
+        self._check_names()
         tools = self.tools if self.called else []
         return GenerateRequest(
             request_id=request_id,
@@ -126,6 +127,17 @@ class ChatRequest(SamplingFields):
             priority=self.priority,
             session_id=self.session_id,
         )
+
+    def _check_names(self) -> None:
+        """Raises InvalidRequest for two functions of one name: nobody could say which of them a call is to."""
+        places: dict[str, int] = {}
+        for place, tool in enumerate(self.tools):
+            first = places.setdefault(tool.function.name, place)
+            if first != place:
+                raise InvalidRequest(
+                    f"tools[{first}] and tools[{place}] are both named {tool.function.name!r}; give each function a "
+                    "name of its own"
+                )
 
     def _grammar(self, form: Form) -> Grammar | None:
         asked = self.grammar()
@@ -147,6 +159,13 @@ class ChatRequest(SamplingFields):
                 "required or to its name, or leave strict out"
             )
         return strict_calls(functions)
+
+    def constrained(self) -> list[tuple[str, Function]]:
+        """The functions whose schemas are part of the grammar, and where the body has each."""
+        found = [(f"tools[{place}].function", tool.function) for place, tool in enumerate(self.tools)]
+        if self.called == "named":
+            return [(place, function) for place, function in found if function.name == self.named]
+        return found if self.called == "required" else [one for one in found if self.called and one[1].strict]
 
     def _function(self, name: str) -> Function:
         for tool in self.tools:

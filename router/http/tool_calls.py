@@ -2,19 +2,24 @@
 
     hermes  <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as it likes, between other text
     json    the whole answer is such an object, or a list of them ("parameters" will do as well)
+    required  the whole answer is a list of them, which the grammar of tool_grammar holds it to
     named   the whole answer is the arguments of the one function that had to be called
 
-What turns out to be no call is text, and nothing of it is lost. It does not know tokens, or who would run a call.
+What turns out to be no call is text, and nothing of it is lost. Where a call had to come and the answer was cut, the
+last call has the part of its arguments that came: OpenAI and vLLM give it so, and finish_reason says "length". It does
+not know tokens, or who would run a call.
 """
 
 import json
+import re
 import uuid
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Form = Literal["hermes", "json", "named"]
+Form = Literal["hermes", "json", "required", "named"]
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
+_BEGUN: Final = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # as tool_grammar has calls begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +51,19 @@ class ToolCalls:
         self._held = ""
         self._count = 0
         self._plain = False  # what began as no call is text to its end
+        self._is_cut = False
 
     @property
     def found(self) -> bool:
-        """Whether any call has come."""
-        return self._count > 0
+        """Whether any call has come, and each of them whole."""
+        return self._count > 0 and not self._is_cut
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """Takes the next piece; returns what of it is plain text, and the calls that it completes."""
         self._held += text
         if self._form == "hermes":
             return self._blocks()
-        if self._form == "json" and not self._plain:
+        if self._form in ("json", "required") and not self._plain:
             self._plain = not self._held.lstrip().startswith(("{", "[")) and bool(self._held.strip())
         return (self._take(), []) if self._plain else ("", [])
 
@@ -66,8 +72,10 @@ class ToolCalls:
         held = self._take()
         if self._form == "named" and held:
             return "", self._call([{"name": self._name, "arguments": held}])
-        if self._form == "json" and not self._plain and (calls := self._parse(held)):
+        if self._form in ("json", "required") and not self._plain and (calls := self._parse(held)):
             return "", calls
+        if self._form == "required" and held.startswith("["):
+            return "", self._parse_cut(held)
         if self._form == "hermes" and held.startswith(_OPEN) and (calls := self._parse(held[len(_OPEN) :])):
             return "", calls  # the closing mark was a stop token, or was cut off
         return held, []
@@ -107,6 +115,21 @@ class ToolCalls:
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             made.append({"name": name, "arguments": text})
         return self._call(made) if made else None
+
+    def _parse_cut(self, text: str) -> list[Call]:
+        """The calls of a list that does not end: whole ones, and the one that had begun."""
+        self._is_cut = True
+        decoder, at, made = json.JSONDecoder(), 1, list[dict[str, str]]()
+        try:
+            while True:
+                entry, end = decoder.raw_decode(text, at)
+                made.append({"name": entry["name"], "arguments": json.dumps(entry["arguments"], ensure_ascii=False)})
+                at = end + len(", ")
+        except (ValueError, RecursionError):
+            pass
+        if begun := _BEGUN.match(text, at):
+            made.append({"name": json.loads(begun[1]), "arguments": text[begun.end() :]})
+        return self._call(made)
 
     def _call(self, made: list[dict[str, str]]) -> list[Call]:
         room = len(made) if self._most is None else max(0, self._most - self._count)

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from llguidance import StructTag
 
-from ...proto.grammar import JSON_STYLE, Grammar
+from ...proto.errors import InvalidRequest
+from ...proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
 from .structured import schema_grammar
 from .tools import Function
 
@@ -25,15 +26,19 @@ def call_of(function: Function) -> Grammar:
 
 def some_calls(functions: Sequence[Function], parallel: bool) -> Grammar:
     """A JSON list of one or more calls, {"name": ..., "arguments": {...}} each; of exactly one without `parallel`."""
+    schemas: dict[str, int] = {}  # one rule for each, however many functions have it
+    calls = []
+    for function in functions:
+        opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
+        place = schemas.setdefault(json.dumps(_document(function.parameters)), len(schemas))
+        calls.append(f'{opening} schema_{place} "}}"')
     rules = [
         "%llguidance {}",
         'start: "[" call (", " call)* "]"' if parallel else 'start: "[" call "]"',
-        "call: " + " | ".join(f"call_{place}" for place in range(len(functions))),
+        "call: " + " | ".join(calls),
+        *(f"schema_{place}: %json {schema}" for schema, place in schemas.items()),
     ]
-    for place, function in enumerate(functions):
-        opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
-        rules.append(f'call_{place}: {opening} %json {json.dumps(_document(function.parameters))} "}}"')
-    return Grammar("grammar", "\n".join(rules) + "\n")
+    return _grammar("\n".join(rules) + "\n")
 
 
 def strict_calls(functions: Sequence[Function]) -> Grammar:
@@ -47,7 +52,16 @@ def strict_calls(functions: Sequence[Function]) -> Grammar:
         )
         for each in functions
     ]
-    return Grammar("grammar", StructTag.to_grammar(tags, assume_special=False))
+    return _grammar(StructTag.to_grammar(tags, assume_special=False))
+
+
+def _grammar(rules: str) -> Grammar:
+    if len(rules) > MAX_BYTES:
+        raise InvalidRequest(
+            f"the schemas of the tools have {len(rules)} bytes as a grammar, where {MAX_BYTES} are the most; send "
+            "fewer tools or shorter schemas, or set tool_choice to auto and leave strict out"
+        )
+    return Grammar("grammar", rules)
 
 
 def _document(schema: dict[str, Any] | None) -> dict[str, Any]:

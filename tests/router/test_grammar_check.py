@@ -1,5 +1,6 @@
 """Grammars that would stop a router or a group: each is refused in its time, and what is good goes through."""
 
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -34,6 +35,33 @@ async def test_what_takes_too_long_is_refused(check: GrammarCheck, case: str) ->
     with pytest.raises(InvalidRequest) as second:
         await check.require(HOSTILE[case])
     assert str(first.value) == str(second.value)
+
+
+async def test_what_would_end_an_answer_that_has_begun_is_refused(check: GrammarCheck) -> None:
+    """The parser's limits are met where text is followed: a schema that is too wide, one that nothing fits, and one
+    that only an endless text fits say so before there is an answer."""
+    wide = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(500)}}
+    for grammar, words in (
+        (Grammar("json_schema", json.dumps(wide)), "2007 alternatives .*; an optional property counts four"),
+        (Grammar("regex", r"[^\s\S]"), "no text"),
+        (Grammar("grammar", 'start: "a" start\n'), "Too many items"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            await check.require(grammar)
+    await check.require(Grammar("json_schema", json.dumps({**wide, "required": list(wide["properties"])})))
+
+
+@pytest.mark.parametrize(("schema", "place"), [
+    ({"properties": {"x": {"items": {"minimum": "a", "type": "integer"}}}}, "#/properties/x/items"),
+    ({"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [
+        {"properties": {"a/b": {"type": "string", "pattern": "(?=a)"}}}]}}}, "#/$defs/A/anyOf/0/properties/a~1b"),
+    ({"type": "nothing"}, ""),
+])  # fmt: skip
+async def test_the_part_that_is_wrong_is_named(check: GrammarCheck, schema: dict[str, object], place: str) -> None:
+    """By a JSON pointer to the innermost schema that is refused for the same reason."""
+    with pytest.raises(InvalidRequest) as refused:
+        await check.require(Grammar("json_schema", json.dumps(schema)))
+    assert (f", at {place};" in str(refused.value)) if place else (", at #" not in str(refused.value))
 
 
 async def test_what_is_wrong_is_said(check: GrammarCheck) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +22,8 @@ from coatcheck.workers.kv_pool import allocate_pool
 from coatcheck.workers.model import Model
 from coatcheck.workers.request import Request
 from coatcheck.workers.runner import ModelRunner
+from tests.hostile_grammars import AMBIGUOUS
+from tests.router.tiny_tokenizer import byte_level_tokenizer
 from tests.workers.fake_runner import SPEC, FakeRunner
 from tests.workers.structured_engine import (
     EOS,
@@ -33,6 +36,7 @@ from tests.workers.structured_engine import (
     load_alone,
     params,
     run,
+    text_of,
     write_checkpoint,
 )
 
@@ -233,3 +237,49 @@ def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp
     ((name, error),) = refusals(engine)
     assert name == "r" and "make its grammar simpler" in str(error)
     assert engine.stats().blocks_used == 0
+
+
+def test_what_takes_too_long_to_follow_ends_alone(make: Make) -> None:
+    """An ambiguous grammar takes longer for each token than for the one before: its request is refused when it has
+    taken a quarter of a second more than its tokens may take, others go on, and ranks forget it."""
+    forgotten: list[int] = []
+
+    class Watched(Grammars):
+        def drop(self, number: int) -> None:
+            forgotten.append(number)
+            super().drop(number)
+
+    engine = make(kind=Watched)
+    engine.submit(Request("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
+    engine.submit(Request("slow", PROMPT, params(AMBIGUOUS, max_tokens=200, logit_bias={EOS: -100.0})))
+    said, refused = Counter[str](), []
+    while engine.has_work:
+        output = engine.step()
+        engine.check()
+        refused += output.refused
+        for part in output.outputs:
+            said[part.request_id] += len(part.token_ids)
+    ((name, error),) = refused
+    assert name == "slow" and re.search("too hard to follow .it takes [0-9]+ ms for a token", str(error))
+    assert said["free"] == 200 and 0 < said["slow"] < 200
+    assert forgotten == [0]
+
+
+def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make) -> None:
+    """The tokens that a request resumes with are followed in one go: for a second, not for minutes."""
+    engine = make()
+    delivered = byte_level_tokenizer().encode("ab" * 90).ids
+    engine.submit(Request("r", PROMPT, params(AMBIGUOUS, max_tokens=200), {0: tuple(delivered)}))
+    ((name, error),) = refusals(engine)
+    assert name == "r" and "tokens of resume takes over 1 s" in str(error)
+
+
+def test_a_grammar_that_fits_no_text_is_refused_before_a_step(make: Make) -> None:
+    """The first mask is made where a grammar is compiled, and says so; 4,096 choices are no such grammar."""
+    engine = make()
+    engine.submit(Request("r", PROMPT, params(Grammar("regex", r"[^\s\S]"))))
+    ((name, error),) = refusals(engine)
+    assert name == "r" and "cannot be compiled: it allows no text" in str(error)
+    choices = [f"the number {number}" for number in range(4096)]
+    (said,) = run(engine, Request("c", PROMPT, params(Grammar.of_choices(choices)))).values()
+    assert text_of(said) in choices

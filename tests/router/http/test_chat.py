@@ -185,6 +185,74 @@ async def test_required_calls_are_a_list(open_web: OpenWeb, tool_model: Tokenize
     assert allows(grammar, f"[{call}]") and not allows(grammar, "[]") and not allows(grammar, f"[{call}, {call}]")
 
 
+CITY = '{"city": "Bonn"}'
+CALLS = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "weather", "arguments": {CITY}}}]'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", "named"])
+async def test_a_call_that_max_tokens_cuts_is_a_call(
+    open_web: OpenWeb, tool_model: TokenizerJson, choice: str, stream: bool
+) -> None:
+    """Its arguments are what came of them, the choice ended for its length, and none of it is content."""
+    text = CALLS if choice == "required" else CITY
+    whole = [("weather", CITY)] * (2 if choice == "required" else 1)
+    web = await open_web(saying(text), speaking=tool_model)
+    forced: Any = choice if choice == "required" else {"type": "function", "function": {"name": "weather"}}
+    asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER], tool_choice=forced)
+    seen = set()
+    for length in range(1, len(byte_level_tokenizer().encode(text).ids)):
+        if stream:
+            answer = await web.openai.chat.completions.create(**asked, max_tokens=length, stream=True)
+            chunks = [chunk.choices[0] async for chunk in answer]
+            content = "".join(chunk.delta.content or "" for chunk in chunks)
+            streamed = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
+            calls = [(call.name, call.arguments) for call in streamed if call is not None]
+            reason = chunks[-1].finish_reason
+        else:
+            (made,) = (await web.openai.chat.completions.create(**asked, max_tokens=length)).choices
+            content, reason = made.message.content or "", made.finish_reason
+            calls = [(call.function.name, call.function.arguments) for call in made.message.tool_calls or []]  # type: ignore[union-attr]
+        assert (content, reason) == ("", "length")
+        assert all(name == "weather" and CITY.startswith(arguments or "") for name, arguments in calls)
+        assert calls[:-1] == whole[: len(calls[:-1])]
+        seen.add(len(calls))
+    assert seen == ({0, 1, 2} if choice == "required" else {1})
+
+
+BAD = {"type": "object", "properties": {"at": {"anyOf": [{"type": "null"}, {"type": "nothing"}]}}}
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+async def test_a_schema_that_cannot_be_kept_to_is_named(
+    open_web: OpenWeb, tool_model: TokenizerJson, choice: str
+) -> None:
+    """The error says which tool, which part of its schema and why, and shows no rule of ours."""
+    group = saying("no call")
+    web = await open_web(group, speaking=tool_model)
+    clock = {"type": "function", "function": {"name": "clock", "parameters": BAD, "strict": True}}
+    forced: Any = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
+    body = {"messages": HELLO, "tools": [WEATHER, clock], "tool_choice": forced}
+    for stream in (False, True):
+        error = await web.refused("/v1/chat/completions", {**body, "stream": stream})
+        assert error["message"] == (
+            "tools[1].function.parameters, of 'clock', cannot be kept to: Invalid type: nothing, at "
+            "#/properties/at/anyOf/1; change this schema, or set tool_choice to auto and leave strict out"
+        )
+    assert not group.submits
+
+
+async def test_schemas_that_take_too_long_are_counted(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+    """Where the time is what all schemas take, the error says of how many tools, and shows no rule of ours."""
+    web = await open_web(saying("no call"), speaking=tool_model)
+    parameters = {"properties": {"x": {"type": "integer", "multipleOf": 999_983}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "fg"]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
+    error = await web.refused("/v1/chat/completions", body)
+    assert error["message"].startswith("the schemas of 2 tools together cannot be kept to: it takes")
+    assert "%json" not in error["message"]
+
+
 class Place(BaseModel):
     """Within other models, and within itself."""
 
@@ -241,6 +309,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "functions": ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not implemented"),
     "top_logprobs": ({"messages": HELLO, "top_logprobs": 2}, "set logprobs to true"),
     "two limits": ({"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "differ"),
+    "one name": (
+        {"messages": HELLO, "tools": [WEATHER, {"type": "function", "function": {"name": "clock"}}, WEATHER]},
+        "tools[0] and tools[2] are both named 'weather'",
+    ),
     "half a pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     "hidden half": ({"messages": HELLO, "chat_template_kwargs": {"bos_token": "\ud800"}}, "no variable|refuses"),
     "arguments": (

@@ -41,6 +41,9 @@ CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
     ("json", " " + "[" * 3000, " " + "[" * 3000, []),
     ("named", '{"x": 1}', "", [("g", '{"x": 1}')]),
     ("json", "", "", []),
+    ("required", f"[{CALL}, {CALL}]", "", [F, F]),
+    ("required", "", "", []),
+    ("required", "see", "see", []),
 ]
 
 
@@ -51,6 +54,34 @@ def test_cuts_do_not_matter(case: tuple[Form, str, str, list[tuple[str, str]]], 
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(edges)]
     assert read(form, pieces, name="g") == (wanted, calls)
+
+
+CUT: list[tuple[str, list[tuple[str, str]]]] = [
+    ("[", []),
+    ('[{"name": "f', []),
+    ('[{"name": "f", "arguments": ', [("f", "")]),
+    ('[{"name": "f \\"", "arguments": {"x": "</', [('f "', '{"x": "</')]),
+    (f"[{CALL[:-1]}", [F]),
+    (f"[{CALL}", [F]),
+    (f"[{CALL}, ", [F]),
+    (f'[{CALL}, {{"name": "g", "arguments": {{"y": [1', [F, ("g", '{"y": [1')]),
+]
+
+
+@given(case=st.sampled_from(CUT), cuts=st.lists(st.integers(0, 60), max_size=8))
+def test_a_list_that_is_cut_has_the_calls_that_had_begun(
+    case: tuple[str, list[tuple[str, str]]], cuts: list[int]
+) -> None:
+    """Where calls had to come, nothing is text: the last has what came of its arguments, and so not all are whole."""
+    text, calls = case
+    parser = ToolCalls("required")
+    found = []
+    for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
+        shown, more = parser.feed(text[start:end])
+        assert not shown and not more
+    shown, found = parser.end()
+    assert (shown, [(call.name, call.arguments) for call in found]) == ("", calls)
+    assert [call.index for call in found] == list(range(len(calls))) and not parser.found
 
 
 def test_at_most_so_many() -> None:

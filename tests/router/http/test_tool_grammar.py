@@ -10,6 +10,7 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.router.http.tool_grammar import call_of, some_calls, strict_calls
 from coatcheck.router.http.tools import Function
+from coatcheck.router.message_limits import MOST_TOOLS
 
 BYTES = LLTokenizer("byte")
 NUMBER: dict[str, Any] = {
@@ -121,6 +122,14 @@ def test_as_many_calls_as_are_allowed() -> None:
         assert fits(grammar, two + "]") is parallel
 
 
+def test_as_many_functions_as_a_chat_may_have() -> None:
+    """Functions without parameters, or with the same ones, take little room: 1,024 of them compile."""
+    for schema in (None, NUMBER):
+        functions = [Function(name=f"function_{place}", parameters=schema) for place in range(MOST_TOOLS)]
+        grammar = some_calls(functions, True)
+        assert fits(grammar, f"[{call('function_1023', {'a': 1})}]") and not fits(grammar, f"[{call('other', {})}")
+
+
 def test_json_style_may_be_the_schema_s_own() -> None:
     """One space behind commas and colons and no other, unless a schema's x-guidance says otherwise."""
     spaced = '[{"name": "f", "arguments": {"a":   1}}]'
@@ -130,7 +139,8 @@ def test_json_style_may_be_the_schema_s_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"), [({"$ref": "#/$defs/Z"}, "'/\\$defs/Z' does not exist"), ({"x": "a" * MAX_BYTES}, "shorter")]
+    ("schema", "words"),
+    [({"$ref": "#/$defs/Z"}, "'/\\$defs/Z' does not exist"), ({"x": "a" * MAX_BYTES}, "fewer tools or shorter")],
 )
 def test_what_cannot_be_kept_to_says_why(schema: dict[str, Any], words: str) -> None:
     """A reference to nothing, and schemas that are too large, are refused with the reason."""
