@@ -70,8 +70,8 @@ def bench(
             " apart.",
         ),
     ] = False,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="Objective for goodput.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts answers with at most this TTFT.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput counts answers with at most this TPOT.")] = None,
     timeout: Annotated[
         float | None, _LOAD(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until a request is given up.")
     ] = None,

@@ -41,7 +41,7 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
 
     def start(
         version: Annotated[
-            bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print it.")
+            bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
         ] = False,
     ) -> None:
         """Coatcheck: a distributed serving cluster for large language models."""

@@ -65,7 +65,7 @@ def generate(
         _CACHE(help="Keep the prompt cached: priority 0 (first to go) to 100; default: by worth."),
     ] = None,
     retain_seconds: Annotated[
-        float | None, _CACHE(help=f"For so long (with --retain); default {DEFAULT_TTL_SECONDS:g}.")
+        float | None, _CACHE(help=f"How many seconds --retain holds. Default {DEFAULT_TTL_SECONDS:g}.")
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until the request is given up.")

@@ -64,7 +64,10 @@ class ModelShape:
             notes.append(f"config.json names {f'dtype {dtype}' if dtype else 'no dtype'}; counted as bfloat16")
             dtype = "bfloat16"
         if config.values.get("quantization_config") is not None:
-            notes.append(f"the checkpoint is quantised; its weights are counted as {dtype} unless --weights says more")
+            notes.append(
+                f"`coatcheck serve` refuses quantised checkpoints; the weights are counted as {dtype} unless --weights "
+                "says more"
+            )
         return cls(
             name=config.name,
             layers=tuple(replace(layer, sliding_window=window) for window in windows),

@@ -15,7 +15,7 @@ from rich.console import Console
 from ..proto.errors import InvalidConfig
 from .architecture_check import check_architecture
 from .checkpoint_check import check_checkpoint
-from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, ServeConfig
+from .config import DEFAULT_HTTP_PORT, DEFAULT_PORT, FREE_SHARE, ServeConfig
 from .exposure import check_credentials
 from .machine_check import check_gpus, check_machine
 from .model_check import check_model
@@ -64,13 +64,16 @@ def serve(
         bool | None,
         _MODEL(
             "--deterministic",
-            help="The same bits for a request whatever shares its steps, cached or not, preempted or not.",
+            help="The same bits for a request whatever shares its steps, cached or not, preempted or not. Refused for"
+            " mixtures of experts.",
         ),
     ] = None,
-    groups: Annotated[int | None, _GROUPS(help="Number of tensor-parallel groups. Default 1.")] = None,
-    tp: Annotated[int | None, _GROUPS(help="Ranks per group. Default 1.")] = None,
+    groups: Annotated[
+        int | None, _GROUPS(help="Number of tensor-parallel groups, each a copy of the model. Default 1.")
+    ] = None,
+    tp: Annotated[int | None, _GROUPS(help="Ranks per group: GPUs that share one copy. Default 1.")] = None,
     max_groups: Annotated[
-        int | None, _GROUPS(help="Up to so many groups while requests wait long. Default: no more than asked for.")
+        int | None, _GROUPS(help="Most groups; one is added when requests wait too long. Default: as many as --groups.")
     ] = None,
     queue_target: Annotated[
         float | None, _GROUPS(help="With --max-groups: seconds that requests may wait. Default 2.")
@@ -80,7 +83,10 @@ def serve(
     ] = None,
     kv_memory: Annotated[
         str | None,
-        _MEMORY(help="KV pool per rank: bytes (4GiB) or a share of the free memory (0.5). Default: by device."),
+        _MEMORY(
+            help="KV pool per rank: bytes (4GiB), or a share of the memory that is free once the weights are loaded."
+            f" Default {FREE_SHARE['cpu']:g} on CPUs, {FREE_SHARE['cuda']:g} on GPUs."
+        ),
     ] = None,
     kv_dtype: Annotated[
         str | None, _MEMORY(help="KV pool: bf16, fp16, fp8, int8, int4 or auto (default): as --dtype.")
@@ -100,7 +106,7 @@ def serve(
         int | None, _LIMITS(help="Most sequences that run at once in a group. Default 256.")
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, _LIMITS(help="Most tokens that a step computes. Default: by device.")
+        int | None, _LIMITS(help="Most tokens that a step computes. Default 512 on CPUs, 2048 on GPUs.")
     ] = None,
     max_queued: Annotated[
         int | None, _LIMITS(help="Most requests that wait for room in a group. Default 1024.")
@@ -128,7 +134,8 @@ def serve(
         str | None, _SECURITY(help="Clients need a certificate of this authority: mutual TLS.")
     ] = None,
     insecure: Annotated[
-        bool | None, _SECURITY("--insecure", help="Listen beyond loopback though anybody may come in.")
+        bool | None,
+        _SECURITY("--insecure", help="Listen beyond loopback without asking clients for keys or certificates."),
     ] = None,
     ray_address: Annotated[
         str | None, _RAY(help="An existing Ray cluster (HOST:PORT or auto). Default: start a local one.")
@@ -144,7 +151,7 @@ def serve(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file of these settings; flags win over it.")] = None,
 ) -> None:
-    """Serve MODEL until SIGINT or SIGTERM, which lets running requests end first; a second one does not."""
+    """Serve MODEL until SIGINT or SIGTERM. The first lets running requests end; a second one ends them at once."""
     flags = dict(locals())
     file = flags.pop("config")
     signals = Signals()

@@ -52,10 +52,10 @@ def drain(
     tls_key: TlsKey = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Send no new work to a group (or to any) and wait until what runs has ended.
+    """Send no new work to GROUP, or to the whole router, and wait until its running requests have ended.
 
-    It stays so until `coatcheck drain [GROUP] --undo`. A drained router refuses every request. Exits 1 if something
-    still runs.
+    It stays so until `coatcheck drain [GROUP] --undo`. A drained router refuses every request. Exits with 1 if
+    requests still run after --timeout.
     """
     if undo and timeout is not None:
         raise typer.BadParameter("--undo waits for nothing; leave --timeout out")

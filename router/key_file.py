@@ -2,7 +2,7 @@
 
     tenants:
       - name: search
-        keys: ["sha256:9f86d0…"]        # `coatcheck keys new search` prints a key and this line
+        keys: ["sha256:9f86d0…"]        # `coatcheck keys new search` prints a key and adds its hash here
         certificates: ["cn:search"]     # or uri:, email:, dns: and a name, as the client's certificate has it
         role: user                      # user, monitor or admin
         max_streams: 64

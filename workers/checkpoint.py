@@ -21,7 +21,7 @@ from ..proto.json_file import read_json_object
 from .checkpoint_files import read_entries, stored_dtype
 from .cut import Cut
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _HUB_COPIES = ("consolidated*", "*/*")  # the same weights again in their makers' own layouts
 _SAMPLE_BYTES = 64

@@ -4,7 +4,8 @@ Soft-caps and scalings differ between architectures and sit in the code around `
 with its base model exchanged for one that hands the hidden states through. It does not know where they came from.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,22 @@ class Head:
         return logits[0].float()
 
 
+@dataclass
+class _FinishedOutput(MoeModelOutputWithPast):
+    """With the fields that heads hand on to their callers besides: GPT-2's and BioGPT's, and Gemma 4's."""
+
+    cross_attentions: None = None
+    shared_kv_states: None = None
+
+
 class _FinishedBody(nn.Module):
-    def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    @property
+    def decoder(self) -> Self:
+        """OPT's head calls this part of its base model."""
+        return self
+
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _FinishedOutput:
+        return _FinishedOutput(last_hidden_state=inputs_embeds)
 
 
 def probe_head(model: PreTrainedModel) -> None:

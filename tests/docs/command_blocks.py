@@ -1,9 +1,10 @@
-"""The command blocks of a Markdown page, as a reader would type them: fenced (```sh, ```console) or indented.
+"""The command blocks of a Markdown page, as a reader would type them.
 
-It does not know what runs them.
+They are fenced (```sh, ```console, ```python) or indented. This module does not know what runs them.
 """
 
 import re
+import shlex
 from dataclasses import dataclass
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,9 +28,11 @@ class Block:
     text: str
 
     def commands(self) -> list[Command]:
-        """Raises ValueError for a console block that does not begin with `$ `."""
+        """A python block is one command. Raises ValueError for a console block that does not begin with `$ `."""
         if self.language == "console":
             return _console(self.text)
+        if self.language == "python":
+            return [Command(f"python -c {shlex.quote(self.text)}")]
         joined = self.text.replace("\\\n", "\0")
         lines = [line.replace("\0", "\\\n") for line in joined.splitlines()]
         return [Command(_without_comment(line)) for line in lines if _without_comment(line)]

@@ -1,5 +1,7 @@
 """How command blocks are read from a page."""
 
+import subprocess
+
 import pytest
 
 from tests.docs.command_blocks import Block, Command, code_blocks, shows
@@ -33,6 +35,13 @@ last
 def test_blocks_in_order() -> None:
     """Indented and fenced blocks are found, and nothing else."""
     assert [block.language for block in code_blocks(PAGE)] == ["", "sh", "console"]
+
+
+def test_a_python_block_is_one_command() -> None:
+    """Its lines reach Python as they are, quotes and comments among them."""
+    (command,) = Block("python", "x = 'a'  # no comment of the shell's\nprint(x)\n").commands()
+    done = subprocess.run(["sh", "-c", command.text], capture_output=True, text=True)
+    assert done.stdout == "a\n"
 
 
 def test_commands_of_blocks() -> None:

@@ -30,18 +30,30 @@ class NotRun:
 
 _MINUTES = NotRun("measures for minutes on a machine that has nothing else to do")
 _HOSTS = NotRun("needs several hosts with GPUs")
+_OWN_MODEL = NotRun("MODEL stands for the reader's own; other commands of the pages do the same with demo/model")
+_GPUS = NotRun("needs a host with several GPUs")
 _KUBERNETES = NotRun("needs a Kubernetes cluster with the KubeRay operator; the chart is rendered below")
 
 NOT_RUN: dict[str, dict[str, NotRun]] = {
     "README.md": {
         "make demo": NotRun("starts a second cluster; its target and its script's path are checked below"),
         "make test": NotRun("is what runs this test"),
-        "pip install .": NotRun("installs several GB; tests/docker makes and uses such an installation"),
-        "coatcheck serve MODEL --groups 2 --tp 4": NotRun("needs a host with 8 GPUs"),
+        "pip install -c constraints.txt torch && pip install -c constraints.txt .": NotRun(
+            "installs several GB; tests/docker makes and uses such an installation"
+        ),
+        "coatcheck plan MODEL": _OWN_MODEL,
+        "coatcheck serve MODEL": _OWN_MODEL,
+        "coatcheck serve MODEL --tp 2": _GPUS,
+        "coatcheck serve MODEL --groups 2": _GPUS,
+        "coatcheck serve MODEL --groups 2 --tp 4": _GPUS,
         "ray start --head": _HOSTS,
-        "coatcheck serve MODEL --groups 8 --tp 4 --ray-address auto": _HOSTS,
+        "coatcheck serve MODEL --groups 8 --tp 4 --ray-address auto --grpc-host 0.0.0.0 --http-host 0.0.0.0 --api-keys "
+        "keys.yaml": _HOSTS,
         "coatcheck restart --ray-address auto": _HOSTS,
         "coatcheck scale --groups 9 --ray-address auto": _HOSTS,
+        "docker build -f docker/Dockerfile --target cpu -t coatcheck:0.1.0 .": NotRun(
+            "needs a container engine; tests/docker makes the same files without one"
+        ),
         "helm install llm helm/coatcheck -f helm/coatcheck/values/cpu.yaml": _KUBERNETES,
         "helm test llm": _KUBERNETES,
         ".venv/bin/python bench/engine.py --json bench/results/engine.json": _MINUTES,
@@ -68,8 +80,8 @@ def inline_commands() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_commands(page: str) -> None:
-    """No block of a page escapes what runs them: each one is sh, console or indented."""
-    assert {block.language for block in code_blocks((ROOT / page).read_text())} <= {"sh", "console", ""}
+    """No block of a page escapes what runs them: each one is sh, console, python or indented."""
+    assert {block.language for block in code_blocks((ROOT / page).read_text())} <= {"sh", "console", "python", ""}
 
 
 @pytest.mark.parametrize("page", PAGES)

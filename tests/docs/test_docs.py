@@ -34,14 +34,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file or not heading or heading in headings, f"{page.name}: {target}"
 
 
-def flags_of(command: str) -> set[str]:
-    """Each flag that `coatcheck COMMAND --help` lists."""
+def command_of(name: str) -> Any:
+    """The subcommand, as Typer has built it."""
     from typer.main import get_command
 
     from coatcheck.cluster.cli import build_app
 
-    found: Any = get_command(build_app([command]))
-    params = found.commands[command].params
+    app: Any = get_command(build_app([name]))
+    return app.commands[name]
+
+
+def flags_of(command: str) -> set[str]:
+    """Each flag that `coatcheck COMMAND --help` lists."""
+    params = command_of(command).params
     return {"--help", *(flag for param in params for flag in (*param.opts, *param.secondary_opts))}
 
 
@@ -75,7 +80,7 @@ def settings_table() -> dict[str, str]:
 
 # What the table says of settings whose default is no value of their own.
 UNSET = {
-    "--served-model-name": "the directory's name",
+    "--served-model-name": "the directory's name or hub id",
     "--ray-address": "a Ray of its own",
     "--http-port": "8000",
     "--router-resource": "any node",
@@ -121,6 +126,9 @@ def test_defaults_that_depend_on_the_device() -> None:
     said = f"{on_cpu.max_batch_tokens} on CPUs, {on_gpu.max_batch_tokens} on GPUs"
     assert said == UNSET["--max-batch-tokens"]
     assert f"`{on_cpu.kv_memory}` on CPUs, `{on_gpu.kv_memory}` on GPUs" in (ROOT / "README.md").read_text()
+    help_of = {param.name: param.help for param in command_of("serve").params if hasattr(param, "help")}
+    assert f"Default {said}." in help_of["max_batch_tokens"]
+    assert f"Default {on_cpu.kv_memory} on CPUs, {on_gpu.kv_memory} on GPUs." in help_of["kv_memory"]
     assert str(router_config(config, "router-0", 1).http_port) == UNSET["--http-port"]
 
 

@@ -5,6 +5,7 @@ and greedy tokens with transformers'. A variant is equal, or refused with a reas
 """
 
 import math
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tests.workers.driver import Driver
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS = 4
+_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _LATENT: dict[str, Any] = dict(
     q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, index_n_heads=4,
@@ -180,6 +182,13 @@ class Verdict:
     name: str
     outcome: Literal["equal", "refused", "no reference", "wrong", "crashed"]
     detail: str = ""
+
+
+def documented_model_types() -> tuple[set[str], set[str]]:
+    """The two lists of docs/models.md: types of the parity tests, and types that are served besides."""
+    lists = [paragraph for paragraph in _PAGE.read_text().split("\n\n") if re.fullmatch(r"(`[\w-]+`\s*)+", paragraph)]
+    tested, others = (set(re.findall(r"`([\w-]+)`", paragraph)) for paragraph in lists)
+    return tested, others
 
 
 def config_of(model_type: str, **differences: Any) -> Any:

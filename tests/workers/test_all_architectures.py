@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.architecture_sweep import MODEL_TYPES, Verdict, configs_of, verdict_on
+from coatcheck.workers.known_architectures import TESTED_MODEL_TYPES
+from tests.workers.architecture_sweep import MODEL_TYPES, Verdict, configs_of, documented_model_types, verdict_on
 
 # One for each thing that a family does in a way of its own, beyond tests/workers/test_other_architectures.py.
 _SAMPLE = {
@@ -39,12 +40,25 @@ def test_a_sample_is_equal_or_refused(name: str, tmp_path: Path) -> None:
     assert verdict.outcome == _SAMPLE[name], verdict.detail
 
 
+def test_the_documented_types_are_tested() -> None:
+    """docs/models.md names the types of the parity tests, and those of the sample above that are served."""
+    tested, others = documented_model_types()
+    assert tested == TESTED_MODEL_TYPES
+    assert not tested & others
+    equal = {name.partition("/")[0] for name, outcome in _SAMPLE.items() if outcome == "equal"}
+    assert equal <= tested | others
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_no_architecture_is_served_wrong(model_type: str, tmp_path: Path) -> None:
-    """No variant of a family gives other logits than transformers', and none fails without a reason in words."""
+    """No variant of a family gives other logits than transformers', and none fails without a reason in words;
+    docs/models.md lists a type if its plain variant is served, and only then."""
     found = verdicts(model_type, tmp_path)
     faults = [verdict for verdict in found if verdict.outcome in ("wrong", "crashed")]
     print(model_type, dict(Counter(verdict.outcome for verdict in found)))
     assert not faults, faults
+    tested, others = documented_model_types()
+    is_served = any(verdict.outcome == "equal" for verdict in found if verdict.name.endswith("/plain"))
+    assert is_served == (model_type in tested | others), found

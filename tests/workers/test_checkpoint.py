@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -238,6 +239,22 @@ def test_missing_directory_is_refused(path: str) -> None:
     since the model may be mounted on other hosts."""
     with pytest.raises(InvalidModel, match=f"no model directory {path} on {socket.gethostname()}.* mounted or copied"):
         load(path)
+
+
+@pytest.mark.parametrize("hub_id", ["somebody/tiny-llama", "tiny-llama"])
+def test_hub_id_is_found_in_the_local_cache(
+    hub_id: str, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub id is found in the hub client's cache; the hub's oldest models, such as gpt2, have ids without an owner."""
+    repository = tmp_path / "cache" / f"models--{hub_id.replace('/', '--')}"
+    shutil.copytree(copied, repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with Checkpoint.open(hub_id) as checkpoint:
+        assert checkpoint.name == hub_id
+        assert checkpoint.config["model_type"] == "llama"
 
 
 def test_hub_id_that_gives_nothing_is_refused() -> None:

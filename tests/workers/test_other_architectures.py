@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.communicator import Communicator
+from coatcheck.workers.head import probe_head
 from coatcheck.workers.model import load_model
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.driver import Driver
@@ -16,6 +18,7 @@ from tests.workers.ranks import run_ranks
 
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SERVED: dict[str, dict[str, Any]] = {
+    "biogpt": {},
     "cohere": {},
     "cohere2": {},
     "exaone4": {},
@@ -31,8 +34,19 @@ SERVED: dict[str, dict[str, Any]] = {
         activation_sparsity_pattern=None,
     ),
     "gemma": {},
+    "gemma4_text": dict(
+        head_dim=16,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        sliding_window=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+    ),
     "glm4": {},
     "glm4_moe": _EXPERTS | dict(n_routed_experts=4),
+    "gpt2": {},
     "gpt_neox": {},
     "gpt_oss": dict(
         num_local_experts=4,
@@ -44,6 +58,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": dict(head_dim=16, num_experts=4, moe_topk=2),
     "olmo3": {},
     "olmoe": _EXPERTS,
+    "opt": dict(word_embed_proj_dim=64, ffn_dim=96),
     "phi": {},
     "phimoe": dict(num_local_experts=4, sliding_window=16),
     "qwen2_moe": _EXPERTS | dict(use_sliding_window=True, sliding_window=16, max_window_layers=2),
@@ -59,7 +74,6 @@ REFUSED = {
     "llama4_text": "its mask is neither causal nor a sliding window",
     "mamba": "a convolution over 4 tokens",
     "nemotron": "do not hand our arguments down",
-    "opt": "its head needs more than hidden states",
     "qwen3_next": "layers.0.linear_attn.conv1d .a convolution over 4 tokens. computes a token's result from other",
     "zaya": "qkv_proj.conv_qk_depthwise .a convolution over 2 tokens. computes a token's result from other tokens",
 }
@@ -121,12 +135,36 @@ def test_two_ranks_equal_transformers_or_refuse(tmp_path: Path) -> None:
     paths = {model_type: write(model_type, tmp_path, **SERVED[model_type]) for model_type in SERVED}
     for answers in run_ranks(2, serve_all, paths):
         refused = {model_type for model_type, answer in answers.items() if isinstance(answer, str)}
-        assert refused == {"gpt_neox", "hunyuan_v1_moe", "phi"}
+        assert refused == {"biogpt", "gpt2", "gpt_neox", "hunyuan_v1_moe", "opt", "phi"}
         for model_type, answer in answers.items():
             if isinstance(answer, str):
                 assert answer.endswith("serve it with tp 1")
             else:
                 torch.testing.assert_close(torch.tensor(answer), wanted(paths[model_type]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_checkpoint_of_the_base_model_is_served(tmp_path: Path) -> None:
+    """Published GPT-2 checkpoints name their tensors as the base model does, without a prefix."""
+    path = write("gpt2", tmp_path)
+    expected = wanted(path)
+    file = path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    assert "h.0.attn.c_attn.weight" in tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+    torch.testing.assert_close(logits_of(path, Communicator()), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_head_that_needs_more_than_hidden_states_is_refused() -> None:
+    """A head that computes with anything else that its base model returns is refused before weights are read."""
+
+    class GreedyHead(LlamaForCausalLM):
+        def forward(self, **arguments: Any) -> Any:
+            return self.lm_head(self.model(**arguments).hidden_states[-1])
+
+    with torch.device("meta"):
+        model = GreedyHead(shape_of("llama"))
+    with pytest.raises(InvalidModel, match="llama cannot be served: its head needs more than hidden states"):
+        probe_head(model)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
