@@ -6,6 +6,7 @@ streams.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from ...proto.coatcheck_pb2 import TokenLogprob
@@ -62,20 +63,22 @@ class TokenText:
         made: dict[str, list[Any]] = {
             "text_offset": list(offsets), "token_logprobs": [], "tokens": [], "top_logprobs": []
         }  # fmt: skip
+        text_of = cache(self.text)
         for token in logprobs:
-            text = self.text(token if isinstance(token, int) else token.token_id)
+            text = text_of(token if isinstance(token, int) else token.token_id)
             made["tokens"].append(text)
             made["token_logprobs"].append(None if isinstance(token, int) else finite(token.logprob))
-            made["top_logprobs"].append(None if isinstance(token, int) else self._top(token, text))
+            made["top_logprobs"].append(None if isinstance(token, int) else _top(token, text, text_of))
         return made
 
     def prompt(self, logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any] | None]:
         """The `prompt_logprobs` that other engines' clients ask for: by token id, nothing for the first."""
         made: list[dict[str, Any] | None] = [None]
+        text_of = cache(self.text)
         for token in logprobs:
             ranked = [(top.token_id, top.logprob, rank) for rank, top in enumerate(token.top, 1)]
             made.append({
-                str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token_id)}
+                str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of(token_id)}
                 for token_id, logprob, rank in [(token.token_id, token.logprob, token.rank), *ranked]
             })  # fmt: skip
         return made
@@ -84,12 +87,13 @@ class TokenText:
         raw = self._tokenizer.token_bytes(token_id)
         return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
 
-    def _top(self, token: TokenLogprob, text: str) -> dict[str, float]:
-        made: dict[str, float] = {}
-        for top in token.top:
-            made.setdefault(self.text(top.token_id), finite(top.logprob))
-        made.setdefault(text, finite(token.logprob))
-        return made
+
+def _top(token: TokenLogprob, text: str, text_of: Callable[[int], str]) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for top in token.top:
+        made.setdefault(text_of(top.token_id), finite(top.logprob))
+    made.setdefault(text, finite(token.logprob))
+    return made
 
 
 def _of_directory(directory: str) -> TokenText:

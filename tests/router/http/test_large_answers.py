@@ -14,13 +14,12 @@ from .conftest import OpenWeb
 _TEXT = "naïve 漢字 🙂 fox"
 _SCORED: dict[str, Any] = {"prompt": _TEXT, "echo": True, "logprobs": 3, "max_tokens": 6, "seed": 7}
 _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": _TEXT}], "max_tokens": 6, "seed": 7, "n": 2}
-_TOOL = {"type": "function", "function": {"name": "f"}}
 _BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "scored": ("/v1/completions", _SCORED),
     "scored, choices": ("/v1/completions", {**_SCORED, "n": 3, "return_token_ids": True}),
     "scored ids": ("/v1/completions", {**_SCORED, "prompt": [[1, 5, 300], [7, 301, 302]], "prompt_logprobs": 2}),
     "scores alone": ("/v1/completions", {**_SCORED, "max_tokens": 0}),
-    "scored, streamed": ("/v1/completions", {**_SCORED, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}),
+    "scored, streamed": ("/v1/completions", {**_SCORED, "max_tokens": 1, "stream": True}),
     "counted on": (
         "/v1/completions",
         {**_SCORED, "max_tokens": 1, "n": 2, "stream": True,
@@ -28,7 +27,7 @@ _BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stopped": ("/v1/completions", {**_SCORED, "max_tokens": 40, "stop": ["a", "e", "o"]}),
     "a chat": ("/v1/chat/completions", {**_CHAT, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 1}),
-    "a chat with tools": ("/v1/chat/completions", {**_CHAT, "tools": [_TOOL], "return_token_ids": True}),
+    "a chat with its ids": ("/v1/chat/completions", {**_CHAT, "return_token_ids": True}),
     "tokens": ("/tokenize", {"prompt": _TEXT, "return_token_strs": True}),
     "a text": ("/detokenize", {"tokens": [5, 300, 301, 302] * 50}),
 }  # fmt: skip
