@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha.reflection import aio as reflection
+from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 MOST_BYTES: Final = 4096
@@ -23,7 +23,7 @@ def add_small_services(server: grpc.aio.Server, health: HealthServicer, names: S
     with RESOURCE_EXHAUSTED and is not parsed."""
     bounded = _BoundedServer(server)
     add_HealthServicer_to_server(health, bounded)
-    add_ServerReflectionServicer_to_server(reflection.ReflectionServicer(names), bounded)
+    add_ServerReflectionServicer_to_server(ReflectionServicer(names), bounded)
 
 
 class _TooLong:
@@ -39,15 +39,16 @@ class _BoundedServer:
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+    def add_generic_rpc_handlers(self, handlers: "Sequence[grpc.GenericRpcHandler[Any, Any]]") -> None:
         self._server.add_generic_rpc_handlers([_BoundedHandlers(one) for one in handlers])
 
     def add_registered_method_handlers(self, service: str, handlers: "Mapping[str, _Handler]") -> None:
-        self._server.add_registered_method_handlers(service, {name: _bounded(one) for name, one in handlers.items()})
+        bounded = {name: _bounded(one) for name, one in handlers.items()}
+        self._server.add_registered_method_handlers(service, bounded)  # type: ignore[attr-defined]  # grpc-stubs lack it
 
 
-class _BoundedHandlers(grpc.GenericRpcHandler):
-    def __init__(self, handlers: grpc.GenericRpcHandler) -> None:
+class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it takes none when it runs
+    def __init__(self, handlers: "grpc.GenericRpcHandler[Any, Any]") -> None:
         self._handlers = handlers
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "_Handler | None":
