@@ -12,11 +12,11 @@ from ..proto.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from .admission import prompt_token_ids
 from .tokenizer import TokenizerJson
 
-_load = cache(TokenizerJson.load)
+load_tokenizer = cache(TokenizerJson.load)
 
 
 def encode_long_prompt(
     directory: str, kind: type[GenerateRequest] | type[TokenizeRequest], message: bytes, at_most: int
 ) -> "array[int]":
     """The ids of a serialised message's prompt, by the tokenizer in `directory`. Raises as prompt_token_ids does."""
-    return array("I", prompt_token_ids(kind.FromString(message), _load(directory), at_most))
+    return array("I", prompt_token_ids(kind.FromString(message), load_tokenizer(directory), at_most))

@@ -5,8 +5,9 @@ has been delivered, so that the client sees one stream. It does not know how eve
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Final as Constant
 
 from ..proto.coatcheck_pb2 import Final, GenerateEvent, Started, Usage
 from ..proto.errors import Overloaded, Poisoned
@@ -21,6 +22,9 @@ from .policy import Decision
 from .request import Request
 from .suspicion import Suspicion
 from .ticket import GroupLost
+
+# Log-probabilities that become events, and chunks of a stream, in 30 ms.
+_MOST_VALUES: Constant = 4096
 
 
 class Relay:
@@ -92,8 +96,11 @@ class Relay:
                 placement = await self._return(placement)
                 continue
             refused = None
-            for event in self._advance(outputs, placement):
-                yield event
+            for number, portion in enumerate(_portions(outputs)):
+                if number:
+                    await asyncio.sleep(0)
+                for event in self._advance(portion, placement):
+                    yield event
         yield GenerateEvent(final=self._final(placement))
 
     def close(self) -> None:
@@ -196,3 +203,17 @@ class Relay:
             moves=self._moves,
             choices=self._answer.ends(),
         )
+
+
+def _portions(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
+    """The outputs, divided where more than _MOST_VALUES log-probabilities would become events in one turn of the event
+    loop: those of a client that has not read for a while are thousands of steps."""
+    begin = values = 0
+    for place, output in enumerate(outputs):
+        for logprobs in (output.logprobs, output.prompt_logprobs):
+            if logprobs:
+                values += len(logprobs) * (1 + len(logprobs[0].top))
+        if values > _MOST_VALUES and place > begin:
+            yield outputs[begin:place]
+            begin, values = place, 0
+    yield outputs[begin:]

@@ -82,7 +82,7 @@ class Request:
             id=id,
             attempt=attempt,
             request_id=self.request_id,
-            prompt_token_ids=(),
+            prompt_token_ids=(),  # says to mypy that the carrier's fields are others
             sampling=self._group_sampling(),
             resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
             cache_salt=self.cache_salt,

@@ -18,7 +18,6 @@ import typer
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
@@ -46,6 +45,7 @@ from .metrics import Metrics
 from .open_files import GRPC_SHARE, HTTP_SHARE, most_connections, raise_limit
 from .server_certificate import ServerCertificate
 from .side_process import SideProcesses
+from .small_services import add_small_services
 from .tokenizer import TokenizerJson, find_files
 from .traffic import Traffic
 
@@ -188,8 +188,8 @@ class Router:
                 grpc.method_handlers_generic_handler(_ADMIN, administration),
             )
         )
-        add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((_GENERATION, _ADMIN, HEALTH, reflection.SERVICE_NAME), self._server)
+        names = (_GENERATION, _ADMIN, HEALTH, reflection.SERVICE_NAME)
+        add_small_services(self._server, self._health, names)
 
     async def _watch_health(self) -> None:
         while True:

@@ -61,12 +61,18 @@ class SideProcesses:
             raise Overloaded(
                 f"{self._waiting} long requests are being read already; try again shortly", reason="long_requests"
             )
-        call = (function, arguments, named)
         self._waiting += 1
         try:
-            is_result, answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._call, call)
+            return await self.finish(function, *arguments, **named)
         finally:
             self._waiting -= 1
+
+    async def finish(
+        self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
+        """As `run`, for the answer to a request that has been taken: it waits, however many calls wait already."""
+        call = (function, arguments, named)
+        is_result, answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._call, call)
         if is_result:
             result: _Result = answer
             return result
@@ -95,7 +101,7 @@ class SideProcesses:
             return answer
         child.kill()
         child.communicate()
-        return False, InvalidRequest("reading this request took too much time or memory; send less in it")
+        return False, InvalidRequest("this request, or its answer, takes too much time or memory; send or ask for less")
 
     def _child(self) -> subprocess.Popen[bytes]:
         child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)

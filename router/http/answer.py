@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...proto.coatcheck_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Delta, GenerateEvent, Usage
-from .json_body import large_json
+from ...proto.coatcheck_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Delta, GenerateEvent, PromptLogprobs, Usage
 
+_CHARACTERS_PER_VALUE: Final = 64
 DONE: Final = b"data: [DONE]\n\n"
 REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
 quote = json.encoder.encode_basestring_ascii  # what json.dumps does with a string, without its other work
@@ -34,10 +34,8 @@ class Head:
         }
 
 
-def server_sent(chunk: dict[str, Any], *, is_large: bool = False) -> bytes:
-    """One event of a stream. `is_large`: called in a thread; encodes in small steps that release the GIL."""
-    if is_large:
-        return b"data: " + large_json(chunk) + b"\n\n"
+def server_sent(chunk: dict[str, Any]) -> bytes:
+    """One event of a stream."""
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -71,6 +69,25 @@ class RunningUsage:
         """As a chunk's usage."""
         total = self._prompt + self._completion
         return {"prompt_tokens": self._prompt, "completion_tokens": self._completion, "total_tokens": total}
+
+
+def count_values(deltas: Iterable[Delta]) -> int:
+    """About how many values the JSON of these deltas has; a long text takes as long to write as many of them."""
+    count = 0
+    for delta in deltas:
+        tops = len(delta.logprobs[0].top) if delta.logprobs else 0
+        count += len(delta.token_ids) + len(delta.logprobs) * (1 + tops) + count_text(delta.text)
+    return count
+
+
+def count_text(text: str) -> int:
+    """How many values take as long to write."""
+    return len(text) // _CHARACTERS_PER_VALUE
+
+
+def count_scored(logprobs: PromptLogprobs) -> int:
+    """About how many values the JSON of a prompt's log-probabilities has."""
+    return len(logprobs.tokens) * (1 + len(logprobs.tokens[0].top)) if logprobs.tokens else 0
 
 
 def stop_reason(delta: Delta) -> str | int | None:

@@ -7,6 +7,7 @@ otherwise. It does not know how bytes are served, nor who may ask: the gate does
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from ..metrics import CONTENT_TYPE, Metrics
 from ..side_process import SideProcesses
 from ..tenant import Tenant
 from ..tokenizer import TokenizerJson
-from .answer import Head
+from .answer import Head, count_text
 from .chat_answer import ChatAnswer
 from .chat_request import ChatRequest
 from .completion_answer import CompletionAnswer, ShownPrompt
@@ -34,12 +35,13 @@ from .completion_request import CompletionRequest, Prompt
 from .connection import ClientGone, while_connected
 from .dashboard import Dashboard
 from .error_body import error_body, explain, refusal, retry_headers
-from .event_stream import Answer, EventStream
-from .json_body import JsonBody, json_answer
+from .event_stream import EventStream
+from .json_body import JsonBody
+from .large_answer import LargeAnswers
 from .long_body import long_body_route, made_aside
 from .merged import begin, merged
 from .token_text import TokenText
-from .tokens_body import DetokenizeBody, TokenizeBody
+from .tokens_body import DetokenizeBody, TokenizeBody, tokens_json
 from .tool_calls import ToolCalls, form_of
 from .tool_grammar import call_of
 from .tools import Function
@@ -64,6 +66,7 @@ class Api:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tokens = TokenText(tokenizer)
+        self._large = LargeAnswers(side, self._tokens)
         self._form = form_of(tokenizer.template.source if tokenizer.template is not None else "")
         # The interactive pages load scripts from elsewhere; a redirect would repeat whatever name a client has for us.
         self.app = FastAPI(
@@ -108,12 +111,12 @@ class Api:
             ids = [[] for _ in prompts]
             messages = await made_aside(request, lambda: body.messages(prompts, name))
         echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
-        shown = [ShownPrompt(echo, known) for echo, known in zip(echoes, ids, strict=True)]
-        if body.echo and body.logprobs is not None:
-            for prompt, sent in zip(shown, prompts, strict=True):
-                text = sent if isinstance(sent, str) else None
-                prompt.offsets = await self._tokens.prompt_offsets(prompt.token_ids, text)
-        answer = CompletionAnswer(self._head(f"cmpl-{name}"), body, shown, self._tokens)
+        shown = [
+            ShownPrompt(echo, known, isinstance(prompt, str))
+            for echo, known, prompt in zip(echoes, ids, prompts, strict=True)
+        ]
+        without = body.model_copy(update={"prompt": ""})  # what goes to a side process, or waits for its answer
+        answer = CompletionAnswer(self._head(f"cmpl-{name}"), without, shown, self._tokens)
         return await self._answer(request, messages, answer, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
@@ -161,25 +164,16 @@ class Api:
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """A text's or a chat's token ids."""
         asked = await made_aside(request, body.message)
-        token_ids = (await self._generation.tokenize(asked)).token_ids
-        model = self._generation.model
+        found = await self._generation.tokenize(asked)
+        most = self._generation.model.max_model_len if self._generation.model else None
+        tokens = self._tokens if body.return_token_strs else None
+        return await self._large.response(len(found.token_ids), tokens_json, found, most, tokens)
 
-        def whole() -> dict[str, Any]:
-            made: dict[str, Any] = {
-                "count": len(token_ids),
-                "max_model_len": model.max_model_len if model else None,
-                "tokens": list(token_ids),
-            }
-            if body.return_token_strs:
-                made["token_strs"] = [self._tokens.text(token_id) for token_id in token_ids]
-            return made
-
-        return await json_answer(whole, len(token_ids))
-
-    async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
         """The text of token ids."""
         asked = await made_aside(request, body.message)
-        return {"prompt": (await self._generation.detokenize(asked)).text}
+        text = (await self._generation.detokenize(asked)).text
+        return await self._large.response(count_text(text), dict, prompt=text)
 
     async def health(self) -> Response:
         """200 while a new request would be taken."""
@@ -206,13 +200,12 @@ class Api:
         carrier = carrier_of(request)
         if not stream:
             responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
-            return await json_answer(lambda: answer.whole(responses), sum(map(_values, responses)))
+            return await self._large.whole(answer, responses)
         generate = self._generation.generate_stream
         sources = [generate(message, tenant=tenant, carrier=carrier) for message in messages]
         for place, first in enumerate(await while_connected(request.receive, begin(sources))):
             answer.chunk(place, first)  # which says nothing to a client, but how long its prompt is
-        streaming: Answer = answer
-        return EventStream(merged(sources), streaming)
+        return EventStream(merged(sources), answer, self._large)
 
     async def _all(
         self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]
@@ -248,9 +241,9 @@ class Api:
         if not called:
             return None
         if called == "named":
-            return lambda: ToolCalls("named", name=body.named, most=most)
+            return partial(ToolCalls, "named", name=body.named, most=most)
         form = "required" if called == "required" else self._form
-        return lambda: ToolCalls(form, most=most)
+        return partial(ToolCalls, form, most=most)
 
     def _head(self, name: str) -> Head:
         model = self._generation.model
@@ -268,12 +261,6 @@ class Api:
             "max_model_len": model.max_model_len if model else None,
             "default_sampling": self._generation.defaults.given(),
         }
-
-
-def _values(response: GenerateResponse) -> int:
-    """About how many values the response's JSON has."""
-    scored = len(response.prompt_logprobs.tokens)
-    return scored + sum(len(choice.token_ids) + len(choice.logprobs) for choice in response.choices)
 
 
 def carrier_of(request: Request) -> Mapping[str, str]:

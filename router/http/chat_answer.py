@@ -4,8 +4,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, Usage
-from .answer import DONE, REASONS, Head, RunningUsage, quote, server_sent, stop_reason, usage_json
+from .answer import (
+    DONE,
+    REASONS,
+    Head,
+    RunningUsage,
+    count_scored,
+    count_values,
+    quote,
+    server_sent,
+    stop_reason,
+    usage_json,
+)
 from .chat_request import ChatRequest
+from .large_answer import DeltaWriter
 from .token_text import TokenText
 from .tool_calls import Call, ToolCalls
 
@@ -70,8 +82,17 @@ class ChatAnswer:
         return server_sent(chunk)
 
     def is_large(self, place: int, event: GenerateEvent) -> bool:
-        """Never: a chunk has a few tokens. See event_stream.Answer."""
+        """Never: a chunk has a few tokens. See large_answer.Streamed."""
         return False
+
+    def apart(self, place: int, delta: Delta) -> DeltaWriter:
+        """No delta is large."""
+        raise NotImplementedError
+
+    def values(self, responses: Sequence[GenerateResponse]) -> int:
+        """See large_answer.Whole."""
+        scored = sum(count_scored(response.prompt_logprobs) for response in responses)
+        return len(self._prompt_token_ids) + scored + sum(count_values(response.choices) for response in responses)
 
     def end(self) -> bytes:
         """The last words of a stream."""

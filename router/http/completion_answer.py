@@ -1,11 +1,25 @@
 """CompletionAnswer: the core's events as text completions, whole or chunk by chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, TokenLogprob, Usage
-from .answer import DONE, REASONS, Head, RunningUsage, quote, server_sent, stop_reason, usage_json
+from ...proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs, TokenLogprob, Usage
+from .answer import (
+    DONE,
+    REASONS,
+    Head,
+    RunningUsage,
+    count_scored,
+    count_text,
+    count_values,
+    quote,
+    server_sent,
+    stop_reason,
+    usage_json,
+)
 from .completion_request import CompletionRequest
 from .json_body import LARGE_VALUES
 from .text_offsets import TextOffsets
@@ -14,13 +28,13 @@ from .token_text import TokenText
 
 @dataclass(slots=True)
 class ShownPrompt:
-    """One prompt of a request. `echo` is its text where that is to be repeated, `token_ids` where they are known,
-    `offsets` where each token begins in `echo`, for logprobs."""
+    """One prompt of a request. `echo` is its text where that is to be repeated, `token_ids` where they are known.
+    `is_text`: it was sent as a text. `logprobs` are those of its tokens after the first."""
 
     echo: str = ""
     token_ids: Sequence[int] = ()
-    offsets: Sequence[int] = ()
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    is_text: bool = False
+    logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
 
 
 class CompletionAnswer:
@@ -31,7 +45,7 @@ class CompletionAnswer:
     ) -> None:
         self._head = head
         self._request = request
-        self._prompts = prompts
+        self._prompts = dict(enumerate(prompts))
         self._tokens = tokens
         self._usages: list[Usage] = []
         # Of choices that have begun: characters so far, and where their next tokens begin.
@@ -51,29 +65,55 @@ class CompletionAnswer:
         if self._running is not None:
             self._running.see(event)
         if kind == "prompt_logprobs":
-            self._prompts[place].logprobs.extend(event.prompt_logprobs.tokens)
+            self._prompts[place].logprobs.MergeFrom(event.prompt_logprobs)
         elif kind == "final":
             self._usages.append(event.final.usage)
         elif kind == "delta":
-            delta = event.delta
-            if self._is_plain and not delta.finish_reason:
-                if not delta.text:
-                    return b""
-                index = place * self._request.n + delta.choice
-                return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
-            is_large = self.is_large(place, event)  # before _choice, after which the choice has begun
-            chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
-            if self._request.include_usage:
-                chunk["usage"] = self._running.to_json() if self._running is not None else None
-            return server_sent(chunk, is_large=is_large)
+            return self.delta_chunk(place, event.delta)
         return b""
 
+    def delta_chunk(self, place: int, delta: Delta) -> bytes:
+        """As `chunk`, of a delta that is counted already."""
+        if self._is_plain and not delta.finish_reason:
+            if not delta.text:
+                return b""
+            index = place * self._request.n + delta.choice
+            return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
+        chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
+        if self._request.include_usage:
+            chunk["usage"] = self._running.to_json() if self._running is not None else None
+        return server_sent(chunk)
+
+    def apart(self, place: int, delta: Delta) -> "CompletionAnswer":
+        """A copy that makes this delta's chunk in another process. This one goes on as if it had made the chunk."""
+        if self._running is not None:
+            self._running.see(GenerateEvent(delta=delta))
+        made = copy(self)
+        made._prompts, made._offsets, made._lengths = {place: self._prompts[place]}, {}, {}
+        index, offsets = self._begin(place, delta)
+        if delta.logprobs:
+            offsets.of([score.token_id for score in delta.logprobs])
+        echo = self._prompts[place].echo if self._request.echo else ""
+        self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
+        return made
+
     def is_large(self, place: int, event: GenerateEvent) -> bool:
-        """See event_stream.Answer. True for the first delta of each choice of a long prompt: it shows the prompt."""
-        prompt = self._prompts[place]
-        has_begun = place * self._request.n + event.delta.choice in self._lengths
-        is_long = max(len(prompt.token_ids), len(prompt.logprobs)) > LARGE_VALUES
-        return event.HasField("delta") and is_long and not has_begun
+        """See large_answer.Streamed. True for the first delta of each choice of a long prompt: it shows the prompt."""
+        if not event.HasField("delta") or place * self._request.n + event.delta.choice in self._lengths:
+            return False
+        return self._prompt_values(self._prompts[place], self._prompts[place].logprobs) > LARGE_VALUES
+
+    def values(self, responses: Sequence[GenerateResponse]) -> int:
+        """See large_answer.Whole."""
+        prompts = sum(
+            self._prompt_values(self._prompts[place], response.prompt_logprobs)
+            for place, response in enumerate(responses)
+        )
+        return self._request.n * prompts + sum(count_values(response.choices) for response in responses)
+
+    def _prompt_values(self, prompt: ShownPrompt, logprobs: PromptLogprobs) -> int:
+        """About how many values of a choice are of its prompt."""
+        return len(prompt.token_ids) + count_scored(logprobs) + count_text(prompt.echo)
 
     def end(self) -> bytes:
         """The last words of a stream."""
@@ -86,7 +126,7 @@ class CompletionAnswer:
         """The one object of an answer that does not stream."""
         choices = []
         for place, response in enumerate(responses):
-            self._prompts[place].logprobs.extend(response.prompt_logprobs.tokens)
+            self._prompts[place].logprobs = response.prompt_logprobs
             for delta in response.choices:
                 choice = self._choice(place, delta)
                 if self._request.prompt_logprobs is not None:
@@ -95,21 +135,30 @@ class CompletionAnswer:
         usage = usage_json((response.final.usage for response in responses), self._request.scores_only)
         return {**self._head.to_json("text_completion"), "choices": choices, "usage": usage}
 
+    def _begin(self, place: int, delta: Delta) -> tuple[int, TextOffsets]:
+        """The number of a choice that begins now, and the offsets of its own tokens."""
+        index = place * self._request.n + delta.choice
+        start = len(self._prompts[place].echo) if self._request.echo else 0
+        self._offsets[index] = self._tokens.offsets(self._request.skip_special_tokens, start)
+        return index, self._offsets[index]
+
     def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
         request, prompt = self._request, self._prompts[place]
         index = place * request.n + delta.choice
         first = index not in self._lengths
-        text = "" if request.scores_only else delta.text
-        logprobs: list[TokenLogprob | int] = [] if request.scores_only else list(delta.logprobs)
-        token_ids = [] if request.scores_only else list(delta.token_ids)
         if first:
-            start = len(prompt.echo) if request.echo else 0
-            self._offsets[index] = self._tokens.offsets(request.skip_special_tokens, start)
-        offsets = self._offsets[index].of([score.token_id for score in delta.logprobs]) if logprobs else []
+            self._begin(place, delta)
+        text = "" if request.scores_only else delta.text
+        logprobs: Iterable[TokenLogprob | int] = () if request.scores_only else delta.logprobs
+        token_ids = [] if request.scores_only else list(delta.token_ids)
+        offsets = [] if request.scores_only else self._offsets[index].of([score.token_id for score in delta.logprobs])
         if first and request.echo:
             text = prompt.echo + text
-            logprobs = [*prompt.token_ids[:1], *prompt.logprobs, *logprobs]
-            offsets = [*prompt.offsets, *offsets]
+            # A list of a million TokenLogprob objects would take minutes: each address is hashed.
+            logprobs = chain(prompt.token_ids[:1], prompt.logprobs.tokens, logprobs)
+            if request.logprobs is not None:
+                sent = prompt.echo if prompt.is_text else None
+                offsets = [*self._tokens.prompt_offsets(prompt.token_ids, sent), *offsets]
         length = self._lengths[index] = self._lengths.get(index, 0) + len(text)
         if delta.finish_reason:  # a stop string may have cut the text before its last tokens
             offsets = [min(offset, length) for offset in offsets]

@@ -3,11 +3,9 @@
 It does not know what the chunks say.
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,23 +14,11 @@ from ...proto.coatcheck_pb2 import GenerateEvent
 from .answer import DONE, server_sent
 from .connection import ClientGone, while_connected
 from .error_body import error_body
+from .large_answer import LargeAnswers, Streamed, sliced
 
 _log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
-
-
-class Answer(Protocol):
-    """Turns events into chunks."""
-
-    def chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """Of an event of the prompt at `place`; may be empty."""
-
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
-        """Whether the event's chunk takes too long to make for the event loop."""
-
-    def end(self) -> bytes:
-        """What comes last."""
 
 
 class EventStream(Response):
@@ -40,11 +26,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, answer: Answer) -> None:
+    def __init__(self, events: Events, answer: Streamed, large: LargeAnswers) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._answer = answer
+        self._large = large
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Writes all of it; as ASGI has it."""
@@ -58,12 +45,8 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for place, event in self._events:
-                    if self._answer.is_large(place, event):
-                        chunk = await asyncio.to_thread(self._answer.chunk, place, event)
-                    else:
-                        chunk = self._answer.chunk(place, event)
-                    if chunk:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    for piece in sliced(await self._large.chunk(self._answer, place, event)):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
                 last = self._answer.end()
             except OSError:
                 raise

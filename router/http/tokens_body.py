@@ -4,11 +4,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ...proto.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest
+from ...proto.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from ...proto.errors import InvalidRequest
 from ..message_limits import MOST_MESSAGES, MOST_TOOLS
 from .chat_request import Message, chat_message
 from .fields import Body, TokenId
+from .token_text import TokenText
 from .tools import Tool
 
 
@@ -49,3 +50,15 @@ class DetokenizeBody(Body):
     def message(self) -> DetokenizeRequest:
         """To the core."""
         return DetokenizeRequest(model=self.model, token_ids=self.tokens, skip_special_tokens=self.skip_special_tokens)
+
+
+def tokens_json(found: TokenizeResponse, max_model_len: int | None, tokens: TokenText | None) -> dict[str, Any]:
+    """The answer of /tokenize; with `tokens` also each token's text."""
+    made: dict[str, Any] = {
+        "count": len(found.token_ids),
+        "max_model_len": max_model_len,
+        "tokens": list(found.token_ids),
+    }
+    if tokens is not None:
+        made["token_strs"] = [tokens.text(token_id) for token_id in found.token_ids]
+    return made

@@ -6,6 +6,7 @@ compared with one that did not.
 
 import asyncio
 import hashlib
+import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -18,6 +19,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     GetModelResponse,
     GroupStatus,
     TokenLogprob,
+    TopLogprob,
 )
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.worker_pb2 import (
@@ -53,6 +55,7 @@ class FakeGroup(WorkerServicer):
     """`hold_after` stops every choice at that many output tokens until it is raised and `go()` called. With `chunk` a
     prompt is scored so many tokens at a time, ahead of the first token, and with `score_at_most` never beyond those.
     It finds cached what the router foresees, as a group does that keeps its word, or up to `finds` tokens of a prompt.
+    Log-probabilities come `with_tops`, the most likely tokens, if it says so.
     `last_word` is said ahead of an end by `die_on_submit` or `poison`."""
 
     def __init__(
@@ -71,6 +74,7 @@ class FakeGroup(WorkerServicer):
         chunk: int = 0,
         score_at_most: int | None = None,
         finds: int | None = None,
+        with_tops: bool = False,
     ) -> None:
         self.name = name
         self.epoch = uuid.uuid4().hex
@@ -89,6 +93,7 @@ class FakeGroup(WorkerServicer):
         self.chunk = chunk
         self.score_at_most = score_at_most
         self.finds = finds
+        self.with_tops = with_tops
         self.contract, self.version = CONTRACT, VERSION
         self.silent = False  # a stopped process: connected, and saying nothing
         self.submits: list[Submit] = []
@@ -250,7 +255,10 @@ class FakeGroup(WorkerServicer):
         first = True
         scored: list[TokenLogprob] = []
         if sampling.HasField("prompt_logprobs") and choice == 0:
-            scored = [TokenLogprob(token_id=token, logprob=-2.0, rank=3) for token in submit.prompt_token_ids[1:]]
+            tops = self._tops(sampling.prompt_logprobs)
+            scored = [
+                TokenLogprob(token_id=token, logprob=-2.0, rank=3, top=tops) for token in submit.prompt_token_ids[1:]
+            ]
         while self.chunk and scored:
             part, scored = scored[: self.chunk], scored[self.chunk :]
             done = len(submit.prompt_token_ids) - 1 - len(scored)
@@ -266,7 +274,8 @@ class FakeGroup(WorkerServicer):
             token = self.token(submit, choice, position)
             output = SequenceOutput(id=submit.id, attempt=submit.attempt, choice=choice, token_ids=[token])
             if sampling.HasField("logprobs"):
-                output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1))
+                tops = self._tops(sampling.logprobs)
+                output.logprobs.append(TokenLogprob(token_id=token, logprob=-1.0, rank=1, top=tops))
             if first:
                 first = False
                 output.cached.CopyFrom(Cached(device_tokens=self._found(submit)))
@@ -281,6 +290,11 @@ class FakeGroup(WorkerServicer):
             if output.finish_reason:
                 return
             await asyncio.sleep(0)
+
+    def _tops(self, count: int) -> list[TopLogprob]:
+        if not self.with_tops:
+            return []
+        return [TopLogprob(token_id=2 + place, logprob=-1.1 * place if place else -math.inf) for place in range(count)]
 
     def _found(self, submit: Submit) -> int:
         prompt = len(submit.prompt_token_ids)

@@ -11,6 +11,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     GenerateRequest,
     SamplingParams,
     StructuredOutput,
+    TokenIds,
     TokenizeRequest,
 )
 
@@ -80,6 +81,24 @@ BODIES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
 }
 
 
+def _scored(count: int = 100_000, **fields: Any) -> tuple[str, bytes]:
+    return _completion([5] * count, echo=True, logprobs=9, **fields)
+
+
+# Answers that are large: (path, body), for a context of 131,072 tokens.
+ANSWERS: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
+    "100,000 tokens scored": _scored,
+    "100,000 tokens scored, streamed": lambda: _scored(stream=True),
+    "45,000 tokens scored, for four choices": lambda: _scored(45_000, n=4),
+    "100,000 tokens scored by prompt_logprobs": lambda: _completion([5] * 100_000, prompt_logprobs=9),
+    "1,024 prompts of 200 ids scored": lambda: _completion([[5] * 200] * 1024, echo=True, logprobs=5),
+    "100,000 ids returned": lambda: _completion([5] * 100_000, return_token_ids=True, n=8),
+    "a long echo for many choices": lambda: _completion([5] * 130_000, echo=True, n=32),
+    "tokens": lambda: (_TOKENIZE, json.dumps({"prompt": "a b " * 60_000}).encode()),
+    "64 choices with log-probabilities": lambda: _completion(n=64, logprobs=20, max_tokens=100),
+}
+
+
 def _varint(number: int) -> bytes:
     return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
 
@@ -95,6 +114,19 @@ def _said(content: str = "a", role: str = "user", **fields: Any) -> Chat:
 def _sampled(**fields: Any) -> bytes:
     return GenerateRequest(text="a", sampling=SamplingParams(**fields)).SerializeToString()
 
+
+_HEALTH: Final = "/grpc.health.v1.Health/Check"
+_REFLECTION: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+# As ANSWERS, by gRPC.
+ANSWERED_MESSAGES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
+    "100,000 tokens scored": lambda: (
+        "Generate",
+        GenerateRequest(
+            token_ids=TokenIds(ids=[5] * 100_000), sampling=SamplingParams(max_tokens=1, prompt_logprobs=9)
+        ).SerializeToString(),
+    ),
+}
 
 # What is sent by gRPC: (method, message).
 MESSAGES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
@@ -122,5 +154,9 @@ MESSAGES: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
         "Tokenize",
         TokenizeRequest(chat=Chat(messages=[ChatMessage(role="user", content="a")] * 8_000)).SerializeToString(),
     ),
+    "a name to the health service": lambda: (_HEALTH, _field(1, b"a" * 30_000_000)),
+    "unknown fields to the health service": lambda: (_HEALTH, b"\xf8\x07\x05" * 10_000_000),
+    "a name to reflection": lambda: (_REFLECTION, _field(4, b"a" * 30_000_000)),
+    "unknown fields to reflection": lambda: (_REFLECTION, b"\xf8\x07\x05" * 10_000_000),
     "ids to detokenize": lambda: ("Detokenize", DetokenizeRequest(token_ids=[5] * 250_000).SerializeToString()),
 }

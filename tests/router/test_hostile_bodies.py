@@ -10,6 +10,7 @@ import http.client
 import json
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GetModelResponse, Sam
 from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
 
-from .hostile_bodies import BODIES, MESSAGES
+from .hostile_bodies import ANSWERED_MESSAGES, ANSWERS, BODIES, MESSAGES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,7 +37,7 @@ class WatchedRouter:
     def __init__(self, process: asyncio.subprocess.Process, addresses: dict[str, str], group: FakeGroup) -> None:
         self.process = process
         self.http = addresses["http"]
-        self.channel = grpc.aio.insecure_channel(addresses["grpc"])
+        self.channel = grpc.aio.insecure_channel(addresses["grpc"], options=[("grpc.max_receive_message_length", -1)])
         self.group = group
         request = GenerateRequest(
             token_ids=TokenIds(ids=[7]), sampling=SamplingParams(max_tokens=8000, ignore_eos=True)
@@ -56,7 +57,8 @@ class WatchedRouter:
 
     async def call(self, method: str, message: bytes) -> str:
         """The status' name."""
-        call = self.channel.stream_unary(f"/coatcheck.v1.Generation/{method}")
+        path = method if method.startswith("/") else f"/coatcheck.v1.Generation/{method}"
+        call = self.channel.stream_unary(path)
         try:
             await call(iter([message]))
         except grpc.aio.AioRpcError as error:
@@ -90,12 +92,25 @@ def _first_only(submit: Any, choice: int, position: int) -> int:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(model_directory: Path) -> AsyncIterator[WatchedRouter]:
-    """One for all of these tests."""
+    """One for most of these tests."""
+    async with _watched(model_directory, 8192) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def long_router(model_directory: Path) -> AsyncIterator[WatchedRouter]:
+    """One whose answers can be large."""
+    async with _watched(model_directory, 1 << 17) as made:
+        yield made
+
+
+@asynccontextmanager
+async def _watched(model_directory: Path, max_model_len: int) -> AsyncIterator[WatchedRouter]:
     model = GetModelResponse(
-        name="tiny", max_model_len=8192, vocab_size=VOCAB, block_size=16, dtype="float32", kv_dtype="float32",
+        name="tiny", max_model_len=max_model_len, vocab_size=VOCAB, block_size=16, dtype="float32", kv_dtype="float32",
         fingerprint="weights", eos_token_ids=[EOS],
     )  # fmt: skip
-    group = FakeGroup(model=model, num_blocks=1 << 16, hold_after=1, token=_first_only)
+    group = FakeGroup(model=model, num_blocks=1 << 16, hold_after=1, token=_first_only, chunk=8192, with_tops=True)
     address = await group.start()
     pipe = asyncio.subprocess.PIPE
     command = ("-m", "tests.router.watched_router", str(model_directory), "5000", f"g0={address.address}")
@@ -148,9 +163,34 @@ async def test_no_message_stops_a_stream(router: WatchedRouter, kind: str) -> No
     method, message = MESSAGES[kind]()
 
     async def send() -> None:
-        assert await router.call(method, message) in ("OK", "INVALID_ARGUMENT", "NOT_FOUND")
+        assert await router.call(method, message) in ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED")
 
     await _assert_nobody_is_stopped(router, send)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_no_large_answer_stops_a_stream(long_router: WatchedRouter, kind: str) -> None:
+    """By HTTP: answers of up to a million log-probabilities."""
+    path, body = ANSWERS[kind]()
+
+    async def send() -> None:
+        long_router.group.go(100)
+        assert await long_router.post(path, body) == 200
+
+    await _assert_nobody_is_stopped(long_router, send)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("kind", ANSWERED_MESSAGES)
+async def test_no_large_message_in_answer_stops_a_stream(long_router: WatchedRouter, kind: str) -> None:
+    """By gRPC as well."""
+    method, message = ANSWERED_MESSAGES[kind]()
+
+    async def send() -> None:
+        assert await long_router.call(method, message) == "OK"
+
+    await _assert_nobody_is_stopped(long_router, send)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,0 +1,93 @@
+"""add_small_services(): gRPC's own health and reflection services, for messages of a few kilobytes.
+
+The server's limit of a message is that of a long prompt. What these services are asked is a name; the message classes
+of grpcio parse whatever comes, on the event loop, and reflection sends it back.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha._async import ReflectionServicer
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
+
+MOST_BYTES: Final = 4096
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+def add_small_services(server: grpc.aio.Server, health: HealthServicer, names: Sequence[str]) -> None:
+    """Adds the health service and reflection of the services `names`. A message of more than MOST_BYTES is answered
+    with RESOURCE_EXHAUSTED and is not parsed."""
+    bounded = _BoundedServer(server)
+    add_HealthServicer_to_server(health, bounded)
+    add_ServerReflectionServicer_to_server(ReflectionServicer(names), bounded)
+
+
+class _TooLong:
+    """Stands for a message that was not parsed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _BoundedServer:
+    """What the generated add_..._to_server functions take for a server."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: "Sequence[grpc.GenericRpcHandler[Any, Any]]") -> None:
+        self._server.add_generic_rpc_handlers([_BoundedHandlers(one) for one in handlers])
+
+    def add_registered_method_handlers(self, service: str, handlers: "Mapping[str, _Handler]") -> None:
+        bounded = {name: _bounded(one) for name, one in handlers.items()}
+        self._server.add_registered_method_handlers(service, bounded)  # type: ignore[attr-defined]  # grpc-stubs lack it
+
+
+class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it takes none when it runs
+    def __init__(self, handlers: "grpc.GenericRpcHandler[Any, Any]") -> None:
+        self._handlers = handlers
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "_Handler | None":
+        handler = self._handlers.service(handler_call_details)
+        return None if handler is None else _bounded(handler)
+
+
+def _bounded(handler: Any) -> _Handler:
+    def read(data: bytes) -> Any:
+        return handler.request_deserializer(data) if len(data) <= MOST_BYTES else _TooLong(len(data))
+
+    async def once(request: Any, context: _Context) -> Any:
+        await _require_short(request, context)
+        return await handler.unary_unary(request, context)
+
+    async def watch(request: Any, context: _Context) -> None:
+        await _require_short(request, context)
+        await handler.unary_stream(request, context)
+
+    async def converse(requests: AsyncIterator[Any], context: _Context) -> AsyncGenerator[Any, None]:
+        async def short() -> AsyncGenerator[Any, None]:
+            async for request in requests:
+                await _require_short(request, context)
+                yield request
+
+        async for answer in handler.stream_stream(short(), context):
+            yield answer
+
+    codec = {"request_deserializer": read, "response_serializer": handler.response_serializer}
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(converse, **codec)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(watch, **codec)
+    return grpc.unary_unary_rpc_method_handler(once, **codec)
+
+
+async def _require_short(request: object, context: _Context) -> None:
+    if isinstance(request, _TooLong):
+        await context.abort(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"the message has {request.size} bytes; this service takes at most {MOST_BYTES}",
+        )
