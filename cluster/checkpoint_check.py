@@ -10,14 +10,14 @@ from ..proto.errors import InvalidModel
 from ..workers.checkpoint_files import read_entries, read_json, stored_dtype
 from .config import ServeConfig
 
-# Files from which transformers makes a tokenizer where there is no tokenizer.json.
+# Files from which transformers makes a tokenizer if there is no tokenizer.json.
 _OTHER_TOKENIZERS: Final = ("*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
 
 def check_checkpoint(config: ServeConfig) -> None:
     """Raises InvalidModel for weights, a tokenizer or a generation_config.json that are missing or cannot be read.
 
-    Skipped for a hub id, and where an existing Ray cluster is joined: its nodes may have what this host lacks.
+    Skipped for a hub id, and if an existing Ray cluster is joined, whose nodes may have files that this host lacks.
     """
     directory = Path(config.model_source)
     if config.ray_address is not None or not directory.is_dir():
@@ -32,7 +32,7 @@ def check_checkpoint(config: ServeConfig) -> None:
 
 def _check_tokenizer(directory: Path) -> None:
     if (directory / "tokenizer.json").exists():
-        from ..router.tokenizer import TokenizerJson  # here: a broken checkpoint does not pay for it
+        from ..router.tokenizer import TokenizerJson  # imported late: a broken checkpoint is refused sooner
 
         TokenizerJson.load(str(directory))
     elif not any(file for pattern in _OTHER_TOKENIZERS for file in directory.glob(pattern)):

@@ -34,9 +34,9 @@ class Head:
         }
 
 
-def server_sent(chunk: dict[str, Any], *, is_large: bool = False) -> bytes:
-    """One event of a stream. `is_large`: called in a thread; encodes in small steps that release the GIL."""
-    if is_large:
+def server_sent(chunk: dict[str, Any], *, in_thread: bool = False) -> bytes:
+    """One server-sent event. `in_thread`: True if called in a thread; encodes in small steps that release the GIL."""
+    if in_thread:
         return b"data: " + large_json(chunk) + b"\n\n"
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 

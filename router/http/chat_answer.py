@@ -69,8 +69,8 @@ class ChatAnswer:
             chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
-        """Never: a chunk has a few tokens. See event_stream.Answer."""
+    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
+        """See event_stream.Answer. False: a chunk has a few tokens."""
         return False
 
     def end(self) -> bytes:

@@ -14,8 +14,8 @@ from .token_text import TokenText
 
 @dataclass(slots=True)
 class ShownPrompt:
-    """One prompt of a request. `echo` is its text where that is to be repeated, `token_ids` where they are known,
-    `offsets` where each token begins in `echo`, for logprobs."""
+    """One prompt of a request. `echo`: its text if the request asks for it, else "". `token_ids`: empty unless they are
+    shown. `offsets`: for logprobs, where each token begins in `echo`."""
 
     echo: str = ""
     token_ids: Sequence[int] = ()
@@ -34,7 +34,7 @@ class CompletionAnswer:
         self._prompts = prompts
         self._tokens = tokens
         self._usages: list[Usage] = []
-        # Of choices that have begun: characters so far, and where their next tokens begin.
+        # By choice that has begun: characters so far, and the offsets of its next tokens.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
         usage = ',"usage":null' if request.include_usage else ""
@@ -61,15 +61,15 @@ class CompletionAnswer:
                     return b""
                 index = place * self._request.n + delta.choice
                 return b'%b%d,"text":%b%b' % (self._before, index, quote(delta.text).encode(), self._after)
-            is_large = self.is_large(place, event)  # before _choice, after which the choice has begun
+            in_thread = self.is_slow_to_encode(place, event)  # asked before _choice, which marks the choice as begun
             chunk = {**self._head.to_json("text_completion"), "choices": [self._choice(place, delta)]}
             if self._request.include_usage:
                 chunk["usage"] = self._running.to_json() if self._running is not None else None
-            return server_sent(chunk, is_large=is_large)
+            return server_sent(chunk, in_thread=in_thread)
         return b""
 
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
-        """See event_stream.Answer. True for the first delta of each choice of a long prompt: it shows the prompt."""
+    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
+        """See event_stream.Answer. True for a choice's first delta if the prompt is long, since that delta shows it."""
         prompt = self._prompts[place]
         has_begun = place * self._request.n + event.delta.choice in self._lengths
         is_long = max(len(prompt.token_ids), len(prompt.logprobs)) > LARGE_VALUES

@@ -28,8 +28,8 @@ class Answer(Protocol):
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
         """Of an event of the prompt at `place`; may be empty."""
 
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
-        """Whether the event's chunk takes too long to make for the event loop."""
+    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
+        """Whether `chunk` would take too long for the event loop, so that a thread must call it."""
 
     def end(self) -> bytes:
         """What comes last."""
@@ -58,7 +58,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for place, event in self._events:
-                    if self._answer.is_large(place, event):
+                    if self._answer.is_slow_to_encode(place, event):
                         chunk = await asyncio.to_thread(self._answer.chunk, place, event)
                     else:
                         chunk = self._answer.chunk(place, event)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-LARGE_VALUES: Final = 4096  # the event loop has no time to encode more
+LARGE_VALUES: Final = 4096  # JSON of more values is encoded in a thread
 
 
 class JsonBody(Response):
@@ -21,14 +21,15 @@ class JsonBody(Response):
 
 
 def large_json(content: Any) -> bytes:
-    """The bytes of JsonBody, encoded in small steps; to be called in a thread. json.dumps would hold the GIL
-    throughout, a second for two million values."""
+    """As JsonBody.render, in small steps that release the GIL; call it in a thread. json.dumps would hold the GIL for a
+    second at two million values."""
     encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
     return "".join(encoder.iterencode(content)).encode()
 
 
 async def json_answer(make: Callable[[], Any], values: int) -> Response:
-    """A response of what `make` returns. If that has many `values`, about so many, a thread makes it."""
+    """A response whose JSON is the value that `make` returns. `values`: the approximate number of values in that JSON;
+    above LARGE_VALUES a thread makes it."""
     if values <= LARGE_VALUES:
         return JsonBody(make())
     return Response(await asyncio.to_thread(lambda: large_json(make())), media_type=JsonBody.media_type)

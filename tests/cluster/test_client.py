@@ -122,15 +122,16 @@ async def test_nobody_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("believed", "said"),
+    ("trusted", "said"),
     [
-        (None, "{} speaks HTTP and no gRPC: give the router's other address"),
-        ("server", "{} speaks HTTP and no gRPC: give the router's other address"),
-        ("stranger", "no TLS connection to {}: one side does not believe the other's certificate"),
+        (None, "{} speaks HTTP, not gRPC: give the router's gRPC address"),
+        ("server", "{} speaks HTTP, not gRPC: give the router's gRPC address"),
+        ("stranger", "no TLS connection to {}: one side does not trust the other's certificate"),
     ],
 )
-async def test_what_listens_is_told_apart(tmp_path: Path, believed: str | None, said: str) -> None:
-    """The router's HTTP address, with TLS and without, and a certificate that is not believed, are no absent server."""
+async def test_what_listens_is_told_apart(tmp_path: Path, trusted: str | None, said: str) -> None:
+    """The router's HTTP address, with TLS and without, and an untrusted certificate are told apart from a server that
+    is not there."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
@@ -139,12 +140,12 @@ async def test_what_listens_is_told_apart(tmp_path: Path, believed: str | None, 
         writer.close()
 
     context, access = None, Access()
-    if believed:
+    if trusted:
         authorities = {name: TestAuthority(tmp_path, name) for name in ("server", "stranger")}
         leaf = authorities["server"].leaf("leaf")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(leaf.cert, leaf.key)
-        access = Access.build(str(authorities[believed].ca), None, None, None)
+        access = Access.build(str(authorities[trusted].ca), None, None, None)
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as http:
         address = f"127.0.0.1:{http.sockets[0].getsockname()[1]}"
         async with Client([address], access) as client:
@@ -174,9 +175,9 @@ async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 @pytest.mark.parametrize(
     ("behave", "said"),
     [
-        (close_at_once, "{} closed the connection before it was made: its router has just ended"),
-        (say_nothing, "{} takes the connection and does not answer"),
-        (speak_plainly, "no TLS connection to {}: the server there speaks no TLS"),
+        (close_at_once, "{} closed the connection during the handshake: its router has just ended"),
+        (say_nothing, "{} accepts the connection but does not answer"),
+        (speak_plainly, "no TLS connection to {}: the server there does not speak TLS"),
         (None, "no server answers at {}"),
     ],
 )

@@ -71,7 +71,9 @@ def test_patience_has_an_end(slow: SlowRay, tiny_model: Path) -> None:
     done = coatcheck(*arguments, seconds=200, environment=slow.environment)
     *progress, last = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.match(r"error: Ray did not start within 22 s: (raylet|gcs_server): .+; see /tmp/.+/logs, make room", last)
+    assert re.match(
+        r"error: Ray did not start within 22 s: (raylet|gcs_server): .+; see /tmp/.+/logs, reduce the load", last
+    )
     assert last.endswith("or give more time with --ray-start-timeout")
     assert progress[0] == "starting Ray" and [line[:18] for line in progress[1:3]] == ["still starting Ray"] * 2
     until(lambda: not slow.processes(), "every process of Ray is gone", 30, else_tell=slow.processes)

@@ -12,7 +12,7 @@ from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
 from coatcheck.proto.sampling import SamplingParams as SamplingParameters
-from coatcheck.router.eligibility import Eligible, everywhere
+from coatcheck.router.eligibility import EligibleGroups
 from coatcheck.router.line import Line, due_at
 from coatcheck.router.placement import Placement
 from coatcheck.router.request import Request
@@ -241,7 +241,7 @@ async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(open_door: Open
     group = full_group(max_num_seqs=4, hold_after=0)
     door = await open_full(open_door, group)
     line, now = door.router.dispatch.line, asyncio.get_running_loop().time
-    anywhere = everywhere(door.router.groups.serving())
+    anywhere = EligibleGroups.of(door.router.groups.serving())
     asked = [send(door, ask(100)) for _ in range(12)]
     await waiting(door, 12)
     line.require_room(ANYONE, 0, now() + 80, now() + 80, anywhere)  # it has not moved yet
@@ -338,11 +338,11 @@ async def test_a_deadline_is_not_judged_by_those_that_wait_for_other_groups(open
     await waiting(door, 12)  # it has moved
     line, now = door.router.dispatch.line, asyncio.get_running_loop().time() + 100
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
-        line.require_room(ANYONE, 0, now, now + 1, everywhere(door.router.groups.serving()))
+        line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(door.router.groups.serving()))
     door.groups.append(small)
     await door.router.set_groups([door.router.groups.link("large").address, await small.start()])  # type: ignore[union-attr]
     await door.serving(2)
-    line.require_room(ANYONE, 0, now, now + 1, everywhere(door.router.groups.serving()))
+    line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(door.router.groups.serving()))
     large.go()
     await asyncio.gather(*asked)
 
@@ -359,14 +359,14 @@ class Ledger:
         self.placed: list[tuple[int, str]] = []
         self.attempts = 0
 
-    def eligible(self, length: int) -> Eligible:
+    def eligible(self, length: int) -> EligibleGroups:
         """As a router finds it."""
-        return Eligible(frozenset(name for name in self.serving if CAPACITY[name] >= length))
+        return EligibleGroups(frozenset(name for name in self.serving if CAPACITY[name] >= length))
 
     def place(self, number: int, length: int) -> Placement | None:
         """On the smallest group that has room and can hold it."""
         self.attempts += 1
-        for name in sorted(self.eligible(length).groups, key=CAPACITY.__getitem__):
+        for name in sorted(self.eligible(length).names, key=CAPACITY.__getitem__):
             if self.room[name]:
                 self.room[name] -= 1
                 self.placed.append((number, name))
@@ -419,12 +419,12 @@ def test_no_room_is_left_and_little_is_tried(events: list[tuple[str, Any]]) -> N
                 line.move()
             else:
                 ledger.serving = what
-                line.regroup()
+                line.reclassify()
             line.check()
             went = {number for number, _ in ledger.placed}
             waits = [number for number in lengths if number not in went]
             assert len(waits) == len(line)
-            assert not any(ledger.room[name] for number in waits for name in ledger.eligible(lengths[number]).groups)
+            assert not any(ledger.room[name] for number in waits for name in ledger.eligible(lengths[number]).names)
             classes = {ledger.eligible(length) for length in lengths.values()}
             # Whoever comes may be tried by itself, and again with the first of each other class.
             assert ledger.attempts <= len(ledger.placed) - before + (came + 1) * (len(classes) + 1)
