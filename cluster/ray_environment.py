@@ -42,7 +42,8 @@ def confine_local_ray() -> None:
     for name, limit in _START_TIMEOUTS.items():
         os.environ.setdefault(name, limit)
     # Whoever reaches a Ray may run code in it, also another user of this host.
-    if os.environ.setdefault(_MODE, "token") == "token":
+    os.environ.setdefault(_MODE, "token")
+    if _is_token_mode():
         os.environ.setdefault(_TOKEN, secrets.token_hex(32))
 
 
@@ -62,7 +63,7 @@ def extend_reconnect_timeout() -> float:
 
 def environment_token() -> str:
     """The token that Ray's client will send; "" if it will send none."""
-    return _user_token() if os.environ.get(_MODE, "").lower() == "token" else ""
+    return _user_token() if _is_token_mode() else ""
 
 
 def enable_user_token() -> None:
@@ -70,6 +71,10 @@ def enable_user_token() -> None:
     has started on this host asks for it. Does nothing if RAY_AUTH_MODE is set."""
     if _MODE not in os.environ and _user_token():
         os.environ[_MODE] = "token"
+
+
+def _is_token_mode() -> bool:
+    return os.environ.get(_MODE, "").lower() == "token"  # Ray ignores the case
 
 
 def _user_token() -> str:

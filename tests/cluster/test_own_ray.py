@@ -4,7 +4,10 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
 from coatcheck.cluster.own_ray import forget_ended, own_rays, publish_token, token_of
+from coatcheck.cluster.ray_environment import confine_local_ray, environment_token
 from tests.cluster.serving import coatcheck
 
 _ADDRESS = "127.0.0.1:4711"
@@ -93,3 +96,13 @@ def test_a_fifo_in_rays_folder_holds_no_command_up(tmp_path: Path) -> None:
         done = coatcheck("scale", "--groups", "2", environment={"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""})
         assert done.returncode == 2 and "finds no Ray cluster on this host" in done.stderr
         note.unlink()
+
+
+@pytest.mark.parametrize(("mode", "has_token"), [(None, True), ("Token", True), ("disabled", False)])
+def test_a_token_is_made_if_ray_will_ask_for_one(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, has_token: bool
+) -> None:
+    """RAY_AUTH_MODE counts in upper and lower case, as Ray reads it; without the variable Ray asks for a token."""
+    monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": mode} if mode else {})
+    confine_local_ray()
+    assert ("RAY_AUTH_TOKEN" in os.environ) is has_token and bool(environment_token()) is has_token
