@@ -1,4 +1,4 @@
-"""A small local model as files alone, made without torch, and every way in which a test may break it."""
+"""The files of a small local model, made without torch, and functions that break one of them."""
 
 import json
 import shutil
@@ -22,7 +22,8 @@ CONFIG: dict[str, Any] = dict(
 
 
 def whole_model(directory: Path) -> Path:
-    """config.json, a tokenizer, and two shards with an index, of one tensor each: what is checked before Ray starts."""
+    """config.json, a tokenizer, and two shards with an index, of one tensor each: everything that is checked before Ray
+    starts."""
     write_model(directory)
     edit_config(directory, **CONFIG)
     for number in (1, 2):
@@ -33,7 +34,7 @@ def whole_model(directory: Path) -> Path:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Sets fields of config.json; None takes one away."""
+    """Sets fields of config.json; None removes a field."""
     file = directory / "config.json"
     values = (json.loads(file.read_text()) if file.exists() else {}) | changes
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))

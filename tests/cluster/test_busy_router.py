@@ -24,7 +24,7 @@ def _compute(over: Path) -> None:
 
 
 async def _silent(actor: Any, seconds: float) -> Heartbeat:
-    """Returns once the loop has not gone round for so long."""
+    """Returns the heartbeat once the loop has been silent for `seconds`."""
     heartbeat: Heartbeat = await actor.heartbeat.remote()
     while heartbeat.silent_seconds < seconds:
         await asyncio.sleep(0.1)
@@ -37,7 +37,7 @@ class BusyRouter(_PLAIN):  # type: ignore[misc]  # as above
     """A router that can be kept busy."""
 
     async def compute(self, path: str) -> None:
-        """Keeps the event loop until the file is there."""
+        """Blocks the event loop until the file exists."""
         _compute(Path(path))
 
 
@@ -60,9 +60,11 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_ray")
-async def test_a_busy_router_lives(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the loop computes it answers no call, but its heartbeat says that it is busy; the watch over it goes on,
-    where waiting for an answer of the loop itself would have ended it."""
+async def test_a_busy_router_is_not_restarted(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the event loop computes it answers no call, but its heartbeat says that it is busy, so the supervisor does
+    not restart the router."""
     monkeypatch.setattr("coatcheck.cluster.router_keeper._WATCH_SECONDS", 0.05)
     config = RouterConfig(str(tiny_model))
     actor = BusyRouter.remote(config)

@@ -59,8 +59,9 @@ async def test_lost_stream_goes_on_elsewhere(after: int, n: int) -> None:
         assert sum(map(len, held.values())) == max(0, min(after - 2, 6 * n))
 
 
-async def test_a_slow_connection_is_a_connection() -> None:
-    """A router whose first bytes take a third of a second, behind a long line or on a busy host, is waited for."""
+async def test_a_slow_connection_is_waited_for() -> None:
+    """The client waits for a router whose first bytes take a third of a second, over a slow network or on a busy
+    host."""
     async with FakeRouter() as router:
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +130,7 @@ async def test_nobody_there() -> None:
         ("stranger", "no TLS connection to {}: one side does not trust the other's certificate"),
     ],
 )
-async def test_what_listens_is_told_apart(tmp_path: Path, trusted: str | None, said: str) -> None:
+async def test_each_kind_of_wrong_server_has_its_own_error(tmp_path: Path, trusted: str | None, said: str) -> None:
     """The router's HTTP address, with TLS and without, and an untrusted certificate are told apart from a server that
     is not there."""
 
@@ -160,13 +161,13 @@ async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server that hangs, until the client gives up."""
+    """A server that accepts the connection and never answers."""
     while await reader.read(1 << 16):
         pass
 
 
 async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server without TLS: what it says first is what gRPC's says first."""
+    """A server without TLS: it begins with the bytes with which gRPC's server begins."""
     await reader.read(1)
     writer.write(b"\0\0\0\4\0\0\0\0\0")
     await say_nothing(reader, writer)
@@ -181,9 +182,9 @@ async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
         (None, "no server answers at {}"),
     ],
 )
-async def test_a_server_that_is_lost_is_no_distrusted_one(tmp_path: Path, behave: Any, said: str) -> None:
-    """Through TLS too a server that ends, hangs, is gone or speaks no TLS is told as that; certificates are mentioned
-    for certificates alone."""
+async def test_only_a_certificate_error_mentions_certificates(tmp_path: Path, behave: Any, said: str) -> None:
+    """With TLS too, a server that ends, hangs, is gone or does not speak TLS has an error of its own, without a word
+    about certificates."""
     access = Access.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
     connections = set[asyncio.Task[Any]]()
 
@@ -205,8 +206,9 @@ async def test_a_server_that_is_lost_is_no_distrusted_one(tmp_path: Path, behave
     assert str(told.value).startswith(said.format(address)) and "certificate" not in str(told.value)
 
 
-async def test_a_connection_lost_amid_a_stream_is_told_as_that() -> None:
-    """A router whose process ends amid a stream was lost; nobody is sent to look at TLS."""
+async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
+    """If a router's process ends during a stream, the error says that the connection was lost, and nothing about
+    TLS."""
     cut: list[asyncio.Transport] = []
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

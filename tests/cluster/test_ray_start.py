@@ -33,7 +33,7 @@ def slow() -> Iterator[SlowRay]:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
-    """Helper processes that need longer than a raylet waits for them do not cost the attempt."""
+    """Agents that need longer than a raylet waits for them do not make the attempt fail."""
     arguments = (str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-start-timeout", "500")
     with Serving(*arguments, environment=slow.environment) as serving:
         until(lambda: any("agent.py" in command for command in slow.processes().values()), "Ray is half there", 120)
@@ -49,7 +49,7 @@ def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
-    """A Ray that gives up once is put away whole and started again, and the cluster serves."""
+    """If Ray gives up once, all of its processes are killed, it is started again, and the cluster serves."""
     arguments = (str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-start-timeout", "500")
     with Serving(*arguments, environment=slow.environment) as serving:
         said = serving.wait_line("Ray did not start: ")
@@ -65,8 +65,8 @@ def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_patience_has_an_end(slow: SlowRay, tiny_model: Path) -> None:
-    """Once the time is up the command ends with one line that says what Ray's own log says, and nothing stays."""
+def test_the_start_timeout_ends_the_command(slow: SlowRay, tiny_model: Path) -> None:
+    """After --ray-start-timeout the command ends with one line that quotes Ray's log, and no process is left."""
     arguments = ("serve", str(tiny_model), "--grpc-port", "0", "--ray-start-timeout", "22")
     done = coatcheck(*arguments, seconds=200, environment=slow.environment)
     *progress, last = done.stderr.splitlines()
@@ -93,7 +93,7 @@ def test_a_signal_ends_the_wait(slow: SlowRay, tiny_model: Path, number: signal.
 
 
 def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:
-    """Of all that Ray has logged it is the last error, without Ray's request for a bug report and without a stack."""
+    """The reason is the last error in Ray's logs, without Ray's request for a bug report and without a stack trace."""
     older, newer, other = (tmp_path / f"session_2026-11-22_04-33-{at}" for at in ("14_2_77", "48_5_77", "59_9_777"))
     for session in (older, newer, other):
         (session / "logs").mkdir(parents=True)

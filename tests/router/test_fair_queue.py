@@ -100,7 +100,7 @@ def test_who_fills_the_queue_gives_way() -> None:
     assert (queue.stats().waiting, queue.stats().displaced, queue.stats().refused) == (5, 2, 1)
 
 
-def test_the_blocked_are_passed_over_and_keep_their_claim() -> None:
+def test_blocked_classes_are_passed_over_and_keep_their_place() -> None:
     """While no group has room for one tenant's the other's are taken; then those that waited are first, and were not
     charged meanwhile. Their own order, and their priorities, stay."""
     queue: FairQueue[str] = FairQueue(1000)
@@ -119,7 +119,7 @@ def test_the_blocked_are_passed_over_and_keep_their_claim() -> None:
     assert [name for name in taken if name.startswith("long")] == ["long 2", "long 1", "long 0"]
 
 
-def test_who_comes_back_does_not_start_where_the_blocked_are() -> None:
+def test_a_returning_tenant_does_not_start_at_a_blocked_tenants_virtual_time() -> None:
     """While one tenant's are blocked its virtual time stands still: a third tenant that comes begins beside the one
     that was served meanwhile, and does not have everything until it has caught up."""
     queue: FairQueue[str] = FairQueue(1000)
@@ -135,7 +135,7 @@ def test_who_comes_back_does_not_start_where_the_blocked_are() -> None:
 
 
 def test_classes_may_change_while_requests_wait() -> None:
-    """Asked anew for their classes, all keep their place."""
+    """After `reclassify` all requests keep their place."""
     queue: FairQueue[int] = FairQueue(1000)
     for number in range(6):
         queue.put(number, LIGHT, due=float(number), scheduling_class="any")

@@ -1,4 +1,4 @@
-"""What a router believes of a group's load: the group's last report, and what it sent that is not in it."""
+"""A router's estimate of a group's load: the group's last report and the submissions that the report lacks."""
 
 from collections import deque
 
@@ -15,7 +15,7 @@ from coatcheck.router.prefix_match import Match
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
 
 
-def test_what_was_sent_counts_until_a_report_contains_it() -> None:
+def test_a_submission_counts_until_a_report_contains_it() -> None:
     """A prompt adds to the queue at once, and leaves it with the first report that contains it, however late a report
     without it comes."""
     load = GroupLoad(REGISTRATION)

@@ -309,7 +309,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(open_doo
     assert door.router.dispatch.line.stats().waiting == 0
 
 
-async def test_who_waits_goes_to_a_group_that_comes_and_can_hold_it(open_door: OpenDoor) -> None:
+async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(open_door: OpenDoor) -> None:
     """A short and a long prompt wait for the only group there is: when a small one joins, the short one goes there,
     though the long one came first and must go on waiting."""
     large, small = full_group("large"), FakeGroup("small", num_blocks=8)
@@ -351,7 +351,7 @@ CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
 
 class Ledger:
-    """Groups with room for so many, and who was placed where."""
+    """Groups with room for a number of requests, and which group each request was placed on."""
 
     def __init__(self) -> None:
         self.room = dict.fromkeys(CAPACITY, 0)
@@ -384,7 +384,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=25))
-def test_no_room_is_left_and_little_is_tried(events: list[tuple[str, Any]]) -> None:
+def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> None:
     """Whoever comes, whatever room there is and whichever groups serve: after each move nobody waits for whom a group
     has room; of each tenant those that can go to the same groups go in order of age; and no more is tried than those
     that are placed and one for each different set of groups."""

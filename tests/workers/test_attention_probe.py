@@ -95,21 +95,21 @@ def test_windows_are_those_of_the_masks(model_type: str, differences: dict[str, 
 
 
 class _Delayed(nn.Module):
-    """Adds what the token before was."""
+    """Adds the previous token's input to each token."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + 0.5 * nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
 
 class _Averaged(nn.Module):
-    """Norms by what all tokens of the batch have in common."""
+    """Normalises with a statistic of all tokens of the batch."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden / hidden.square().mean().sqrt()
 
 
 class _Counted(nn.Module):
-    """Scales by where in the batch a token stands."""
+    """Scales by the token's row in the batch."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * (1 + torch.arange(hidden.shape[1])[:, None])

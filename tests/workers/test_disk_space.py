@@ -1,4 +1,4 @@
-"""A full disk under Ray's folder is recognised, and told with what to do."""
+"""A full disk under Ray's folder is detected, and the message says what to do."""
 
 import subprocess
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def logs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_is_full_where_nothing_can_be_written(logs: Path) -> None:
-    """Filled to the last byte the disk is told as full, with Ray's folder; with room it is not."""
+    """A disk filled to the last byte is full, and the message names Ray's folder; a disk with room is not full."""
     assert describe_full_disk(logs) == ""
     with pytest.raises(OSError, match="No space left"), (logs / "much").open("wb", buffering=0) as file:
         while True:
@@ -37,7 +37,7 @@ def test_a_disk_is_full_where_nothing_can_be_written(logs: Path) -> None:
 
 
 def test_a_disk_without_room_for_another_file_is_full(logs: Path) -> None:
-    """Small files use a disk up as well, though bytes are free."""
+    """A disk without free inodes is full, though bytes are free."""
     with pytest.raises(OSError, match="No space left"):
         for number in range(100):
             (logs / str(number)).touch()
@@ -45,5 +45,5 @@ def test_a_disk_without_room_for_another_file_is_full(logs: Path) -> None:
 
 
 def test_what_cannot_be_known_is_not_claimed(tmp_path: Path) -> None:
-    """A folder that is not there is on no full disk."""
+    """A missing folder counts as not full."""
     assert describe_full_disk(tmp_path / "gone") == ""

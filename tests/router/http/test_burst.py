@@ -1,4 +1,4 @@
-"""A burst over HTTP: who cannot be held is told so, and when to come again."""
+"""A burst over HTTP: requests beyond the queue get 429 with Retry-After."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ async def ask(address: str) -> tuple[int, dict[str, str]]:
 
 
 async def test_max_queued_holds_in_a_burst_over_http(open_web: OpenWeb) -> None:
-    """Of a burst two groups get what they have room for, `max_queued` wait, and all others hear 429 with Retry-After;
-    those that were taken are answered."""
+    """In a burst two groups get what they have room for, `max_queued` requests wait, and all others get 429 with
+    Retry-After; accepted requests are answered."""
     groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
     web = await open_web(*groups, max_queued=QUEUED)
     line = web.door.router.dispatch.line
