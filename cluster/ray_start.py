@@ -60,12 +60,14 @@ class RayStart:
         """
         if self._starts_ray:
             adopt_orphans()  # to find the helper processes that a raylet leaves behind when it ends itself
-        threading.Thread(target=self._watch_clock, daemon=True).start()
+        clock = threading.Thread(target=self._watch_clock, daemon=True)
+        clock.start()
         try:
             while not self._try_connect():
                 pass
         finally:
             self._finished.set()
+            clock.join()  # else it could suspend the raylet after this resumes it
             if self._suspender is not None:
                 self._suspender.resume()
             if self._starts_ray:
@@ -86,7 +88,7 @@ class RayStart:
                 self._end_processes()
             ray.shutdown()
             time.sleep(_RETRY_SECONDS)
-            with self._outcome_lock:
+            with self._outcome_lock:  # not while the other thread is ending the process
                 return False
         with self._outcome_lock:
             self._finished.set()

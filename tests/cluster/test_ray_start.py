@@ -3,12 +3,19 @@
 import os
 import re
 import signal
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from coatcheck.cluster.config import ServeConfig
 from coatcheck.cluster.ray_log import last_error, last_line, session_of
+from coatcheck.cluster.ray_start import RayStart
+from coatcheck.cluster.raylet_pause import RayletSuspender
 from tests.cluster.serving import Serving, coatcheck, until
 from tests.cluster.slow_ray import SlowRay, slow_ray
 
@@ -113,3 +120,40 @@ def test_a_log_that_others_put_there_is_not_read(tmp_path: Path) -> None:
     (logs / "raylet.err").symlink_to(tmp_path / "secret")
     os.mkfifo(logs / "raylet.out")
     assert last_error(tmp_path) == last_line(tmp_path) == ""
+
+
+class _LateSuspension(RayStart):
+    """A start that succeeds while its other thread is about to suspend the raylet, here a `sleep`."""
+
+    def __init__(self, raylet: int, session: Path) -> None:
+        super().__init__(ServeConfig.build({"model": "m"}), Console(stderr=True))
+        self.raylet, self.session = raylet, session
+        self.is_suspending, self.has_suspended = threading.Event(), threading.Event()
+
+    def _try_connect(self) -> bool:
+        return self.is_suspending.wait(60)
+
+    def _suspend_raylet_if_slow(self) -> None:
+        self.is_suspending.set()
+        self._finished.wait(60)
+        time.sleep(0.2)  # the thread that has connected goes on meanwhile, if nothing holds it
+        os.kill(self.raylet, signal.SIGSTOP)
+        self._suspender = RayletSuspender(self.session)
+        self._suspender._stopped = self.raylet
+        self.has_suspended.set()
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_a_start_leaves_no_raylet_suspended(tmp_path: Path) -> None:
+    """A raylet that is suspended at the moment when the start succeeds is resumed."""
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        try:
+            start = _LateSuspension(raylet.pid, tmp_path)
+            start.run()
+            assert start.has_suspended.wait(60)
+            until(lambda: _state(raylet.pid) != "T", "the raylet is resumed", 30)
+        finally:
+            raylet.kill()
