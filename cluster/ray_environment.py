@@ -12,8 +12,8 @@ _LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_HELP = (
-    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not its token; one that `coatcheck serve` "
-    "has started lets in commands of the same user on the same host alone"
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token is not its token; a Ray that `coatcheck serve` "
+    "has started accepts only commands of the same user on the same host"
 )
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _EXTRA_SECONDS = 3600
@@ -22,7 +22,7 @@ _EXTRA_SECONDS = 3600
 _START_TIMEOUTS = {
     "RAY_raylet_start_wait_time_s": "60",  # 30: until the raylet has registered with the GCS
     "RAY_gcs_server_port_wait_time_s": "120",  # 30: until the GCS listens
-    "RAY_agent_register_timeout_ms": "120000",  # 30 s: until the raylet reaches its helper for runtime environments
+    "RAY_agent_register_timeout_ms": "120000",  # 30 s: until the raylet reaches its runtime environment agent
     "RAY_worker_register_timeout_seconds": "300",  # 60: until a worker process has started; Ray kills slower ones
 }
 

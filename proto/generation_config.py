@@ -18,7 +18,7 @@ from .sampling import SamplingParams
 
 FILE: Final = "generation_config.json"
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
-_REMEDY: Final = "mend the file, or serve with --generation-config none, which leaves its sampling out"
+_REMEDY: Final = "correct the file, or serve with --generation-config none, which ignores its sampling values"
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Line:
             raise
 
     def reclassify(self) -> None:
-        """To be called when the groups that serve have changed: finds the eligible groups of each waiting request anew,
+        """To be called when the groups that serve have changed: updates the eligible groups of each waiting request,
         then moves."""
 
         def eligible(waiting: _Waiting) -> EligibleGroups:

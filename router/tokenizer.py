@@ -31,7 +31,7 @@ _CHARACTERS_PER_TOKEN: Final = 8
 
 def find_files(model: str) -> Path:
     """The folder of a model's tokenizer, chat template and generation_config.json: `model` itself, or the local copy of
-    a hub id. Raises InvalidModel where it is neither."""
+    a hub id. Raises InvalidModel if it is neither."""
     return Path(model) if Path(model).is_dir() else _download(model)
 
 
