@@ -37,7 +37,7 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 # checked once _FEWEST_MOVED requests have left the queue.
 _AT_BEST: Final = 2.0
 _FEWEST_MOVED: Final = 8
-_REMEMBERED: Final = 64  # places given, for the rate of them
+_REMEMBERED: Final = 64  # placements, from which their rate is computed
 _FIRST_ANSWER_TOKENS: Final = 64.0  # estimate of an answer's length before any has ended
 _ANSWERS_AVERAGED: Final = 32
 

@@ -50,16 +50,16 @@ _UNUSED: Final = 1e-4  # added to busy shares, so that groups that have all been
 # with smaller values too many requests leave their prefix while all groups are busy.
 _QUEUE_RATIO: Final = 8.0
 _STREAM_WEIGHT: Final = 0.5
-# Seconds that a stream's second of standing still is worth, at a busy share of a half: tuned by bench/routing.py.
+# Price of a stall: a second that one stream stands still costs _STALL × (_STALL_IDLE + b / (1 - b)) seconds at a mean
+# busy share of b; tuned by bench/routing.py. While all groups are idle, _STALL_IDLE prefers those with fewer streams.
 _STALL: Final = 0.005
-# And so much while all are idle: of groups that are alike the one with fewer streams is taken.
 _STALL_IDLE: Final = 0.4
-# A group's own prefill rate counts for half where it spends such a share of its time on prompts, and the more the
-# busier it is; else the mean of all, by how busy they are: one that once measured badly, and is passed over for that,
-# measures no more.
+# The prefill rate of a group is a mean of its own measured rate and that of all groups. The own rate weighs half at a
+# busy share of _BUSY_ENOUGH, and more above it. With its own rate alone, a group that measured slow once would never be
+# chosen again, and so its rate would never be updated.
 _BUSY_ENOUGH: Final = 0.05
-_IDLE: Final = 0.001  # the weight of one that does nothing
-_NAMED: Final = 3  # groups, in words
+_IDLE: Final = 0.001  # least weight of a group in the mean rate of all groups
+_NAMED: Final = 3  # most groups that a message names
 
 
 class Candidate(NamedTuple):
