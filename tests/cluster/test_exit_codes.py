@@ -51,7 +51,7 @@ def test_an_unknown_flag_is_2(command: str) -> None:
         (["generate", "x", "--timeout", "0"], "--timeout"),
         (["generate", "x", "--timeout", "inf"], "--timeout"),
         (["generate", "x", "--retain", "101"], "retention.priority is 101; use 0 to 100"),
-        (["generate", "\udcff"], "is not UTF-8"),
+        (["generate", "\udcff"], "is not valid UTF-8"),
         (["generate", "x", "--tls-ca", "/nowhere.pem"], "/nowhere.pem: No such file or directory"),
         (["status", "--tls-ca", f"{MODEL}/config.json"], "config.json holds no certificate in PEM"),
         (["drain", "group-0", "--timeout", "-1"], "--timeout"),
@@ -164,7 +164,7 @@ def test_what_a_server_refuses_of_status_drain_top_and_explain(status: grpc.Stat
 def test_input_that_is_not_utf8_is_2() -> None:
     """A prompt from standard input must be UTF-8."""
     done = subprocess.run([*COMMAND, "generate", "-", "--address", NOBODY], input=b"def \xff", capture_output=True)
-    assert_one_line((done.returncode, done.stderr.decode()), 2, "is not UTF-8")
+    assert_one_line((done.returncode, done.stderr.decode()), 2, "is not valid UTF-8")
 
 
 @pytest.mark.parametrize("arguments", [["plan", MODEL], ["plan", MODEL, "--json"], ["--version"]])

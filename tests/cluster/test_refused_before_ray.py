@@ -185,9 +185,9 @@ def test_the_tables_of_transformers_are_read_as_it_reads_them() -> None:
     for model_type in ("novel", *CONFIG_MAPPING_NAMES):
         if model_type not in CONFIG_MAPPING_NAMES:
             with pytest.raises(InvalidModel, match="does not know"):
-                known_architectures.check_known("m", model_type, brings_code=False)
+                known_architectures.check_known("m", model_type, has_auto_map=False)
         else:
-            known_architectures.check_known("m", model_type, brings_code=False)
+            known_architectures.check_known("m", model_type, has_auto_map=False)
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known_architectures.check_causal("m", model_type)
 
