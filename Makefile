@@ -25,15 +25,15 @@ test: programs
 test-all: programs
 	@$(BIN)/python -m tests.run SAMPLE=
 
-# What does not start Ray, three at a time, since many wait.
+# Tests that do not start Ray, three at a time, because many of them mostly wait.
 tests-together: programs
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
 
-# What starts Ray wants the cores to itself.
+# Tests that start Ray, one at a time: each needs all cores.
 tests-alone: programs
 	$(BIN)/pytest -m 'ray $(SAMPLE)'
 
-# A browser, Redis and helm for the tests. A test whose program cannot be had is skipped.
+# A browser, Redis and helm for the tests. Tests whose program cannot be installed are skipped.
 programs: .venv/installed
 	@$(BIN)/python -m tests.programs.install
 

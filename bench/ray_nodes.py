@@ -27,15 +27,15 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    # A node that is gone is known as such after some five seconds, not after half a minute. One that is merely slow on
-    # a busy machine is not: it is asked ten times, two seconds each.
+    # A lost node is detected after about five seconds instead of half a minute. A node that is merely slow on a busy
+    # machine is not taken for lost: it fails only after ten health checks of two seconds each.
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "10",
 }
 _ALIVE = 0  # GcsNodeInfo.ALIVE
-# What `ray start` says as it ends because a busy machine has not started its processes within 30 s; nothing sets that.
+# In the output of `ray start` when its processes have not started within 30 s, a limit without a setting.
 _GAVE_UP = "timed out during startup"
 
 
@@ -45,14 +45,14 @@ class RayNode:
     def __init__(
         self, command: list[str], environment: Mapping[str, str], log: Path, *, remove_first: Path | None = None
     ) -> None:
-        """`remove_first`: a file that each start removes before it."""
+        """`remove_first`: a file that is removed before each start."""
         self._command, self._environment, self._log = command, {**os.environ, **environment}, log
         self._remove_first = remove_first
         self._process = self._start()
 
     @property
     def pid(self) -> int:
-        """The process of `ray start`, which leads a session of its own."""
+        """The process id of `ray start`, which leads a process group of its own."""
         return self._process.pid
 
     def processes(self) -> dict[int, str]:
@@ -86,13 +86,13 @@ class RayNode:
         return self._log.read_text()[-2000:]
 
     def check(self) -> None:
-        """Starts it again where Ray has given the start up. Raises RuntimeError when it has ended by itself."""
+        """Restarts the node if `ray start` gave up on a busy machine. Raises RuntimeError if it ended otherwise."""
         if self.runs():
             return
         if _GAVE_UP not in self.said():
             raise RuntimeError(f"a Ray node ended with {self._process.returncode}: {self.said()}")
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it has started and left behind
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind
         self._process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -136,7 +136,8 @@ class RayNodes:
         """Starts it, or starts it again at the same address."""
         port = self.address.rpartition(":")[2]
         flags = [f"--port={port}", f"--num-cpus={self._head_cpus}", f"--temp-dir={self._folder}"]
-        # Ray refuses to start where nodes that wait for a head still name its address; only this note makes it look.
+        # Ray refuses to start while nodes that wait for a head still name its address; it only checks if this file
+        # exists.
         note = Path(self._folder) / "ray_current_cluster"
         self.head = self._start("--head", "--include-dashboard=false", *flags, remove_first=note)
         self.head.wait_started()

@@ -1,4 +1,4 @@
-"""What routing is worth: the router's own choose() and index beside the published rules of others.
+"""Compares the router's own choose() and index with the published routing rules of others, in a simulation.
 
 The load is three public traces, and one made-up trace in which all requests share a system prompt. Each rule runs in
 each cell, as simulation.py does. The rules of others see every group's true state at each moment, and place each
@@ -57,7 +57,7 @@ def _cells(only: str) -> list[Cell]:
 
 
 def _run_cell(task: tuple[Cell, Path, int, dict[str, Outcome]]) -> tuple[Cell, float, dict[str, Outcome]]:
-    """Runs in one cell every rule whose outcome is not known yet."""
+    """Runs every rule whose outcome is not known yet in one cell."""
     cell, traces, routers, known = task
     entries = _entries(cell, traces)
     hits = pooled_hits(entries, (cell.blocks + cell.host_blocks) * GROUPS)
@@ -115,7 +115,7 @@ def main(
     traces: Traces = FOLDER,
     only: Annotated[str, typer.Option(help="Cells whose name begins so.")] = "",
     routers: Annotated[int, typer.Option(help="Routers that share our requests, each with its own view.")] = 1,
-    ours: Annotated[bool, typer.Option("--ours", help="Run our router anew in the cells that the file has.")] = False,
+    ours: Annotated[bool, typer.Option("--ours", help="Run our router again in the cells that the file has.")] = False,
     processes: Annotated[int, typer.Option(help="At once.")] = 2,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""A made-up trace: one system prompt that all requests share, before a few hundred tokens of each request's own."""
+"""A synthetic trace: all requests share one system prompt, and each adds a few hundred tokens of its own."""
 
 import random
 

@@ -17,7 +17,7 @@ from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.expectations import Expectation
 from coatcheck.router.fair_queue import FairQueue
-from coatcheck.router.group_load import GroupLoad, Sent
+from coatcheck.router.group_load import GroupLoad, Submission
 from coatcheck.router.line import due_at
 from coatcheck.router.policy import Decision, choose
 from coatcheck.router.prefix_index import PrefixIndex
@@ -94,9 +94,10 @@ class _View:
         self._groups = {group.name: group for group in groups}
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
-        self._sent: dict[int, tuple[Sent, Expectation | None]] = {}
-        self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}  # not in a report yet
-        self._reported = dict.fromkeys(self._groups, 0)  # submissions that are
+        self._sent: dict[int, tuple[Submission, Expectation | None]] = {}
+        # Times of the submissions that no report contains yet, and the number of those that the last report contains.
+        self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
+        self._reported = dict.fromkeys(self._groups, 0)
         for group in groups:
             most = group.model
             registration = Registration(
@@ -166,7 +167,7 @@ class _View:
         decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})
         job.group = decision.group
         self._sent_at[job.group].append(now)
-        sent = self._loads[job.group].sent(job.prompt - decision.chosen.cached_tokens)
+        sent = self._loads[job.group].add_submission(job.prompt - decision.chosen.cached_tokens)
         self._sent[id(job)] = sent, self.index.expect(job.group, _chain(job))
         return job, self._groups[job.group]
 

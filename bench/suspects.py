@@ -30,7 +30,7 @@ async def _measure(waiting: int) -> float:
     group.start()
     port = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
     line = Line(0)
-    groups = Groups(RouterConfig(model="m"), eased=line.move, regrouped=line.regroup)
+    groups = Groups(RouterConfig(model="m"), eased=line.move, groups_changed=line.reclassify)
     dispatch = Dispatch(groups, line)
     await groups.set([GroupAddress("g", f"127.0.0.1:{port}")])
     while not groups.serving():

@@ -88,8 +88,8 @@ def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api
 
 
 def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:
-    """Raises InvalidConfig for files that are no valid PEM: gRPC would accept them and reach no server."""
-    import ssl  # here: a command that speaks no TLS does not pay for it
+    """Raises InvalidConfig for files that are not valid PEM; with them gRPC only fails to connect, without a reason."""
+    import ssl  # imported here because commands without TLS do not need it
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if tls_ca != _SYSTEM:
@@ -99,7 +99,7 @@ def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) 
             raise InvalidConfig(f"--tls-ca {tls_ca} holds no certificate in PEM") from None
     if tls_cert and tls_key:
         try:
-            # The empty password keeps OpenSSL from asking for one on the terminal: an encrypted key is refused.
+            # Without a password OpenSSL would ask for one on the terminal; with an empty one it refuses encrypted keys.
             context.load_cert_chain(Path(tls_cert).expanduser(), Path(tls_key).expanduser(), password="")
         except ssl.SSLError:
             pair = f"--tls-cert {tls_cert} and --tls-key {tls_key}"

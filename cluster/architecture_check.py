@@ -1,8 +1,8 @@
-"""ArchitectureCheck: whether ranks could serve a local model, where only building the model can tell.
+"""ArchitectureCheck: whether ranks could serve a local model of a type that no test covers.
 
-For model types that the tests cover config.json says enough (see model_check.py), and nothing is built. For others a
-process of its own builds the model without weights, as a rank will: it imports torch and transformers, which takes
-seconds, and still tells before Ray starts what a rank would tell after most of a minute.
+For tested model types the checks of config.json suffice (see model_check.py), and nothing is built. For others a child
+process builds the model without weights, as a rank will. That takes some seconds, because it imports torch and
+transformers, but it refuses a model before Ray starts; a rank would refuse it after most of a minute.
 """
 
 import json
@@ -20,15 +20,15 @@ from ..workers.known_architectures import TESTED_MODEL_TYPES
 from .config import ServeConfig
 from .model_config import ModelConfig
 
-_MOST_SECONDS: Final = 600.0  # for a check that hangs: the ranks then tell
+_MOST_SECONDS: Final = 600.0  # then the check counts as crashed
 _ERRORS: Final = {error.__name__: error for error in (InvalidConfig, InvalidModel)}
 
 
 def check_architecture(config: ServeConfig, console: Console) -> None:
-    """Raises what a rank would raise before it reads weights; says on the console what it does, and for how long.
+    """Raises the error that a rank would raise before it reads weights. Prints what it checks and how long that took.
 
-    Skipped for a hub id, and where an existing Ray cluster is joined. A check that crashes refuses nothing: the ranks
-    will say what is wrong.
+    Skipped for a hub id, and if an existing Ray cluster is joined. If the check itself crashes nothing is refused: the
+    ranks check again.
     """
     if config.ray_address is not None or not Path(config.model_source).is_dir():
         return
@@ -41,21 +41,21 @@ def check_architecture(config: ServeConfig, console: Console) -> None:
         soft_wrap=True,
         markup=False,
     )
-    said = _ask(config)
+    said = _run_servable(config)
     if error := _ERRORS.get(said.get("error", "")):
         raise error(said["message"])
-    result = f"{model_type} can be served" if said else "the ranks will tell"
+    result = f"{model_type} can be served" if said else "the check failed, so the ranks will check"
     console.print(f"{result} (checked in {time.monotonic() - began:.1f} s)", soft_wrap=True, markup=False)
 
 
-def _ask(config: ServeConfig) -> dict[str, Any]:
+def _run_servable(config: ServeConfig) -> dict[str, Any]:
     """The object that `coatcheck.workers.servable` prints; empty if the process crashes or takes too long."""
     settings = dict(
         model=config.model_source,
         tp=config.tp,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
-        # The device `auto` is known only to Ray.
+        # Only Ray knows the device of `auto`.
         deterministic_on=config.device if config.deterministic and config.device != "auto" else None,
     )
     try:

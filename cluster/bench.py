@@ -168,7 +168,7 @@ async def _run(
 
 
 def _require_answers(recordings: list[Recording]) -> None:
-    """A run whose warm-up is not answered would measure errors."""
+    """Raises the error of a warm-up request that failed: the run would only measure errors."""
     for recording in recordings:
         if recording.status != "OK":
             code = grpc.StatusCode[recording.status]

@@ -13,7 +13,7 @@ from .config_check import with_defaults
 from .model_config import ModelConfig
 from .tensor_check import check_tensors
 
-# Files from which transformers makes a tokenizer where there is no tokenizer.json.
+# Files from which transformers makes a tokenizer if there is no tokenizer.json.
 _OTHER_TOKENIZERS: Final = ("*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
 
@@ -21,7 +21,7 @@ def check_checkpoint(config: ServeConfig) -> None:
     """Raises InvalidModel for weights or a tokenizer that are missing or cannot be read, and for weights that do not
     belong to the config.json.
 
-    Skipped for a hub id, and where an existing Ray cluster is joined: its nodes may have what this host lacks.
+    Skipped for a hub id, and if an existing Ray cluster is joined, whose nodes may have files that this host lacks.
     """
     directory = Path(config.model_source)
     if config.ray_address is not None or not directory.is_dir():
@@ -35,7 +35,7 @@ def check_checkpoint(config: ServeConfig) -> None:
 
 def _check_tokenizer(directory: Path) -> None:
     if (directory / "tokenizer.json").exists():
-        from ..router.tokenizer import TokenizerJson  # here: a broken checkpoint does not pay for it
+        from ..router.tokenizer import TokenizerJson  # imported late: a broken checkpoint is refused sooner
 
         TokenizerJson.load(str(directory))
     elif not any(file for pattern in _OTHER_TOKENIZERS for file in directory.glob(pattern)):

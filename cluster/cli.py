@@ -56,16 +56,16 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
 
 def main() -> None:
     """The console script."""
-    # Nothing is to be put away until a command says so: Ctrl-C ends it at once, also amid the imports that follow.
+    # Until a command has something to clean up, Ctrl-C ends the process at once, also during the imports that follow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # gRPC's core reads this as it is imported. By default it prints a line for each server that ends.
+    # gRPC reads this when it is imported. Its default level prints a line for each server that ends.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from .command import EXIT_WRONG_WORDS, fail
+    from .command import EXIT_USAGE, fail
     from .foreign_flags import find_hint
 
     arguments = sys.argv[1:] or ["--help"]
     if hint := find_hint(arguments):
-        sys.exit(fail(hint, EXIT_WRONG_WORDS))
+        sys.exit(fail(hint, EXIT_USAGE))
     build_app(arguments)(arguments, prog_name="coatcheck")
 
 

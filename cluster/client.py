@@ -20,59 +20,61 @@ from .config import DEFAULT_PORT
 from .counted import counted
 from .delivered import Delivered
 
-LONGEST_TIMEOUT = 365 * 86_400.0  # seconds; gRPC treats a deadline that is much further away as one that has passed
+LONGEST_TIMEOUT = 365 * 86_400.0  # seconds; gRPC treats a deadline much further away as one in the past
 
 OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     # A router that comes back should be found at once, not after gRPC's usual minutes of back-off.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name also the time limit of one attempt to connect; far, busy hosts with TLS need seconds.
+    # Despite its name this is also the time limit of one attempt to connect; TLS to a far or busy host takes seconds.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-# (phrases in gRPC's message of a call that found no server, what to tell the user); the first entry with a phrase that
-# occurs is taken. Where a server ends or hangs during a handshake, gRPC's message has "handshake" as well, so only
-# OpenSSL's own reasons tell of a certificate.
+# (phrases in gRPC's message for a call that reached no server, what to tell the user). The first entry of which a
+# phrase occurs is taken. A server that ends or hangs during a handshake puts "handshake" into the message too, so only
+# OpenSSL's own reasons mean that a certificate is wrong.
 _CONNECTIONS = (
     (
         ("failed parsing http/2", "alpn"),
-        "{address} speaks HTTP and no gRPC: give the router's other address, the first in the line that begins with "
-        f"`ready:` (port {DEFAULT_PORT} unless --grpc-port says otherwise)",
+        "{address} speaks HTTP, not gRPC: give the router's gRPC address, the first one in the line that begins with "
+        f"`ready:` (port {DEFAULT_PORT} unless --grpc-port sets another)",
     ),
     (
         ("wrong_version_number",),
-        "no TLS connection to {address}: the server there speaks no TLS; leave --tls-ca out, or give another address",
+        "no TLS connection to {address}: the server there does not speak TLS; leave --tls-ca out, or give another "
+        "address",
     ),
     (
         ("ssl_error", "not in peer certificate"),
-        "no TLS connection to {address}: one side does not believe the other's certificate ({reason}); see --tls-ca, "
+        "no TLS connection to {address}: one side does not trust the other's certificate ({reason}); see --tls-ca, "
         "--tls-cert and --tls-key",
     ),
     (("connection refused",), "no server answers at {address}; is `coatcheck serve` running there?"),
     (
         ("timed out", "endpoint closing", "handshaker shutdown"),
-        "{address} takes the connection and does not answer: its router hangs, has just ended or is about to serve, or "
-        "something else listens there",
+        "{address} accepts the connection but does not answer: its router hangs, has just ended or is just "
+        "starting, or another program listens there",
     ),
     (
         ("handshake read failed", "handshake write failed"),
-        "{address} closed the connection before it was made: its router has just ended or is about to serve; try again",
+        "{address} closed the connection during the handshake: its router has just ended or is just starting; try "
+        "again",
     ),
     (
         ("socket closed", "connection reset", "broken pipe"),
-        "{address} hangs up at once: if it speaks TLS, name its authority with --tls-ca, and our certificate with "
-        "--tls-cert where it asks for one; else its router has just ended, so try again",
+        "{address} closes the connection at once: if it speaks TLS, give its authority with --tls-ca, and your "
+        "certificate with --tls-cert if it asks for one; otherwise its router has just ended: try again",
     ),
     (("",), "no server answers at {address}; is `coatcheck serve` running there?"),
 )
-_NOT_CONNECTED = "failed to connect"  # in gRPC's message for a call that was never sent
-# gRPC's whole message for a call that was sent, and whose connection then ended.
-_CUT_OFF = re.compile(
+_NOT_CONNECTED = "failed to connect"  # part of gRPC's message for a call that was never sent
+# gRPC's whole message for a call that was sent before its connection ended.
+_CONNECTION_LOST = re.compile(
     r"(stream removed \()?((recv|send)msg:)?(socket closed|connection reset by peer|broken pipe)( \(\d+\))?\)?"
 )
 _OPENSSL_REASON = re.compile(r"OPENSSL_internal:(\w+)")
-_OWN_DEADLINE = "Deadline Exceeded"  # said by gRPC on this side; a router that refuses early says why
+_OWN_DEADLINE = "Deadline Exceeded"  # gRPC's message on the client's side; a router that refuses early gives a reason
 
 
 class Client:
@@ -183,9 +185,9 @@ class Client:
 
 
 def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckError:
-    """What a failed call to `address` comes to for a person. `error` is a grpc.RpcError that has a code."""
+    """The error to show for a failed call to `address`. `error`: a grpc.RpcError that has a code."""
     details = error.details() or error.code().name
-    if error.code() is grpc.StatusCode.UNAVAILABLE and (meaning := _lost_connection(details, address)):
+    if error.code() is grpc.StatusCode.UNAVAILABLE and (meaning := _explain_unavailable(details, address)):
         return Unavailable(meaning)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None and _OWN_DEADLINE in details:
         return CoatcheckError(f"gave up after {timeout:g} s")
@@ -194,15 +196,15 @@ def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckE
     return error_of(error.code().value[0], details)
 
 
-def _lost_connection(details: str, address: str) -> str:
-    """What gRPC's own message of an UNAVAILABLE call means; empty for a message that the server has sent."""
+def _explain_unavailable(details: str, address: str) -> str:
+    """What to tell the user for an UNAVAILABLE call with gRPC's own message; "" if the message is the server's."""
     said = details.lower()
-    if _CUT_OFF.fullmatch(said):
-        return f"the connection to {address} was lost: its router has ended, or is being started again"
+    if _CONNECTION_LOST.fullmatch(said):
+        return f"the connection to {address} was lost: its router has ended or is being restarted"
     if _NOT_CONNECTED not in said:
         return ""
     meaning = next(meaning for phrases, meaning in _CONNECTIONS if any(phrase in said for phrase in phrases))
-    reason = found[1] if (found := _OPENSSL_REASON.search(details)) else "its name is another"
+    reason = found[1] if (found := _OPENSSL_REASON.search(details)) else "its name does not match"
     return meaning.format(address=address, reason=reason)
 
 

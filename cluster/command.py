@@ -1,9 +1,9 @@
-"""Command: help written as people write it (PROMPT where Typer has `{prompt}`, flags without `<bool>`), and failures.
+"""Command: readable help (PROMPT where Typer has `{prompt}`, flags without `<bool>`), and how a command fails.
 
 A command that fails prints one line on stderr that begins with `error: `. Its exit code says who has to act:
 
     2    the command line, a setting, a file or the request is wrong: the same command fails again
-    1    anything else: no server answers, the server is full, the key does not allow it, a disk is full
+    1    anything else, such as: no server answers, the server is full, the key does not allow it, a disk is full
     130  Ctrl-C
 
 `coatcheck serve` ends with 0 after SIGINT or SIGTERM once it has served (see stop_signals.py).
@@ -21,12 +21,12 @@ from typer.core import TyperCommand, TyperGroup
 from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, InvalidRequest, NotFound
 
 # Typer's root of what is written wrongly: of click's, or of its own copy of that, as its version has it.
-_WRONG_USAGE: Final[Any] = typer.BadParameter.__base__
-# Errors that the person who typed the command must mend, whether this process or the server has found them.
-_WRONG_WORDS: Final = (InvalidConfig, InvalidModel, InvalidRequest, NotFound)
+_CLICK_ERROR: Final[Any] = typer.BadParameter.__base__
+# Errors that the user must correct, whether this process or the server has found them.
+_USAGE_ERRORS: Final = (InvalidConfig, InvalidModel, InvalidRequest, NotFound)
 
 EXIT_FAILED: Final = 1
-EXIT_WRONG_WORDS: Final = 2
+EXIT_USAGE: Final = 2
 
 
 class Command(TyperCommand):
@@ -56,20 +56,20 @@ class CommandGroup(TyperGroup):
             return run()
         try:
             code = run()
-            sys.stdout.flush()  # at interpreter exit a full disk would be a traceback
+            sys.stdout.flush()  # here a full disk is an error line; at interpreter exit it would be a traceback
         except CoatcheckError as error:
-            code = fail(str(error), EXIT_WRONG_WORDS if isinstance(error, _WRONG_WORDS) else EXIT_FAILED)
-        except _WRONG_USAGE as error:
-            code = fail(_in_words(error), EXIT_WRONG_WORDS)
+            code = fail(str(error), EXIT_USAGE if isinstance(error, _USAGE_ERRORS) else EXIT_FAILED)
+        except _CLICK_ERROR as error:
+            code = fail(_usage_message(error), EXIT_USAGE)
         except UnicodeError as error:
-            code = fail(_not_utf8(error), EXIT_WRONG_WORDS)
-        except BrokenPipeError:  # the reader has what it wanted, as in `| head`
+            code = fail(_encoding_message(error), EXIT_USAGE)
+        except BrokenPipeError:  # the reader closed the pipe, as `| head` does
             code = EXIT_FAILED
-            _discard_output()
+            _discard_stdout()
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             code = fail(f"{where}{error.strerror or error}", EXIT_FAILED)
-            _discard_output()
+            _discard_stdout()
         sys.exit(code)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -82,20 +82,22 @@ def fail(message: str, code: int) -> int:
     return code
 
 
-def _in_words(error: Any) -> str:
+def _usage_message(error: Any) -> str:
     said = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
     command = f"{error.ctx.command_path} --help" if error.ctx else "coatcheck --help"
     return f"{said[:1].lower()}{said[1:]}; see `{command}`"
 
 
-def _not_utf8(error: UnicodeError) -> str:
+def _encoding_message(error: UnicodeError) -> str:
     if not isinstance(error, UnicodeEncodeError | UnicodeDecodeError):
         return str(error)
-    return f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} is not UTF-8; encode it so"
+    return (
+        f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} is not valid UTF-8; encode it as UTF-8"
+    )
 
 
-def _discard_output() -> None:
-    """Lets Python's own flush at exit succeed where stdout takes no more."""
+def _discard_stdout() -> None:
+    """Points stdout at /dev/null if it cannot be written, so that Python's flush at exit succeeds."""
     try:
         sys.stdout.flush()
     except OSError:

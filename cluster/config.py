@@ -32,7 +32,7 @@ class ServeConfig(BaseModel):
     groups: int = Field(1, ge=1, le=4096)
     tp: int = Field(1, ge=1, le=1024)
     ray_address: str | None = Field(None, min_length=1)
-    # Seconds that Ray may take to start, or to let us in.
+    # Seconds that Ray may take to start, or to answer at `ray_address`.
     ray_start_timeout: float = Field(120.0, gt=0, le=3600, allow_inf_nan=False)
     grpc_host: str = Field("127.0.0.1", min_length=1)
     grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
@@ -64,8 +64,8 @@ class ServeConfig(BaseModel):
     max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
     max_model_len: int | None = Field(None, ge=2, lt=2**31)
     deterministic: bool = False
-    # "auto": sampling that requests leave unset is that of the model's generation_config.json. "none": our own
-    # defaults; the file's end tokens still count.
+    # Sampling of fields that requests leave unset. "auto": from the model's generation_config.json; "none": our own
+    # defaults. The file's eos_token_id is used either way.
     generation_config: Literal["auto", "none"] = "auto"
     log_format: LogFormat = "text"
     # A collector's gRPC address (OTLP); unset: no traces.

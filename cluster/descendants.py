@@ -40,8 +40,8 @@ def adopt_orphans() -> None:
     _set_subreaper(True)
 
 
-def disown_orphans() -> None:
-    """From now on a descendant whose parent ends goes to the system's first process, which reaps what has ended."""
+def stop_adopting_orphans() -> None:
+    """Undoes adopt_orphans: from now on a descendant whose parent ends goes to process 1, or to a subreaper above."""
     _set_subreaper(False)
 
 
@@ -62,7 +62,7 @@ def end_descendants(grace_seconds: float = 0.0) -> None:
 
 
 def children() -> set[int]:
-    """The ids of this process's children, zombies included."""
+    """The process ids of this process's children, including zombies."""
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # a thread that has just ended
@@ -71,15 +71,15 @@ def children() -> set[int]:
 
 
 def reap(adopted: set[int]) -> None:
-    """Waits for those of `adopted` that have ended: nobody else does, and they would stay zombies."""
+    """Reaps those of `adopted` that have ended, which would stay zombies otherwise."""
     for pid in adopted:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
-def _set_subreaper(is_one: bool) -> None:
+def _set_subreaper(enabled: bool) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_one), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
 def _text(file: Path) -> str:

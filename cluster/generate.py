@@ -129,7 +129,8 @@ async def _stream(
 
 
 def build_sampling(given: dict[str, Any]) -> pb.SamplingParams:
-    """The message with the values that are not None. Raises InvalidRequest, so that a mistake needs no server."""
+    """The message with the values that are not None. Raises InvalidRequest, so that wrong values never reach a
+    server."""
     present = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**present)
     try:

@@ -58,7 +58,7 @@ Actor = Any  # Ray's handles answer to whatever methods the class has
 def connect(config: ServeConfig) -> None:
     """Connects to the cluster at `ray_address`, or starts a local Ray that ends with this process.
 
-    One attempt. Raises RayNotReady where another one may succeed, Unavailable or InvalidConfig where none will.
+    Makes one attempt. Raises RayNotReady if another one may succeed, Unavailable or InvalidConfig if none will.
     """
     if config.ray_address:
         join(config.ray_address)
@@ -71,13 +71,13 @@ def connect(config: ServeConfig) -> None:
         if error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
             raise Unavailable(f"Ray did not start: {_first_line(error)}; make room there, or set RAY_TMPDIR") from None
         raise RayNotReady("Ray did not start", _first_line(error)) from None
-    except Exception as error:  # Ray raises no class of its own where a process of it comes up too late
+    except Exception as error:  # Ray raises plain Exception if a process starts too late
         raise RayNotReady("Ray did not start", _first_line(error)) from None
 
 
 def join(address: str) -> None:
-    """Connects to a cluster that is there; raises RayNotReady (an Unavailable) where none answers in Ray's own time,
-    and InvalidConfig where other versions run there."""
+    """Connects to an existing cluster. Raises RayNotReady (an Unavailable) if none answers within Ray's time limit, and
+    InvalidConfig if it runs other versions of Ray or Python."""
     try:
         ray.init(address=address, **_QUIETLY)
     except Exception as error:  # see `connect`
@@ -98,23 +98,23 @@ def ray_address() -> str:
 
 
 def log_folder() -> Path:
-    """Where Ray's processes of this node write their logs."""
-    from ray._private.worker import global_worker  # no public call tells
+    """The folder of the logs of Ray's processes on this node."""
+    from ray._private.worker import global_worker  # Ray has no public call for this
 
     node: Any = global_worker.node
     return Path(node.get_logs_dir_path())
 
 
-def has_node() -> bool:
+def is_raylet_listening() -> bool:
     """Whether this process's raylet still accepts connections."""
-    from ray._private.worker import global_worker  # no public call tells
+    from ray._private.worker import global_worker  # Ray has no public call for this
 
     node: Any = global_worker.node
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(node.raylet_socket_name) == 0
 
 
-def own_node() -> str:
+def node_id() -> str:
     """The id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
 
@@ -264,8 +264,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def require_same(running: ServeConfig, wanted: ServeConfig) -> None:
-    """Raises InvalidConfig unless the cluster already serves just this. Its own address has many spellings, how
-    many groups it has is for `coatcheck scale` to change, and how long a start may take concerns only who starts."""
+    """Raises InvalidConfig unless the running cluster has the wanted settings. Ignored are the address, which has many
+    spellings; the number of groups, which `coatcheck scale` changes; and the time limit of a start."""
     ignored = ("ray_address", "groups", "ray_start_timeout")
     if running != wanted.model_copy(update={name: getattr(running, name) for name in ignored}):
         raise InvalidConfig(

@@ -10,7 +10,7 @@ from ..proto.errors import InvalidConfig
 from ..workers.free_memory import host_free_bytes
 from .config import ServeConfig
 
-# Device files of NVIDIA's drivers (the second and third are Jetson's), of AMD's, and of Windows' for Linux guests.
+# Device files of GPUs: NVIDIA's driver, NVIDIA Jetson (2), AMD, and WSL.
 _GPU_FILES: Final = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "kfd", "dxg")
 
 
@@ -35,7 +35,7 @@ def check_machine(config: ServeConfig, free_bytes: int | None = None) -> None:
 
 
 def check_gpus(config: ServeConfig, devices: Path = Path("/dev")) -> None:
-    """Raises InvalidConfig for device cuda on a machine without any GPU. How many there are is for Ray to count."""
+    """Raises InvalidConfig for device cuda on a machine without any GPU. Ray counts them later."""
     if config.ray_address is not None or config.device != "cuda":
         return
     if not any(file for pattern in _GPU_FILES for file in devices.glob(pattern)):

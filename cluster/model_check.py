@@ -27,7 +27,7 @@ _FIELDS: Final = (
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
 )
-# Names under which families of models give their number of experts.
+# Names of the number of experts in the config.json of different model families.
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -67,7 +67,7 @@ def check_model(config: ServeConfig) -> None:
 
 
 def _check_generation_config(config: ServeConfig) -> None:
-    """Raises InvalidModel for a generation_config.json that ranks or routers would refuse; skipped for a hub id."""
+    """Raises InvalidModel for a generation_config.json that ranks or routers would refuse. Skipped for a hub id."""
     directory = Path(config.model_source)
     if directory.is_dir():
         end_token_ids(directory)
@@ -92,22 +92,22 @@ def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
 
 
 def _check_architecture(model: ModelConfig) -> None:
-    """Raises InvalidModel for a model that transformers cannot build, or that is of another kind than we serve."""
+    """Raises InvalidModel for a model that transformers cannot build, or of a kind that is not served."""
     if not model.model_type:
         raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
-    check_known(model.name, model.model_type, brings_code="auto_map" in model.values)
+    check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
     check_kind(
         model.name,
         model.model_type,
         is_quantised=model.values.get("quantization_config") is not None,
-        takes_more=model.is_multimodal,
-        is_encoder_decoder=bool(model.values.get("is_encoder_decoder")),
+        is_multimodal=model.is_multimodal,
+        is_encoder_decoder=model.values.get("is_encoder_decoder") is True,
     )
     check_causal(model.name, model.model_type)
 
 
 def _check_fields(model: ModelConfig) -> None:
-    """transformers would take a class's default for what is left out, and a rank find that no weight has that shape."""
+    """Raises InvalidModel for missing sizes: transformers would take defaults, and the weights would not fit them."""
     there = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
     if len(there) < 2:  # a family with names of its own
         return
@@ -121,7 +121,7 @@ def _check_length(config: ServeConfig, model: ModelConfig) -> None:
     scaling = model.values.get("rope_parameters") or model.values.get("rope_scaling") or {}
     if config.max_model_len is None or not isinstance(made_for, int) or not isinstance(scaling, dict):
         return
-    kind = scaling.get("rope_type", scaling.get("type"))  # as newer models call it, and older ones
+    kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
     numbers = {name: value for name, value in scaling.items() if _is_number(value)}
     choose_length(config.max_model_len, made_for, {**numbers, "rope_type": kind})
 
@@ -134,7 +134,7 @@ def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
 
 
 def _check_mlp(model: ModelConfig, shard: Shard) -> None:
-    """Checked only for families that shard all linears; of others only building the model tells."""
+    """Raises InvalidConfig if tp does not divide the MLP. Only for tested types, of which every linear is sharded."""
     if model.model_type in TESTED_MODEL_TYPES:
         name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"
         if _is_number(size := model.values.get(name)):

@@ -1,7 +1,7 @@
-"""What Ray's and gRPC's C++ code writes to file descriptor 2, kept off the operator's terminal.
+"""Keeps what Ray's and gRPC's C++ code writes to file descriptor 2 off the operator's terminal.
 
-Such lines go to a file among Ray's logs; Python's `sys.stderr`, and with it all that the command says, stays where it
-was.
+Those lines go to a file among Ray's logs. Python's `sys.stderr`, and so every line of the command itself, still goes to
+the terminal.
 """
 
 import os
@@ -15,10 +15,10 @@ from ..workers.safe_files import create_file
 
 
 @contextmanager
-def native_stderr_in(logs: Path) -> Iterator[None]:
-    """Redirects descriptor 2 while inside. `logs`: a folder; if no file can be made there, the lines are dropped."""
+def redirect_native_stderr(logs: Path) -> Iterator[None]:
+    """Redirects file descriptor 2 to a new file in the folder `logs` while inside; to /dev/null if that fails."""
     try:
-        # Every user of the host may write to Ray's folders, so nobody must know the name beforehand.
+        # The name is random, because every user of the host may write to Ray's folders.
         file = create_file(logs / f"coatcheck-serve-{os.getpid()}-{secrets.token_hex(8)}.err")
     except OSError:
         file = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

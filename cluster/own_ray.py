@@ -2,8 +2,8 @@
 
 Such a Ray lets in whoever shows its token. The token lies in a file beside Ray's sessions that nobody else may read,
 named by the port where the Ray's head listens; it ends with the command, and what kill -9 has left with the next one.
-Every user of the host may write to that folder, and could rename our file to the name for a port where they listen: so
-the file also contains the port that its token is for. It does not import Ray.
+Every user of the host may write to that folder, and could rename our file to the name of a port where they listen.
+Therefore the file also contains the port that its token is for. This module does not import Ray.
 """
 
 import os
@@ -30,11 +30,11 @@ def ray_folder() -> Path:
 
 
 @contextmanager
-def known_to_its_user(folder: Path, address: str, token: str) -> Iterator[None]:
-    """The Ray whose head listens at `address` is found while inside; `folder` is Ray's."""
+def publish_token(folder: Path, address: str, token: str) -> Iterator[None]:
+    """While inside, a file in Ray's `folder` holds the token of the Ray whose head listens at `address`."""
     port = address.rpartition(":")[2]
     file = _file_of(folder, port)
-    # A new file takes the place of whatever has this name, and is never shared.
+    # A new file, renamed: whatever another user has put at this name is replaced, never written to.
     made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     with os.fdopen(create_file(made), "w") as output:
         output.write(f"{port} {token}")
@@ -81,7 +81,7 @@ def _file_of(folder: Path, port: str) -> Path:
 
 
 def _read(file: Path) -> str | None:
-    """The token in a file that this user alone has written, for the port in the file's name; else None."""
+    """The file's token; None unless the file is private to this user and contains the port in its name."""
     try:
         port, _, token = read_file(file, _MOST_BYTES, private=True).partition(" ")
     except OSError:

@@ -18,7 +18,7 @@ class RankHosts:
         self._hosts[group] = tuple(hosts)
 
     def of(self, group: str) -> tuple[str, ...]:
-        """The host of each rank; empty where the group has no place."""
+        """The host of each rank of the group; empty if the group has no placement."""
         return self._hosts.get(group, ())
 
     def busiest(self, group: str) -> int:

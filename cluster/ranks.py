@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from ..proto.errors import CoatcheckError
-from ..workers.disk_space import full_disk
+from ..workers.disk_space import describe_full_disk
 from ..workers.group_config import GroupConfig
 from ..workers.rank_progress import Phase, RankProgress
 from . import cluster_notes, launch
@@ -43,7 +43,7 @@ class Ranks:
         self._logs: list[str] = []
         self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
         self._have_served = False
-        self._full_disks: tuple[str, ...] = ()  # of each rank's last progress: a clause on its own host, or ""
+        self._full_disks: tuple[str, ...] = ()  # by rank, of its last progress: see RankProgress.full_disk
 
     @property
     def have_begun(self) -> bool:
@@ -94,17 +94,17 @@ class Ranks:
 
     async def predecessor_crash(self) -> str | None:
         """How the incarnation before theirs has ended; see GroupAddress. Raises RankEnded."""
-        told: list[str | None] = await self._ask(self._actors, "predecessor_crash")
+        told: list[str | None] = await self._call_ranks(self._actors, "predecessor_crash")
         return next((words for words in told if words), None if None in told else "")
 
     async def begin(self) -> None:
         """Lets them meet, load and serve. Raises RankEnded."""
-        (rendezvous,) = await self._ask(self._actors[:1], "rendezvous")
+        (rendezvous,) = await self._call_ranks(self._actors[:1], "rendezvous")
         self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
 
     async def progress(self) -> tuple[RankProgress, ...]:
         """How far each is; raises RankEnded for one that has ended or hangs."""
-        progress: tuple[RankProgress, ...] = tuple(await self._ask(self._actors, "progress"))
+        progress: tuple[RankProgress, ...] = tuple(await self._call_ranks(self._actors, "progress"))
         self._have_served = self._have_served or _all_serve(progress)
         self._full_disks = tuple(rank.full_disk for rank in progress)
         return progress
@@ -145,10 +145,10 @@ class Ranks:
         cluster_notes.forget_starts(self.group)
 
     async def _read_logs(self) -> None:
-        self._logs = await self._ask(self._actors, "log_file")
-        self._full_disks = ()  # processes could be started
+        self._logs = await self._call_ranks(self._actors, "log_file")
+        self._full_disks = ()  # outdated: these processes could start
 
-    async def _ask(self, actors: list[launch.Actor], method: str) -> list[Any]:
+    async def _call_ranks(self, actors: list[launch.Actor], method: str) -> list[Any]:
         """Every answer, in order; raises RankEnded for a rank that has ended, or has not answered in time."""
         answers = [asyncio.ensure_future(getattr(actor, method).remote()) for actor in actors]
         silent: set[asyncio.Future[Any]] = set(answers)
@@ -159,12 +159,12 @@ class Ranks:
                 for answer in answered:
                     if error := answer.exception():
                         rank = answers.index(answer)
-                        raise RankEnded(f"rank {rank} has ended: {brief(error)}{self._why(rank)}")
+                        raise RankEnded(f"rank {rank} has ended: {brief(error)}{self._full_disk_clause(rank)}")
                 if not silent:
                     return [answer.result() for answer in answers]
             rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
             silence = f"it has not answered for {waits * _WAIT_SECONDS:g} s"
-            raise RankEnded(f"rank {rank} hangs: {silence}{self._why(rank)}")
+            raise RankEnded(f"rank {rank} hangs: {silence}{self._full_disk_clause(rank)}")
         finally:
             for answer in answers:
                 # What it still has to say is no longer news to anybody.
@@ -175,19 +175,19 @@ class Ranks:
         cause = cause_of(error)
         if isinstance(cause, CoatcheckError):
             return str(cause)
-        why = "" if cause else self._why(rank)
+        why = "" if cause else self._full_disk_clause(rank)
         return f"rank {rank} has ended: {brief(cause or error)}{why} (log: {self._logs[rank]})"
 
-    def _why(self, rank: int) -> str:
-        """A clause on why a rank ended or hangs without an error of its own, if a full disk may be why; else "".
+    def _full_disk_clause(self, rank: int) -> str:
+        """ "; the disk ... is full ..." if a full disk may be why a rank ended or hangs; else "".
 
-        The disk of this host is looked at now; of another host the last progress of any rank there tells.
+        The disk of this host is checked now. For another host, the last progress of any rank there says it.
         """
         hosts = self._hosts.of(self.group)
         if rank >= len(hosts):
             return ""
-        if hosts[rank] == launch.own_node():
-            why = full_disk(launch.log_folder())
+        if hosts[rank] == launch.node_id():
+            why = describe_full_disk(launch.log_folder())
         else:
             told = zip(hosts, self._full_disks, strict=False)
             why = next((clause for host, clause in told if clause and host == hosts[rank]), "")

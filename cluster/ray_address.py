@@ -14,7 +14,7 @@ from ..proto.errors import InvalidConfig, Unavailable
 from ..workers.safe_files import read_file
 from .address import split_address
 from .own_ray import own_rays, ray_folder, token_of
-from .ray_environment import TOKEN_HELP, environment_token, show_user_token
+from .ray_environment import TOKEN_HELP, enable_user_token, environment_token
 
 _ANSWER_SECONDS = 5.0
 _MOST_BYTES = 4096
@@ -30,7 +30,7 @@ def find_ray(written: str, *, own: bool = False) -> str:
     """
     address, source = _resolve(written, own)
     if written == "auto" and address != os.environ.get("RAY_ADDRESS"):
-        show_user_token()
+        enable_user_token()
     try:
         _connect(address)
     except OSError as error:
@@ -60,7 +60,7 @@ def _greet(address: str, source: str, own: bool) -> None:
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
                 return  # it need not know this question
-            fault = "does not take the token that it is shown" if token else "wants its token"
+            fault = "does not accept the token that was sent" if token else "wants its token"
             raise Unavailable(f"the Ray cluster at {address}{source} {fault}: {TOKEN_HELP}") from None
 
 
@@ -85,7 +85,7 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     started = [(when, address) for when, address in started if listens(address)]
     with suppress(OSError):
         started.append((file.stat().st_mtime_ns, read_file(file, _MOST_BYTES).strip()))
-    # By port: Ray may have noted one of them under another address of this host.
+    # By port, because Ray may have recorded one of them under another address of this host.
     ports = {address.rpartition(":")[2]: address for _, address in reversed(started) if own and listens(address)}
     if len(ports) > 1:
         raise InvalidConfig(
@@ -102,7 +102,7 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
 
 
 def listens(address: str) -> bool:
-    """Whether anything takes connections at HOST:PORT."""
+    """Whether anything accepts connections at HOST:PORT."""
     with suppress(OSError, InvalidConfig):
         _connect(address)
         return True

@@ -12,17 +12,17 @@ _LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_HELP = (
-    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not its token; one that `coatcheck serve` "
-    "has started lets in commands of the same user on the same host alone"
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token is not its token; a Ray that `coatcheck serve` "
+    "has started accepts only commands of the same user on the same host"
 )
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-_MORE_SECONDS = 3600
+_EXTRA_SECONDS = 3600
 
-# Time limits of Ray's own start, raised above their defaults (in the comments): a busy machine exceeds those.
-_PATIENCE = {
+# Time limits of Ray's start, raised because a busy machine exceeds the defaults, which are in the comments.
+_START_TIMEOUTS = {
     "RAY_raylet_start_wait_time_s": "60",  # 30: until the raylet has registered with the GCS
     "RAY_gcs_server_port_wait_time_s": "120",  # 30: until the GCS listens
-    "RAY_agent_register_timeout_ms": "120000",  # 30 s: until the raylet reaches its helper for runtime environments
+    "RAY_agent_register_timeout_ms": "120000",  # 30 s: until the raylet reaches its runtime environment agent
     "RAY_worker_register_timeout_seconds": "300",  # 60: until a worker process has started; Ray kills slower ones
 }
 
@@ -39,16 +39,17 @@ def confine_local_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray runs workers at nice 15, so that anything else on the host would slow every token down.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    for name, limit in _PATIENCE.items():
+    for name, limit in _START_TIMEOUTS.items():
         os.environ.setdefault(name, limit)
     # Whoever reaches a Ray may run code in it, also another user of this host.
-    if os.environ.setdefault(_MODE, "token") == "token":
+    os.environ.setdefault(_MODE, "token")
+    if _is_token_mode():
         os.environ.setdefault(_TOKEN, secrets.token_hex(32))
 
 
-def outwait_head() -> float:
-    """For a cluster that is joined: returns how many seconds its head may be away, and makes Ray's client in this
-    process wait longer than that, because the client would end the process without an error message."""
+def extend_reconnect_timeout() -> float:
+    """For a joined cluster: raises the time that Ray's client in this process waits for a lost head, because the client
+    then ends the process without an error message. Returns the former limit in seconds, which RayWatch applies."""
     given = os.environ.get(_RECONNECT) or "60"  # Ray's default
     try:
         patience = float(given)
@@ -56,24 +57,28 @@ def outwait_head() -> float:
         raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to a number of seconds") from None
     if not 0 <= patience < math.inf:
         raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to 0 or more seconds")
-    os.environ[_RECONNECT] = str(math.ceil(patience) + _MORE_SECONDS)
+    os.environ[_RECONNECT] = str(math.ceil(patience) + _EXTRA_SECONDS)
     return patience
 
 
 def environment_token() -> str:
-    """The token that Ray's client will show; empty where the client will show none."""
-    return _user_token() if os.environ.get(_MODE, "").lower() == "token" else ""
+    """The token that Ray's client will send; "" if it will send none."""
+    return _user_token() if _is_token_mode() else ""
 
 
-def show_user_token() -> None:
-    """For a cluster that this host has named: shows the user's token, if there is one, as `ray.init("auto")` does.
-    `ray start` asks for that token where it exists. RAY_AUTH_MODE decides instead where it is set."""
+def enable_user_token() -> None:
+    """Has Ray's client send the user's token, if the user has one, as `ray.init("auto")` does: a Ray that `ray start`
+    has started on this host asks for it. Does nothing if RAY_AUTH_MODE is set."""
     if _MODE not in os.environ and _user_token():
         os.environ[_MODE] = "token"
 
 
+def _is_token_mode() -> bool:
+    return os.environ.get(_MODE, "").lower() == "token"  # Ray ignores the case
+
+
 def _user_token() -> str:
-    """Found where Ray finds it; empty where there is none."""
+    """The token where Ray's client looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token. "" if none."""
     file = Path(os.environ.get(f"{_TOKEN}_PATH") or "~/.ray/auth_token").expanduser()
     try:
         return os.environ.get(_TOKEN) or file.read_text().strip()

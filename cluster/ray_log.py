@@ -1,7 +1,7 @@
-"""RayLog: the one line of Ray's own logs that says why Ray did not start.
+"""RayLog: finds the line of Ray's own logs that says why Ray did not start.
 
-Ray's exception names a timeout; the cause is in the logs of the raylet (the process that manages one node) or of the
-GCS (the cluster's control store). It does not import Ray.
+Ray's exception only names a timeout. The cause is in the logs of the raylet (the process that manages one node) or of
+the GCS (the cluster's control store). This module does not import Ray.
 """
 
 import os
@@ -10,19 +10,19 @@ import stat
 from pathlib import Path
 from typing import Final
 
-# Where a cause may stand, the likeliest first. A raylet that ends itself writes why into both of its files.
+# Files to search, in this order. A raylet that ends itself writes why into both of its files.
 _FILES: Final = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _TAIL_BYTES: Final = 256 << 10
 _LINE: Final = re.compile(r"\[\S+ \S+ (?P<level>[A-Z]) \d+ \d+\] \((?P<process>\w+)\) \S+:\d+:\s+(?P<text>.*)")
-_ERRORS: Final = "FCE"  # fatal, critical, error
-# Ray puts this sentence before every check that fails; it is no reason.
+_ERROR_LEVELS: Final = "FCE"  # fatal, critical, error
+# Ray puts this sentence before the message of every failed check.
 _BOILERPLATE: Final = re.compile(r"An unexpected system state has occurred\..*?we'll work with you to fix it\.\s*")
 _LONGEST: Final = 400
 
 
 def session_of(folder: Path, pid: int) -> Path | None:
-    """The newest session that process `pid` has started, below Ray's folder; None: it has started none."""
-    # Ray names a session by its time and by the process that started it. Every user may write to Ray's folder.
+    """The folder of the newest session that process `pid` has started; None if there is none. `folder`: Ray's."""
+    # Ray names a session folder by its time and the process that started it. Every user may write to Ray's folder.
     sessions = [session for session in folder.glob(f"session_*_{pid}") if _is_ours(session)]
     return max(sessions, default=None, key=lambda session: session.name)
 
@@ -36,17 +36,17 @@ def _is_ours(folder: Path) -> bool:
 
 
 def last_error(session: Path) -> str:
-    """The last line that says error or worse, without its header (time, level, process ids, source file); empty where
-    there is none."""
-    return _last(session, _ERRORS)
+    """The last line of level error or worse, without its header (time, level, process ids, source file); "" if there is
+    none."""
+    return _last_match(session, _ERROR_LEVELS)
 
 
 def last_line(session: Path) -> str:
-    """The last line, whatever it says, without its header; empty where there is none."""
-    return _last(session, "")
+    """The last line of any level, without its header; "" if there is none."""
+    return _last_match(session, "")
 
 
-def _last(session: Path, levels: str) -> str:
+def _last_match(session: Path, levels: str) -> str:
     for name in _FILES:
         found = [line for line in _tail(session / "logs" / name) if not levels or line["level"] in levels]
         if found:
@@ -56,8 +56,8 @@ def _last(session: Path, levels: str) -> str:
 
 
 def _tail(file: Path) -> list[re.Match[str]]:
-    """The lines of Ray's format at the file's end. Everybody may write to Ray's folder: no link is followed, and a
-    FIFO does not block."""
+    """The lines in Ray's format in the file's last 256 KiB; none unless it is a regular file. Every user may write to
+    Ray's folder, so links are not followed and a FIFO does not block."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,9 +1,9 @@
-"""RayWatch: ends `coatcheck serve` in time, with one line, when the Ray that it uses is lost.
+"""RayWatch: ends `coatcheck serve` early and with one error line when the Ray that it uses is lost.
 
-Ray's client waits a minute for a head (the GCS process) or a node manager (the raylet process) that is gone. It cannot
-be interrupted meanwhile, and then ends the process with lines of its own. A thread of RayWatch is faster: a Ray of our
-own is over once either process has ended. A cluster that was there before may have its head started again, so RayWatch
-waits for that head as long as Ray's client would.
+Ray's client waits a minute for a GCS (the head's process) or a raylet (the node manager's process) that is gone. It
+cannot be interrupted meanwhile, and then ends the process with log lines of its own. A thread of RayWatch is faster: a
+Ray that this process started is lost once either process has ended. An existing cluster may have its head restarted, so
+RayWatch waits for that head as long as Ray's client would.
 """
 
 import os
@@ -18,16 +18,16 @@ from typing import Final, NoReturn
 
 from rich.console import Console
 
-from .command import fail
+from .command import EXIT_FAILED, fail
 from .descendants import adopt_orphans, children, descendants, end_descendants, reap
 from .own_ray import forget_ended, ray_folder
 from .ray_address import listens
 from .stop_signals import Signals
 
-_LOOK_SECONDS: Final = 1.0
-_MISSES: Final = 3  # looks in a row that find no head: a busy head may miss one
-_KILL_SECONDS: Final = 5.0  # that kill -9 may take where the machine is busy
-# What Ray's processes are, by their program's name.
+_POLL_SECONDS: Final = 1.0
+_MISSES: Final = 3  # failed connections in a row before the head counts as lost: a busy head may miss one
+_KILL_SECONDS: Final = 5.0  # most that killed processes need to end, on a busy machine
+# Program names of Ray's processes, and what messages call them; a message adds the process id and the bracket.
 _PROCESSES: Final = {"gcs_server": "head (its GCS", "raylet": "node manager (its raylet"}
 
 
@@ -37,63 +37,63 @@ class RayWatch:
     def __init__(self, console: Console, signals: Signals) -> None:
         self._console = console
         self._signals = signals
-        self._watched: dict[int, str] = {}  # descriptors of processes (pidfd), each with what it is
+        self._watched: dict[int, str] = {}  # pidfd -> what messages call the process
         self._stopped = threading.Event()
-        # Taken once, by what decides how the command ends: the main thread that stops the watch, or a loss.
-        self._verdict = threading.Lock()
+        # Acquired once and never released, by the thread that decides how the command ends: `stop`, or a loss of Ray.
+        self._exit_lock = threading.Lock()
 
     def start_own(self, logs: Path) -> None:
-        """Watch the GCS and the raylet that this process has started; `logs`: where Ray's logs lie. Linux only."""
+        """Watch the GCS and the raylet that this process has started. `logs`: Ray's log folder. Linux only."""
         if sys.platform != "linux":
             return
-        adopt_orphans()  # what a raylet has started is to be found when the raylet is gone
+        adopt_orphans()  # to find the processes of a raylet that has ended
         names = {pid: _program(command) for pid, command in descendants(os.getpid()).items()}
         for pid, name in names.items():
             if name in _PROCESSES:
-                with suppress(OSError):  # a kernel or sandbox without pidfd_open: then Ray's own minute has to do
+                with suppress(OSError):  # no pidfd_open in this kernel or sandbox: only Ray's client notices then
                     self._watched[os.pidfd_open(pid)] = f"{_PROCESSES[name]}, process {pid})"
         self._run(self._watch_own, logs)
 
     def start_joined(self, address: str, patience: float) -> None:
-        """Watch the head of the cluster at `address`, which may be away for `patience` seconds."""
+        """Watch the head of the cluster at `address`. The process ends once the head is gone for `patience` seconds."""
         self._run(self._watch_joined, address, patience)
 
     def stop(self) -> None:
-        """Ends the watch, so that Ray may be shut down. Never returns if Ray is lost: the watch ends the process."""
+        """Ends the watch, so that Ray may be shut down. Never returns if Ray is lost: the watch ends this process."""
         if self._ended(0.0):
-            threading.Event().wait()
+            threading.Event().wait()  # for ever
         self._stopped.set()
-        self._verdict.acquire()
+        self._exit_lock.acquire()
 
     def _run(self, watch: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=watch, args=arguments, daemon=True).start()
 
     def _watch_own(self, logs: Path) -> None:
         ours = children()  # Ray's client waits for these itself
-        while not (ended := self._ended(_LOOK_SECONDS)):
+        while not (ended := self._ended(_POLL_SECONDS)):
             reap(children() - ours)
             if self._stopped.is_set():
                 return
-        if self._verdict.acquire(blocking=False):
+        if self._exit_lock.acquire(blocking=False):
             try:
                 end_descendants()
                 self._wait_all_ended()
-                forget_ended(ray_folder())  # whose head no longer listens
+                forget_ended(ray_folder())  # removes the token file, now that the head no longer listens
             finally:
                 self._end(
-                    f"Ray's {ended} has ended, and with it all that ran here; start the same command again (if nobody "
-                    f"ended that process, {logs} and `dmesg` may say why it did)"
+                    f"Ray's {ended} has ended, so every process of this command was ended; start the same command "
+                    f"again (if nobody ended that process, {logs} and `dmesg` may say why it ended)"
                 )
 
     def _wait_all_ended(self) -> None:
-        """Until the watched processes, which were killed, have ended; not for ever."""
+        """Waits until the watched processes, which were killed, have ended; at most _KILL_SECONDS for each."""
         for descriptor in self._watched:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
             poller.poll(_KILL_SECONDS * 1000)
 
     def _ended(self, seconds: float) -> str:
-        """Which of the watched processes has ended, waiting for that long; else ""."""
+        """Waits up to `seconds` for a watched process to end. Returns what messages call it; "" if none ended."""
         poller = select.poll()
         for descriptor in self._watched:
             poller.register(descriptor, select.POLLIN)
@@ -103,10 +103,10 @@ class RayWatch:
     def _watch_joined(self, address: str, patience: float) -> None:
         lost_since = None
         misses = 0
-        while not self._stopped.wait(_LOOK_SECONDS):
+        while not self._stopped.wait(_POLL_SECONDS):
             if listens(address):
                 if lost_since is not None:
-                    self._say(f"Ray's head at {address} is back")
+                    self._print(f"Ray's head at {address} is back")
                 lost_since = None
                 misses = 0
                 continue
@@ -115,22 +115,23 @@ class RayWatch:
                 continue
             if lost_since is None:
                 lost_since = time.monotonic()
-                self._say(
-                    f"warning: Ray's head at {address} is gone; what runs goes on, and waits {patience:.0f} s for it"
+                self._print(
+                    f"warning: Ray's head at {address} is gone; requests are served, and everything waits "
+                    f"{patience:.0f} s for the head"
                 )
             is_over = time.monotonic() - lost_since > patience
-            if (is_over or self._signals.asked.is_set()) and self._verdict.acquire(blocking=False):
+            if (is_over or self._signals.asked.is_set()) and self._exit_lock.acquire(blocking=False):
                 gone = f"Ray's head (its GCS) at {address} has been gone for {time.monotonic() - lost_since:.0f} s"
                 self._end(
-                    f"{gone}; start Ray's head again, then this command: with Redis it finds what still runs, without "
-                    "Redis everything starts anew"
+                    f"{gone}; start Ray's head again, then this command: with Redis it finds the groups that still "
+                    "run, without Redis it starts new ones"
                 )
 
     def _end(self, message: str) -> NoReturn:
         self._console.show_cursor()  # a progress bar may have hidden it
-        os._exit(fail(message, 1))
+        os._exit(fail(message, EXIT_FAILED))
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False)
 
 

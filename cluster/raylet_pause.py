@@ -1,9 +1,9 @@
-"""RayletPause: stops a raylet while its helper processes start, since by itself it does not wait long enough.
+"""RayletSuspender: suspends a raylet while its agent processes start, because it does not wait for them long enough.
 
 A raylet starts two Python processes, its agents, and ends itself unless they have written their ports to files of the
-session within 15 s; Ray has no setting for that limit. On two cores under a load of 13 each of four starts in a row
-failed so. A raylet that is stopped (SIGSTOP) and goes on (SIGCONT) once the files are there finds them before it looks
-at the clock. Linux only.
+session within 15 s. Ray has no setting for that limit. On two cores under a load of 13, four of four starts failed for
+that reason. A raylet that is suspended (SIGSTOP) and resumed (SIGCONT) once the files exist finds them before it checks
+the time. Linux only.
 """
 
 import os
@@ -16,23 +16,23 @@ from typing import Final
 from .descendants import descendants
 
 _AGENTS: Final = 2
-# On a machine with cores to spare agents need less, and the raylet is never stopped.
-_PATIENT_SECONDS: Final = 8.0
+# After this long without the files the raylet is suspended. On an idle machine the agents need less.
+_SUSPEND_AFTER_SECONDS: Final = 8.0
 
 
-class RayletPause:
-    """For one attempt to start Ray. Call `poll` at least once a second."""
+class RayletSuspender:
+    """Suspends and resumes the raylet of one attempt to start Ray. Call `poll` at least once a second."""
 
     def __init__(self, session: Path) -> None:
         self.session = session
-        self._since: float | None = None  # when the raylet's agents were first seen
-        self._stopped: int | None = None
+        self._since: float | None = None  # when the raylet was first seen waiting for its agents
+        self._stopped: int | None = None  # process id of the suspended raylet
 
     def poll(self) -> None:
-        """Stops the raylet, or lets it go on; changes nothing where this version of Ray waits for no files."""
+        """Suspends the raylet or resumes it. Does nothing with a version of Ray that does not wait for port files."""
         raylet = next((pid for pid, command in descendants(os.getpid()).items() if _is_raylet(command)), None)
-        # An agent that has ended is for the raylet to report.
-        waits = raylet is not None and self._lacks_ports() and len(descendants(raylet)) >= _AGENTS
+        # With fewer agents one has ended: the raylet must run, so that it reports that.
+        waits = raylet is not None and self._waits_for_ports() and len(descendants(raylet)) >= _AGENTS
         if not waits:
             self._since = None
         elif self._since is None:
@@ -40,26 +40,30 @@ class RayletPause:
         if self._stopped is not None and not waits:
             self._send(self._stopped, signal.SIGCONT)
             self._stopped = None
-        elif self._stopped is None and self._since is not None and time.monotonic() > self._since + _PATIENT_SECONDS:
+        elif (
+            self._stopped is None
+            and self._since is not None
+            and time.monotonic() - self._since > _SUSPEND_AFTER_SECONDS
+        ):
             assert raylet is not None
             self._send(raylet, signal.SIGSTOP)
             self._stopped = raylet
 
-    def end(self) -> None:
-        """Lets a stopped raylet go on."""
+    def resume(self) -> None:
+        """Resumes the raylet if it is suspended."""
         if self._stopped is not None:
             self._send(self._stopped, signal.SIGCONT)
             self._stopped = None
 
-    def _lacks_ports(self) -> bool:
+    def _waits_for_ports(self) -> bool:
         try:
-            from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module says nothing to type checkers
+            from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module without type stubs
                 DASHBOARD_AGENT_LISTEN_PORT_NAME,
                 METRICS_AGENT_PORT_NAME,
                 METRICS_EXPORT_PORT_NAME,
                 RUNTIME_ENV_AGENT_PORT_NAME,
             )
-        except ImportError:  # a Ray that waits for no files
+        except ImportError:  # a version of Ray that does not wait for port files
             return False
         names = (
             DASHBOARD_AGENT_LISTEN_PORT_NAME,

@@ -14,7 +14,7 @@ from ..proto.coatcheck_pb2 import StatusResponse
 from ..proto.errors import CoatcheckError, Unavailable
 from ..router.config import RouterConfig
 from ..router.group_address import GroupAddress
-from ..router.loop_pulse import Pulse
+from ..router.loop_pulse import Heartbeat
 from . import launch
 from .cluster_state import GroupState
 
@@ -148,10 +148,10 @@ class RouterKeeper:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.
 
         A router that is merely busy is left alone: restarting it would end all of its streams. Sends the groups' states
-        with every look, since one message may fail, or overtake another.
+        after every answer, since a message may fail or overtake another.
         """
-        # The router of an earlier version has no pulse. Its event loop must answer then.
-        ask = getattr(actor, "pulse", None) or actor.status
+        # A router of an earlier version has no `heartbeat`; then its event loop has to answer.
+        ask = getattr(actor, "heartbeat", None) or actor.status
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             try:
@@ -159,8 +159,8 @@ class RouterKeeper:
                     answer = await ask.remote()
             except TimeoutError:
                 raise TimeoutError(f"its process has not answered for {_STOPPED_SECONDS:g} s") from None
-            if isinstance(answer, Pulse) and answer.hangs:
-                raise TimeoutError(answer.hangs)
+            if isinstance(answer, Heartbeat) and answer.hang_reason:
+                raise TimeoutError(answer.hang_reason)
             self._send_groups()
 
     def _start(self) -> launch.Actor:

@@ -56,8 +56,8 @@ def serve(
     generation_config: Annotated[
         str | None,
         _MODEL(
-            help="Sampling that requests leave unset: auto (default), as the model's generation_config.json says;"
-            " none, temperature 1 and no filter."
+            help="Sampling of fields that requests leave unset: auto (default), from the model's "
+            "generation_config.json; none, temperature 1 and no filter."
         ),
     ] = None,
     deterministic: Annotated[
@@ -141,7 +141,7 @@ def serve(
         str | None, _RAY(help="An existing Ray cluster (HOST:PORT or auto). Default: start a local one.")
     ] = None,
     ray_start_timeout: Annotated[
-        float | None, _RAY(help="Seconds that Ray may take to start, or to let us in. Default 120.")
+        float | None, _RAY(help="Seconds that Ray may take to start, or to answer at --ray-address. Default 120.")
     ] = None,
     log_format: Annotated[
         str | None, _LOGS(help="What router and ranks log: text (default) or json, an object a line.")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..proto.errors import Unavailable
-from ..workers.disk_space import full_disk
+from ..workers.disk_space import describe_full_disk
 from .config import ServeConfig
 from .counted import counted
 from .descendants import adopt_orphans, end_descendants
 from .exposure import warn_of_exposure
-from .native_stderr import native_stderr_in
-from .own_ray import forget_ended, known_to_its_user, ray_folder
-from .ray_environment import confine_local_ray, environment_token, outwait_head, quiet_driver
+from .native_stderr import redirect_native_stderr
+from .own_ray import forget_ended, publish_token, ray_folder
+from .ray_environment import confine_local_ray, environment_token, extend_reconnect_timeout, quiet_driver
 from .ray_start import RayStart
 from .ray_watch import RayWatch
 from .ready_line import ready_line
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 _LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
-_ANSWER_SECONDS = 10.0  # then it is asked again
-_HURRIED_SECONDS = 5.0  # without an answer once a signal has come
+_ANSWER_SECONDS = 10.0  # for one call to the supervisor; then the call is repeated
+_STOPPING_LOST_SECONDS = 5.0  # the same, once a signal has come
 _STOP_SECONDS = 15.0
 _END_SECONDS = 1.0  # for what has been told to end, or sees that Ray is gone
 _ATTACHES_SECONDS = 3.0  # a router to a group that serves, with time to spare
@@ -47,9 +47,9 @@ class Serving:
         self._console = Console(stderr=True, highlight=False)
         self._supervisor: Any = None
         self._notes = ExitStack()  # left for other commands; taken back at the end
-        self._terminal = ExitStack()  # keeps the lines that Ray prints off the terminal
+        self._native_stderr = ExitStack()  # redirects what Ray's C++ code prints
         self._ray_watch = RayWatch(self._console, signals)
-        self._patience = 0.0  # seconds for which the head of a cluster that is joined may be away
+        self._patience = 0.0  # seconds that the head of a joined cluster may be gone
         self._has_served = False
         self._began = time.monotonic()
         if warning := warn_of_exposure(config):
@@ -61,7 +61,7 @@ class Serving:
         if self._config.ray_address is None:
             confine_local_ray()
         else:
-            self._patience = outwait_head()
+            self._patience = extend_reconnect_timeout()
 
         try:
             self._connect()
@@ -90,10 +90,10 @@ class Serving:
         self._notes.close()
         self._stop()
         self._ray_watch.stop()
-        # Nothing is left to put away. Ray may take long to disconnect, and a signal need not wait for that.
+        # Nothing is left to clean up. Ray may take long to disconnect, so a signal may end the process at once.
         self._signals.ends_at_once = True
         ray.shutdown()
-        self._terminal.close()
+        self._native_stderr.close()
         if is_own:
             # Ray gives its raylet a second. One that needs longer is killed, and what it has started finds out by
             # itself: its agents first try for a minute to tell a head that is gone as well.
@@ -109,7 +109,7 @@ class Serving:
         from . import launch
 
         logs = launch.log_folder()
-        self._terminal.enter_context(native_stderr_in(logs))
+        self._native_stderr.enter_context(redirect_native_stderr(logs))
         if self._config.ray_address is None:
             self._ray_watch.start_own(logs)
         else:
@@ -121,7 +121,7 @@ class Serving:
 
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
-            found = self._ask("config", running)
+            found = self._call_supervisor("config", running)
             launch.require_same(found, config)
             if found.groups != config.groups:
                 now = counted(found.groups, "group")
@@ -145,7 +145,7 @@ class Serving:
             return
         try:
             forget_ended(ray_folder())
-            self._notes.enter_context(known_to_its_user(ray_folder(), launch.ray_address(), environment_token()))
+            self._notes.enter_context(publish_token(ray_folder(), launch.ray_address(), environment_token()))
         except OSError as error:
             self._say(f"warning: `coatcheck restart` will not find this Ray: {error}")
 
@@ -163,7 +163,7 @@ class Serving:
                 stage = state.stage
                 if state.is_ready:
                     since = since or time.monotonic()
-                    missed = self._ask("misses") if "misses" in state.calls else ""
+                    missed = self._call_supervisor("misses") if "misses" in state.calls else ""
                     if not missed:
                         return state
                     if time.monotonic() > since + _ATTACHES_SECONDS:
@@ -174,23 +174,23 @@ class Serving:
         return None
 
     def _watch(self, state: "ClusterState") -> None:
-        """Says a line when a group is lost, is lost for another reason or serves again, and when this host's disk is
-        full, until told to stop."""
+        """Until told to stop, prints a line when a group's state or reason changes, and when this host's disk is
+        full."""
         from . import launch
 
         logs, was_full = launch.log_folder(), False
-        known = {group.name: _gist(group) for group in state.groups}
+        known = {group.name: _comparable_state(group) for group in state.groups}
         while not self._signals.asked.wait(_WATCH_SECONDS):
-            full = full_disk(logs)
+            full = describe_full_disk(logs)
             if full and not was_full:
-                self._say(f"warning: {full}; what runs goes on")
+                self._say(f"warning: {full}; running processes go on")
             was_full = bool(full)
             state = self._state()
             if state.failure:
                 raise Unavailable(state.failure)
             for group in state.groups:
-                if known.get(group.name) != _gist(group) and group.state != "starting":
-                    known[group.name] = _gist(group)
+                if known.get(group.name) != _comparable_state(group) and group.state != "starting":
+                    known[group.name] = _comparable_state(group)
                     reason = f": {group.reason}" if group.reason else ""
                     self._say(f"{group.name} is {group.state}{reason}")
 
@@ -228,12 +228,12 @@ class Serving:
         return f"after {time.monotonic() - self._began:.1f} s"
 
     def _state(self) -> "ClusterState":
-        state: ClusterState = self._ask("state")
+        state: ClusterState = self._call_supervisor("state")
         return state
 
-    def _ask(self, what: str, supervisor: Any = None) -> Any:
-        """The supervisor's answer. Raises Unavailable when there is none for a minute, in which Ray would have started
-        the supervisor again, or for a few seconds once this command was told to stop."""
+    def _call_supervisor(self, what: str, supervisor: Any = None) -> Any:
+        """Calls a method of the supervisor and returns the result. Raises Unavailable after a minute without one (Ray
+        restarts a supervisor in less), or after 5 s if a signal has come."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -243,29 +243,30 @@ class Serving:
             sent = time.monotonic()
             try:
                 while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
-                    if time.monotonic() > sent + _ANSWER_SECONDS or self._is_over(began):
+                    if time.monotonic() > sent + _ANSWER_SECONDS or self._has_timed_out(began):
                         raise GetTimeoutError
                 return ray.get(answer)
-            except RayError as error:  # Ray is starting the supervisor again
-                if self._is_over(began):
+            except RayError as error:  # such as: Ray is restarting the supervisor
+                if self._has_timed_out(began):
                     if self._config.ray_address is not None:
-                        self._supervisor = None  # it cannot be told to end, and so the cluster is left as it is
-                    raise Unavailable(f"the supervisor does not answer: {_why_silent(error)}") from None
+                        self._supervisor = None  # the cluster goes on: without a supervisor nothing can end it
+                    raise Unavailable(f"the supervisor does not answer: {_silence_reason(error)}") from None
                 time.sleep(_POLL_SECONDS)
 
-    def _is_over(self, began: float) -> bool:
-        """Whether a question first asked at `began` has waited for long enough."""
-        return time.monotonic() > began + (_HURRIED_SECONDS if self._signals.asked.is_set() else _LOST_SECONDS)
+    def _has_timed_out(self, began: float) -> bool:
+        """Whether a call first made at `began` has waited for as long as it may."""
+        return time.monotonic() > began + (_STOPPING_LOST_SECONDS if self._signals.asked.is_set() else _LOST_SECONDS)
 
 
-def _why_silent(error: Exception) -> str:
+def _silence_reason(error: Exception) -> str:
     from . import launch
 
-    if not launch.has_node():
+    if not launch.is_raylet_listening():
         return "this host's Ray node (its raylet) has ended; start it again, then this command, which finds what runs"
-    return full_disk(launch.log_folder()) or type(error).__name__
+    return describe_full_disk(launch.log_folder()) or type(error).__name__
 
 
-def _gist(group: "GroupState") -> tuple[str, str]:
-    """A group's state and reason, without what differs from one start to the next: numbers and logs, in brackets."""
+def _comparable_state(group: "GroupState") -> tuple[str, str]:
+    """A group's state and reason without the parts in brackets (numbers, log files), which differ from one restart to
+    the next."""
     return group.state, re.sub(r" \([^()]*\)", "", group.reason)

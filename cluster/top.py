@@ -53,7 +53,7 @@ def top(
         return status
 
     status = look()
-    # Ctrl-C is how `top` is meant to end: with 0, and with the terminal as it was.
+    # Ctrl-C ends `top` with exit code 0 and restores the terminal.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     if as_json:

@@ -37,14 +37,14 @@ class NeverFits(InvalidRequest):
 
 
 class ContextLengthExceeded(NeverFits):
-    """Prompt and answer together have more tokens than one sequence may have. Over HTTP its code is
+    """Prompt and answer together have more tokens than one sequence may have. The code of its HTTP error is
     "context_length_exceeded"."""
 
     @classmethod
     def of(cls, limit: int, however: str) -> Self:
-        """`limit`: most tokens of one sequence; `however`: what was asked for, and what to change.
+        """`limit`: most tokens of one sequence. `however`: what was asked for, and what to change.
 
-        Clients made for OpenAI look for the first words, shorten the conversation and try again."""
+        Clients of OpenAI's API match the first words, shorten the conversation and try again."""
         return cls(f"This model's maximum context length is {limit} tokens. However, {however}")
 
 

@@ -1,11 +1,10 @@
-"""What a checkpoint's generation_config.json says: sampling values for what a request leaves unset, and the tokens that
-end an answer.
+"""Reads a checkpoint's generation_config.json: sampling defaults for requests, and the tokens that end an answer.
 
-A field that is not named here is ignored, and so is a null. A field of a wrong type or outside its range is an error:
-a model that is sampled otherwise than its makers meant gives worse answers, and nothing shows it. The fields are those
-of transformers, and they are read as vLLM reads them: what the file leaves out stays at our own default (temperature 1,
-no filter), and `max_length` is ignored. Unlike vLLM, `do_sample: false` is honoured: it means greedy, as it does in
-transformers, and then the file's temperature, top_k, top_p and min_p do not count.
+Unknown fields and nulls are ignored. A field of a wrong type or outside its range is an error, because sampling that
+differs from what the model's makers meant makes answers worse without any sign of it. Fields are read as vLLM reads
+them: a missing field has our own default (temperature 1, no filter), and `max_length` is ignored. Unlike vLLM,
+`do_sample: false` is honoured: as in transformers, it means greedy, and the file's temperature, top_k, top_p and min_p
+are ignored.
 """
 
 import struct
@@ -19,13 +18,13 @@ from .sampling import SamplingParams
 
 FILE: Final = "generation_config.json"
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
-_WITHOUT: Final = "mend the file, or serve with --generation-config none, which leaves its sampling out"
+_REMEDY: Final = "correct the file, or serve with --generation-config none, which ignores its sampling values"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for what a request leaves unset; None: SamplingParams' own default. `max_new_tokens` is the most tokens of
-    an answer whose request names no max_tokens; less where the context holds less."""
+    """Values of sampling fields that a request leaves unset; None: the default of SamplingParams. `max_new_tokens`: the
+    max_tokens of such a request, unless the context has room for less."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -35,11 +34,11 @@ class SamplingDefaults:
     max_new_tokens: int | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """The values that are set, by SamplingParams' names, without `max_new_tokens`."""
-        return {name: value for name, value in self.given().items() if name != "max_tokens"}
+        """As `given_values`, without max_tokens."""
+        return {name: value for name, value in self.given_values().items() if name != "max_tokens"}
 
-    def given(self) -> dict[str, Any]:
-        """The values that are set, by SamplingParams' names."""
+    def given_values(self) -> dict[str, Any]:
+        """The values that are not None, by the field names of SamplingParams."""
         values = asdict(self)
         values["max_tokens"] = values.pop("max_new_tokens")
         return {name: value for name, value in values.items() if value is not None}
@@ -49,7 +48,8 @@ NO_DEFAULTS: Final = SamplingDefaults()
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The defaults of a checkpoint directory; NO_DEFAULTS without such a file. Raises InvalidModel with the field."""
+    """The defaults of a checkpoint directory; none are set if it has no generation_config.json. Raises InvalidModel
+    that names the wrong field."""
     file = directory / FILE
     said = read_json_object(file) or {}
     values: dict[str, Any] = {}
@@ -77,18 +77,18 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
         values |= {name: _float32(values[name]) for name in _FLOATS if name in values}
         SamplingParams(**values)
     except InvalidRequest as error:
-        raise InvalidModel(f"{file}: {error}; {_WITHOUT}") from None
+        raise InvalidModel(f"{file}: {error}; {_REMEDY}") from None
     return SamplingDefaults(**values, max_new_tokens=most)
 
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer; none where the file does not say. Raises InvalidModel."""
+    """The file's `eos_token_id`; empty if the file or the field is missing. Raises InvalidModel."""
     said = read_json_object(directory / FILE) or {}
     return check_end_tokens(directory, said.get("eos_token_id"))
 
 
 def check_end_tokens(directory: Path, chosen: object) -> tuple[int, ...]:
-    """The ids of an `eos_token_id`, which is one or a list of them, or None; raises InvalidModel for anything else."""
+    """The ids of an `eos_token_id`: an id, a list of ids or None. Raises InvalidModel for anything else."""
     tokens = [] if chosen is None else chosen if isinstance(chosen, list) else [chosen]
     if not all(type(token) is int for token in tokens):
         raise InvalidModel(f"{directory}: eos_token_id is {chosen!r}; it must be a token id or a list of them")
@@ -97,7 +97,7 @@ def check_end_tokens(directory: Path, chosen: object) -> tuple[int, ...]:
 
 def _require(holds: bool, file: Path, name: str, value: object, allowed: str) -> None:
     if not holds:
-        raise InvalidModel(f"{file}: {name} is {value!r}; it must be {allowed}: {_WITHOUT}")
+        raise InvalidModel(f"{file}: {name} is {value!r}; it must be {allowed}: {_REMEDY}")
 
 
 def _float32(value: float) -> float:

@@ -85,7 +85,7 @@ class SamplingParams:
 
     @classmethod
     def from_message(cls, message: SamplingMessage, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Self:
-        """The wire form; an unset field has its value in `defaults`, else our own. Raises InvalidRequest."""
+        """From the wire; an unset field has the value in `defaults`, else its own default. Raises InvalidRequest."""
         # Checked before millions of ids become a tuple.
         _require(len(message.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(message.stop_token_ids), _STOP_IDS)
         present = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}

@@ -15,12 +15,12 @@ from ..proto.coatcheck_pb2 import StatusResponse
 from ..proto.log_lines import configure_logging
 from .config import RouterConfig
 from .group_address import GroupAddress
-from .loop_pulse import LoopPulse, Pulse
+from .loop_pulse import Heartbeat, LoopHeartbeat
 from .open_files import raise_limit
 from .server import Router
 
 
-@ray.remote(num_cpus=0, concurrency_groups={"pulse": 1})  # type: ignore[call-overload]  # Ray's stubs lack the latter
+@ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]  # absent from Ray's stubs
 class RouterActor:
     """One front door; made, fed with groups and ended by the supervisor."""
 
@@ -32,7 +32,7 @@ class RouterActor:
         self._router: Router | None = None
         self._address = ""
         self._starting = asyncio.Lock()
-        self._pulse: LoopPulse | None = None
+        self._heartbeat: LoopHeartbeat | None = None
 
     async def start(self) -> str:
         """Listens; returns gRPC's "host:port". Asked again it only answers, so that a new supervisor may adopt it."""
@@ -41,9 +41,9 @@ class RouterActor:
                 router = Router(self._config)
                 self._address = await router.start()
                 self._router = router
-                self._pulse = LoopPulse()
-                # What exists by now lives as long as the router. Without freeze() each full garbage collection would
-                # scan it, and stop every stream for 0.1 s.
+                self._heartbeat = LoopHeartbeat()
+                # All objects made so far live as long as the router. Without freeze() each full garbage collection
+                # would scan them, and stop every stream for 0.1 s.
                 gc.freeze()
         return self._address
 
@@ -59,11 +59,12 @@ class RouterActor:
         """See Router.status."""
         return await self._started().status()
 
-    @ray.method(concurrency_group="pulse")
-    async def pulse(self) -> Pulse | None:
-        """Whether the router's event loop makes progress; None before `start`. Ray runs this method in a thread of its
-        own (its concurrency group), so it answers while the event loop is busy."""
-        return self._pulse.read() if self._pulse is not None else None
+    @ray.method(concurrency_group="heartbeat")
+    async def heartbeat(self) -> Heartbeat | None:
+        """Whether the router's event loop makes progress; None before `start` and after `stop`. Ray runs this method in
+        a thread of its own (its concurrency group), so it answers while the event loop is busy."""
+        heartbeat = self._heartbeat  # `stop` may clear the attribute meanwhile
+        return heartbeat.read() if heartbeat is not None else None
 
     async def drain(self, timeout_seconds: float | None = None) -> bool:
         """See Router.drain."""
@@ -73,8 +74,9 @@ class RouterActor:
         """See Router.stop; a router that was never started has nothing to end."""
         if self._router is not None:
             router, self._router = self._router, None
-            if self._pulse is not None:
-                self._pulse.close()
+            if self._heartbeat is not None:
+                heartbeat, self._heartbeat = self._heartbeat, None  # else it would soon look like a loop that hangs
+                heartbeat.close()
             await router.stop(grace_seconds=1.0)
 
     def _started(self) -> Router:

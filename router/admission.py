@@ -22,7 +22,7 @@ from .request import Request
 from .tenant import ANYONE, Tenant
 from .tokenizer import TokenizerJson
 
-# Most log-probabilities of prompt tokens in one answer; more take seconds to write.
+# Most log-probabilities of prompt tokens in one answer; more take seconds to encode.
 MOST_SCORED: Final = 1 << 20
 _LONGEST_NAME: Final = 256
 _SLICE: Final = 16384  # token ids
@@ -45,7 +45,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 def prompt_token_ids(
     message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson, at_most: int | None = None
 ) -> Sequence[int]:
-    """The prompt as ids; may take long for a long one. Raises InvalidRequest, early for a text far over `at_most`."""
+    """The prompt's token ids; takes long for a long prompt. Raises InvalidRequest, and NeverFits for a text far over
+    `at_most` tokens before all of it is tokenised."""
     match message.WhichOneof("prompt"):
         case "text":
             if not message.text and isinstance(message, GenerateRequest):
@@ -56,7 +57,7 @@ def prompt_token_ids(
             text = chat_text(message.chat, tokenizer.template)
             return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
         case "token_ids" if isinstance(message, GenerateRequest):
-            return _copied(message.token_ids.ids, at_most)
+            return _copy_ids(message.token_ids.ids, at_most)
         case _:
             raise InvalidRequest("there is no prompt; set text, token_ids or chat")
 
@@ -71,9 +72,9 @@ def admit(
     tenant: Tenant = ANYONE,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> Request:
-    """Checks what can be checked without a group, and fills in the model's defaults, max_tokens, seed and id.
+    """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
-    `capacity` is the most tokens that any group holds for one sequence, by its model's context or by its pool. All
+    `capacity`: the most tokens of one sequence on any group, limited by the model's context or the KV pool. All
     sampling values are fixed here, so a group that continues the request after a failover draws the same tokens.
     """
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
@@ -131,8 +132,8 @@ def admit(
     )
 
 
-def _copied(ids: Sequence[int], at_most: int | None) -> Sequence[int]:
-    """A copy of `ids`: a list, or an array if they are many. The array is made in slices, because one call for all
+def _copy_ids(ids: Sequence[int], at_most: int | None) -> Sequence[int]:
+    """A copy of `ids`: a list, or for more than _SLICE an array. The array is made in slices, because one call for all
     holds the GIL for 40 ms per million ids. More ids than `at_most` are not copied: `admit` refuses them."""
     if len(ids) <= _SLICE:
         return list(ids)

@@ -41,8 +41,8 @@ class RouterConfig:
     cause_wait_seconds: float = 3.0
     # Requests that wait here while no group has room; more are refused.
     max_queued: int = 1024
-    # Where sampling fields that a request leaves unset come from. "auto": the model's generation_config.json, then our
-    # own defaults; "none": our own defaults alone.
+    # Sampling of fields that requests leave unset. "auto": from the model's generation_config.json; "none": our own
+    # defaults.
     generation_config: str = "auto"
     # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
     # as often, so that it is noticed within 5 s.

@@ -15,7 +15,7 @@ from .losses import Cause, Loss
 from .ticket import Ejected, GroupLost, Ticket
 
 _LONGEST_WAIT_SECONDS: Final = 0.025
-_MOST_AT_ONCE: Final = 256  # readers that are woken in one turn of the event loop; they take some 20 ms
+_MOST_AT_ONCE: Final = 256  # readers woken in one round of the event loop; they take about 20 ms
 
 
 class Delivery:
@@ -29,8 +29,8 @@ class Delivery:
         self._round_began = 0.0
         self._round_seconds = 0.0  # of the last whole one
         self._away = 0  # readers woken in this round that are not back
-        self._waiting = False  # a call of _wake is due
-        self._continues = False  # that call wakes more readers of this round
+        self._waiting = False  # a call of _wake is scheduled
+        self._continues = False  # the scheduled call wakes more readers of the same round
         self._idle = asyncio.Event()
         self._idle.set()
 

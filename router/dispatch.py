@@ -14,7 +14,7 @@ from ..proto.coatcheck_pb2 import GetModelResponse
 from ..proto.errors import Unavailable
 from ..proto.worker_pb2 import Registration
 from .audit import Audit
-from .eligibility import Eligible, able_to_hold, equal, everywhere, holds, kind, require_time
+from .eligibility import EligibleGroups, able_to_hold, equal, holds, kind, require_time
 from .fair_queue import Served
 from .group_link import GroupLink
 from .groups import Groups
@@ -73,16 +73,16 @@ class Dispatch:
         return await self.line.placed(
             request,
             place,
-            lambda: self._eligible(request, like),
+            lambda: self._eligible_groups(request, like),
             lambda: self._least_seconds(request, like),
             bounded=bounded,
         )
 
     def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
-        """Raises as Line.require_room does, for a request of which only the tenant, priority and deadline are known."""
+        """As Line.require_room, before the prompt is known: assumes that every group can take the request."""
         if len(self.line):
             now = asyncio.get_running_loop().time()
-            self.line.require_room(tenant, priority, now, deadline, everywhere(self._groups.serving()))
+            self.line.require_room(tenant, priority, now, deadline, EligibleGroups.of(self._groups.serving()))
 
     async def place(
         self,
@@ -148,9 +148,9 @@ class Dispatch:
             return serving
         return [(link, reg) for link, reg in serving if equal(like, reg.model) and holds(reg, request)]
 
-    def _eligible(self, request: Request, like: GetModelResponse | None) -> Eligible:
+    def _eligible_groups(self, request: Request, like: GetModelResponse | None) -> EligibleGroups:
         holding = ((link, reg) for link, reg in self._serving_like(request, like) if holds(reg, request))
-        return Eligible(frozenset(link.name for link, _ in holding), like is not None)
+        return EligibleGroups.of(holding, has_begun=like is not None)
 
     def _least_seconds(self, request: Request, like: GetModelResponse | None) -> float:
         """How long its prompt takes on the group that holds most of it; 0 while none serves."""

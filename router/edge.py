@@ -30,26 +30,26 @@ from .side_process import SideProcesses
 from .tenant import Scope, Tenant
 
 _log = logging.getLogger(__name__)
-# Parsing a shorter message takes less than 50 ms, whatever it holds.
+# Parsing any shorter message takes less than 50 ms.
 _LONG_BYTES: Final = 1 << 20
 _MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Sent = AsyncIterator[bytes]
+RequestIterator = AsyncIterator[bytes]
 Question = TypeVar("Question", bound=Message)
 
 
 class Edge:
-    """Makes handlers for methods; a caller is let in by the gate before anything is read of what it sent.
+    """Makes gRPC handlers of methods. The gate admits the caller before any of its message is read.
 
-    A method that `knows` its caller takes `tenant` besides its message, one that generates `on_decision`,
-    the `carrier` of the caller's trace and its `deadline`.
+    `knows`: the method also takes `tenant`. `generates`: it also takes `on_decision`, the `carrier` of the caller's
+    trace, and `deadline`.
     """
 
     def __init__(self, gate: Gate, slow_reader_seconds: float, side: SideProcesses) -> None:
         self._gate = gate
         self._side = side
-        self._patience = slow_reader_seconds
+        self._slow_reader_seconds = slow_reader_seconds
 
     def unary(
         self,
@@ -62,10 +62,10 @@ class Edge:
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for a method that answers once."""
 
-        async def answer(sent: Sent, context: Context) -> bytes:
+        async def answer(messages: RequestIterator, context: Context) -> bytes:
             try:
                 asked = _asked(context, self._admit(context, scope), knows, generates)
-                return (await method(await self._message(kind, sent), **asked)).SerializeToString()
+                return (await method(await self._message(kind, messages), **asked)).SerializeToString()
             except Exception as error:  # every request is answered, whatever went wrong
                 await refuse(context, error)
 
@@ -83,10 +83,10 @@ class Edge:
         """A handler for a method that answers with a stream; a client that goes away closes the method's generator,
         and so does one that takes nothing for so long that it might as well have."""
 
-        async def answer(sent: Sent, context: Context) -> None:
+        async def answer(messages: RequestIterator, context: Context) -> None:
             try:
                 asked = _asked(context, self._admit(context, scope), knows, generates)
-                async with aclosing(method(await self._message(kind, sent), **asked)) as events:
+                async with aclosing(method(await self._message(kind, messages), **asked)) as events:
                     async for event in events:
                         await self._write(context, event)
             except Exception as error:  # as above
@@ -101,20 +101,21 @@ class Edge:
             next((key for key in keys if isinstance(key, str)), None), scope, certificate=next(iter(certificate), None)
         )
 
-    async def _message(self, kind: type[Question], sent: Sent) -> Question:
-        """Returns a call's one message. Raises InvalidRequest for bytes that are no `kind`, or have too many parts."""
-        data = await _only(sent)
+    async def _message(self, kind: type[Question], messages: RequestIterator) -> Question:
+        """The call's one message. Raises InvalidRequest for bytes that are no `kind`, or have too many entries."""
+        data = await _only_message(messages)
         if len(data) > _LONG_BYTES:
             await self._side.run(check_bytes, kind, data)
         return parse(kind, data)
 
     async def _write(self, context: Context, event: Message) -> None:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._slow_reader_seconds):
                 await context.write(event.SerializeToString())
         except TimeoutError:
             raise SlowReader(
-                f"nothing was taken from this stream for {self._patience:g} s; read it as it comes, or ask for less"
+                f"nothing was taken from this stream for {self._slow_reader_seconds:g} s; read it as it comes, or ask "
+                "for less"
             ) from None
 
 
@@ -132,15 +133,15 @@ def _asked(context: Context, tenant: Tenant, knows: bool, generates: bool) -> di
     return asked
 
 
-async def _only(sent: Sent) -> bytes:
+async def _only_message(messages: RequestIterator) -> bytes:
     try:
-        return await anext(sent)
+        return await anext(messages)
     except StopAsyncIteration:
         raise InvalidRequest("the call ended without its message; send one") from None
 
 
 def clip(text: str) -> str:
-    """A message may quote what was sent, of any length; clients take metadata of 8 KiB."""
+    """The text's first _MESSAGE_BYTES bytes: an error may quote input of any length; metadata is at most 8 KiB."""
     data = text[: _MESSAGE_BYTES + 1].encode()
     return text if len(data) <= _MESSAGE_BYTES else data[:_MESSAGE_BYTES].decode(errors="ignore") + "…"
 

@@ -1,7 +1,7 @@
-"""Eligibility: which groups could take a request at all, whatever that would cost. Pure."""
+"""Eligibility: which groups can take a request at all; their cost is the policy's matter. Pure."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ..proto.coatcheck_pb2 import GetModelResponse
 from ..proto.errors import ContextLengthExceeded, DeadlineExceeded
@@ -11,26 +11,26 @@ from .policy import Decision
 from .request import Request
 
 
-class Eligible(NamedTuple):
-    """The names of the groups that can take a request.
+class EligibleGroups(NamedTuple):
+    """The names of the groups that can take a request; the admission queue's scheduling class of the request.
 
-    While the first of several requests with equal values finds no room, the others find none either, so the router
-    tries only the first. `has_begun`: the request was running on a group that was lost. Such a request waits until an
-    equal group serves; one that has not begun is refused if no group can ever hold it.
+    If the first of several requests with equal values finds no room, the others find none either, so the queue tries
+    only the first. `has_begun`: the request was running on a group that was lost. Such a request waits until an equal
+    group serves; one that has not begun is refused if no group can ever hold it.
     """
 
-    groups: frozenset[str]
+    names: frozenset[str]
     has_begun: bool = False
 
-
-def everywhere(serving: Iterable[tuple[GroupLink, Registration]]) -> Eligible:
-    """The value of a request that every group of `serving` can take."""
-    return Eligible(frozenset(link.name for link, _ in serving))
+    @classmethod
+    def of(cls, groups: Iterable[tuple[GroupLink, Registration]], *, has_begun: bool = False) -> Self:
+        """The value for a request that every one of `groups` can take."""
+        return cls(frozenset(link.name for link, _ in groups), has_begun)
 
 
 def require_time(request: Request, decision: Decision, now: float) -> None:
-    """Raises DeadlineExceeded where no group could begin to answer in time: as many steps as the prompts ahead and its
-    own take at the least, each as quick as one without prompts."""
+    """Raises DeadlineExceeded if no group can begin to answer in time. The least time is the number of steps for the
+    prompts ahead and for its own, each as quick as a decode step."""
     if request.deadline is None:
         return
     soonest = min(term.decode for term in decision.terms)

@@ -1,9 +1,9 @@
-"""Expectations: the blocks of prompts that this router has sent and whose group has not told of them yet.
+"""Expectations: the blocks of prompts that this router has sent and that the group's events do not contain yet.
 
-By the time that a prompt sent now is computed they will be there, so a burst of one session goes to one group. Groups
-are bits here, as in the prefix index. Bits are used again: another group may get the bit of a group that left, and so
-may the same group when it attaches again. So an expectation ends only once, when it is settled or when its group is
-forgotten; settling it after that changes nothing.
+They will be cached by the time that a prompt sent now is computed, so a burst of one session goes to one group. A group
+is a bit here, as in the prefix index, and bits are reused: after a group has left, its bit may belong to another group,
+or to the same group after it attached again. Therefore an expectation ends only once, when it is settled or when its
+group is forgotten; settling it after that changes nothing.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """One prompt on its way to one group, on one attachment of that group. Equal to itself only."""
+    """The blocks of one prompt that was sent to one attachment of one group. Compared by identity."""
 
     bit: int
     chain: Sequence[bytes]
@@ -25,14 +25,14 @@ class Expectations:
     def __init__(self) -> None:
         self.where: dict[bytes, int] = {}
         self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> open expectations that have it
-        self._open: dict[int, set[Expectation]] = {}  # group -> those neither settled nor forgotten
+        self._open: dict[int, set[Expectation]] = {}  # group -> expectations neither settled nor forgotten
 
     def __len__(self) -> int:
         """Blocks by group."""
         return sum(map(len, self._counts.values()))
 
     def add(self, bit: int, chain: Sequence[bytes]) -> Expectation:
-        """A prompt goes to the group: its blocks are expected there until `settle` or `forget`."""
+        """Records that a prompt was sent to the group: its blocks are expected there until `settle` or `forget`."""
         expectation = Expectation(bit, chain)
         self._open.setdefault(bit, set()).add(expectation)
         counts, where = self._counts.setdefault(bit, {}), self.where
@@ -45,7 +45,7 @@ class Expectations:
         return expectation
 
     def settle(self, expectation: Expectation) -> None:
-        """The prompt is computed, or never will be. Changes nothing if it was settled or forgotten before."""
+        """Ends an expectation whose prompt is computed or never will be. Changes nothing if it has ended before."""
         bit = expectation.bit
         still_open = self._open.get(bit)
         if still_open is None or expectation not in still_open:
@@ -68,7 +68,9 @@ class Expectations:
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         expected: dict[bytes, int] = {}
-        assert self._open.keys() == self._counts.keys(), "open expectations and their blocks are of the same groups"
+        assert self._open.keys() == self._counts.keys(), (
+            "groups with open expectations and groups with counts are the same"
+        )
         for bit, counts in self._counts.items():
             blocks = Counter(block for expectation in self._open[bit] for block in expectation.chain)
             assert counts == blocks, "each block is counted once for each open expectation that has it"

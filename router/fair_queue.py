@@ -1,16 +1,16 @@
-"""FairQueue: who waits for a place on a group, and who is next.
+"""FairQueue: the requests that wait for a place on a group, in the order of weighted fair queueing.
 
-    next = of the lowest priority, the tenant that was served least for its weight, and its request that is due first
+The next request is of the lowest `priority` value that waits; among its tenants, of the one with the least virtual
+time; among that tenant's requests, the one that is due first.
 
-What a tenant was served is counted in tokens over its weight, its virtual time: a guess when a request is taken, put
-right when it ends (see `Served`). A tenant that comes back from a pause starts where those that wait are, so that
-nobody saves up. One of every few taken is so without regard to priority: nobody starves. When it is full, whoever
-fills it most for their weight gives way.
+A tenant's virtual time is the tokens that it was served over its weight. A request is charged an estimate when it is
+taken, and the true count when it ends (see `Served`). A tenant that returns from a pause starts at the virtual time of
+those that wait, so that nobody saves up credit. Every eighth request is taken without regard to priority, so that none
+starves. When the queue is full, the tenant with most requests for its weight loses its newest one.
 
-`needs` is the class of a request: requests of one class can go to the same groups. Callers say which classes are
-`blocked`, because no group has room for them. These are passed over, but their requests keep their place and their
-tenants keep their virtual time, so that they are first when there is room. Pure: it does not know groups, clocks or
-what a request is.
+Requests of one `scheduling_class` can go to the same groups. Callers name the `blocked` classes, for which no group has
+room. Those are passed over, but their requests keep their place and their tenants keep their virtual time, so that they
+are first when there is room. The module is pure: it knows neither groups nor clocks nor what a request is.
 """
 
 from collections import Counter, OrderedDict
@@ -24,14 +24,14 @@ from .level import Level
 from .tenant import Tenant
 
 Waiting = TypeVar("Waiting")
-# One of so many is taken whatever its priority.
+# Every eighth request is taken whatever its priority.
 _ANY_PRIORITY_EVERY: Final = 8
 _NOTHING: Final[AbstractSet[Hashable]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """How many wait, and how many were taken, displaced by others, and refused, since the start."""
+    """Requests that wait now, and those taken, displaced by others and refused since the start."""
 
     waiting: int = 0
     taken: int = 0
@@ -40,7 +40,7 @@ class QueueStats:
 
 
 class Served:
-    """What one request was charged, until it is known what it took."""
+    """The tokens that one request was charged, an estimate until `settle`."""
 
     __slots__ = ("_tenant", "tokens")
 
@@ -49,13 +49,13 @@ class Served:
         self.tokens = tokens
 
     def settle(self, tokens: float) -> None:
-        """It took so many."""
+        """Charges `tokens`, the true count, in place of the estimate."""
         self._tenant.time += (tokens - self.tokens) / self._tenant.weight
         self.tokens = tokens
 
 
 class _Share:
-    """One tenant's: its virtual time, and what it has waiting, by priority."""
+    """One tenant's virtual time and its waiting requests by priority."""
 
     __slots__ = ("levels", "size", "time", "weight")
 
@@ -66,7 +66,7 @@ class _Share:
         self.levels: dict[int, Level] = {}
 
     def first_priority(self, blocked: AbstractSet[Hashable]) -> int | None:
-        """The most urgent priority at which something waits that is not blocked; None if there is none."""
+        """The lowest priority value at which a request of a class that is not blocked waits; None if there is none."""
         if not blocked:
             return min(self.levels) if self.levels else None
         return min([rank for rank, level in self.levels.items() if not level.classes <= blocked], default=None)
@@ -79,17 +79,17 @@ class _Entry(Generic[Waiting]):
     priority: int
     tokens: float
     due: float
-    needs: Hashable
+    scheduling_class: Hashable
 
 
 class FairQueue(Generic[Waiting]):
-    """Holds at most `most`; what is put in with `bounded=False` is taken in whatever its size."""
+    """Holds at most `most` requests, not counting those put in with `bounded=False`, which always find room."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._entries: OrderedDict[int, _Entry[Waiting]] = OrderedDict()  # by age
         self._shares: dict[str, _Share] = {}
-        self._classes: Counter[Hashable] = Counter()  # how many requests of each class wait
+        self._classes: Counter[Hashable] = Counter()  # class -> waiting requests
         self._ids = count(1)
         self._now = 0.0  # the virtual time of those that wait; it only grows
         self._taken = self._displaced = self._refused = 0
@@ -98,18 +98,20 @@ class FairQueue(Generic[Waiting]):
         return len(self._entries)
 
     def has_room(self, tenant: Tenant, priority: int) -> bool:
-        """Whether one more of this tenant would be taken in now."""
+        """Whether `put` would accept a request of this tenant now."""
         return len(self._entries) < self.most or self._victim(tenant, priority) is not None
 
-    def ahead(self, tenant: Tenant, priority: int, due: float, needs: Hashable = None) -> int:
-        """How many requests are certainly taken before a new one of this tenant and class: those of both that are no
-        less urgent and due no later."""
+    def ahead(self, tenant: Tenant, priority: int, due: float, scheduling_class: Hashable = None) -> int:
+        """The number of requests that are certainly taken before a new one: those of the same tenant and class that
+        are no less urgent and due no later."""
         share = self._shares.get(tenant.name)
-        return sum(level.due_by(due, needs) for rank, level in share.levels.items() if rank <= priority) if share else 0
+        if share is None:
+            return 0
+        return sum(level.due_by(due, scheduling_class) for rank, level in share.levels.items() if rank <= priority)
 
-    def waiting(self, needs: Hashable) -> int:
-        """How many requests of the class `needs` wait."""
-        return self._classes[needs]
+    def waiting(self, scheduling_class: Hashable) -> int:
+        """The number of waiting requests of the class."""
+        return self._classes[scheduling_class]
 
     def put(
         self,
@@ -119,11 +121,14 @@ class FairQueue(Generic[Waiting]):
         priority: int = 0,
         tokens: float = 1.0,
         due: float = 0.0,
-        needs: Hashable = None,
+        scheduling_class: Hashable = None,
         bounded: bool = True,
     ) -> tuple[int, Waiting | None] | None:
-        """Takes one in that will need about so many tokens, and is due then (those that are due together go in order
-        of age): its id, and whom it displaced if it did. None: no room."""
+        """Adds a request. Returns its id and the request that it displaced, if any; None if there is no room.
+
+        `tokens`: estimate of what it will be charged. `due`: order within its tenant and priority; equal ones go in
+        order of age. `bounded`: False accepts it even if the queue is full.
+        """
         displaced: Waiting | None = None
         if bounded and len(self._entries) >= self.most:
             victim = self._victim(tenant, priority)
@@ -136,19 +141,20 @@ class FairQueue(Generic[Waiting]):
         if not share.size:
             share.time = max(share.time, self._now)
         id = next(self._ids)
-        entry = self._entries[id] = _Entry(what, tenant.name, priority, tokens, due, needs)
-        self._stand(id, entry)
+        entry = self._entries[id] = _Entry(what, tenant.name, priority, tokens, due, scheduling_class)
+        self._add_to_level(id, entry)
         share.size += 1
         return id, displaced
 
-    def regroup(self, needs: Callable[[Waiting], Hashable]) -> None:
-        """Gives each waiting request the class that `needs` now returns for it; each keeps its place. O(n log n)."""
+    def reclassify(self, find_class: Callable[[Waiting], Hashable]) -> None:
+        """Gives each waiting request the scheduling class that `find_class` returns for it; each keeps its place. Takes
+        O(n log n)."""
         self._classes.clear()
         for share in self._shares.values():
             share.levels.clear()
         for id, entry in self._entries.items():
-            entry.needs = needs(entry.what)
-            self._stand(id, entry)
+            entry.scheduling_class = find_class(entry.what)
+            self._add_to_level(id, entry)
 
     def peek(self, blocked: AbstractSet[Hashable] = _NOTHING) -> Waiting | None:
         """The next request of a class that is not blocked; None if there is none."""
@@ -156,7 +162,7 @@ class FairQueue(Generic[Waiting]):
         return self._entries[id].what if id is not None else None
 
     def oldest(self) -> Waiting | None:
-        """Of those of the next one's tenant and priority, who has waited longest: it may be due later."""
+        """Of the next request's tenant and priority, the request that has waited longest; it may be due later."""
         id = self._next(_NOTHING)
         if id is None:
             return None
@@ -166,9 +172,9 @@ class FairQueue(Generic[Waiting]):
     def take(self, blocked: AbstractSet[Hashable] = _NOTHING) -> tuple[Waiting, Served]:
         """Removes the next request of a class that is not blocked, and charges its tenant. There must be one."""
         id = self._next(blocked)
-        assert id is not None, "nobody waits that is not blocked"
-        # Without the tenants that are blocked: their virtual time stands still, and a tenant that comes back from a
-        # pause would start there, ahead of all that were served since.
+        assert id is not None, "all waiting classes are blocked"
+        # Tenants whose requests are all blocked are left out: their virtual time stands still, and a tenant that
+        # returns from a pause would start there, ahead of all that were served since.
         open_shares = (share for share in self._shares.values() if share.first_priority(blocked) is not None)
         self._now = max(self._now, min(share.time for share in open_shares))
         entry = self._remove(id)
@@ -176,7 +182,7 @@ class FairQueue(Generic[Waiting]):
         return entry.what, self._charge(self._shares[entry.tenant], entry.tokens)
 
     def pass_by(self, tenant: Tenant, tokens: float) -> Served:
-        """Charges for one that need not wait, since nobody does."""
+        """Charges the tenant for a request that was placed without waiting, while the queue was empty."""
         share = self._share(tenant)
         share.time = max(share.time, self._now)
         self._now = share.time
@@ -184,21 +190,21 @@ class FairQueue(Generic[Waiting]):
         return self._charge(share, tokens)
 
     def drop(self, id: int) -> bool:
-        """It waits no longer; whether it did."""
+        """Removes a request whose client is gone. Returns whether it was still waiting."""
         if id not in self._entries:
             return False
         self._remove(id)
         return True
 
     def stats(self) -> QueueStats:
-        """Its counts."""
+        """The counts for status and metrics."""
         return QueueStats(len(self._entries), self._taken, self._displaced, self._refused)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         assert sum(share.size for share in self._shares.values()) == len(self._entries), "the shares hold what waits"
-        classes = Counter(entry.needs for entry in self._entries.values())
-        assert +self._classes == classes, "how many wait of each class is known"
+        classes = Counter(entry.scheduling_class for entry in self._entries.values())
+        assert +self._classes == classes, "the counts by class"
         for id, entry in self._entries.items():
             assert id in self._shares[entry.tenant].levels[entry.priority], "each at its place"
         for share in self._shares.values():
@@ -223,17 +229,17 @@ class FairQueue(Generic[Waiting]):
         urgent = min(priority for priority, _ in ranked)
         share = min((share for priority, share in ranked if priority == urgent), key=lambda share: share.time)
         first = share.levels[urgent].first(blocked)
-        assert first is not None, "something at its first priority is not blocked"
+        assert first is not None, "first_priority counts only classes that are not blocked"
         return first[1]
 
-    def _stand(self, id: int, entry: _Entry[Waiting]) -> None:
+    def _add_to_level(self, id: int, entry: _Entry[Waiting]) -> None:
         levels = self._shares[entry.tenant].levels
-        levels.setdefault(entry.priority, Level()).add(id, entry.due, entry.needs)
-        self._classes[entry.needs] += 1
+        levels.setdefault(entry.priority, Level()).add(id, entry.due, entry.scheduling_class)
+        self._classes[entry.scheduling_class] += 1
 
     def _victim(self, tenant: Tenant, priority: int) -> int | None:
-        """Who would give way to one more of this tenant: the newest of the least urgent, of whoever has most waiting
-        for its weight. Itself, if that is the newcomer's tenant and nobody there is less urgent."""
+        """The id of the request that a new one of this tenant displaces: the newest of the least urgent, of the tenant
+        with most requests for its weight. None if that is `tenant` and none of its requests is less urgent."""
         own = self._shares.get(tenant.name)
         mine = ((own.size if own else 0) + 1) / tenant.weight
         fullest, name = max(
@@ -267,7 +273,7 @@ class FairQueue(Generic[Waiting]):
         if not level:
             del share.levels[entry.priority]
         share.size -= 1
-        self._classes[entry.needs] -= 1
-        if not self._classes[entry.needs]:
-            del self._classes[entry.needs]
+        self._classes[entry.scheduling_class] -= 1
+        if not self._classes[entry.scheduling_class]:
+            del self._classes[entry.scheduling_class]
         return entry

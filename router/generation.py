@@ -54,7 +54,7 @@ from .tokenizer import TokenizerJson
 from .traffic import Traffic
 
 _T = TypeVar("_T")
-# Hashing or packing more tokens than this takes over a millisecond, which is too long for the event loop.
+# Hashing or serialising more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
 # Or as many as the model's context has. A token takes the tokeniser some 200 bytes while it works.
 _MOST_TOKENIZED: Final = 1 << 18
@@ -95,7 +95,7 @@ class Generation:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that `tokenize` and `detokenize` take: those of the model's context, and at least 262,144."""
+        """Most tokens of a call to `tokenize` or `detokenize`: the model's context length, at least 262,144."""
         return max(_MOST_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
 
     @property
@@ -105,7 +105,7 @@ class Generation:
 
     @property
     def defaults(self) -> SamplingDefaults:
-        """Values of sampling fields that a request leaves unset. They come from the model's files: routers agree."""
+        """Values of sampling fields that a request leaves unset, from the model's generation_config.json."""
         return self._defaults
 
     async def generate_stream(
@@ -194,26 +194,26 @@ class Generation:
         return TokenizeResponse(token_ids=ids)
 
     async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
-        """The ids of a prompt that is to be answered. Raises ContextLengthExceeded for one far over the context."""
+        """The token ids of a generation's prompt. Raises ContextLengthExceeded for one far over the context."""
         check_model_name(message.model, self._config.model_name)
-        return list(await self._answered_ids(message, self._capacity(self._model())))
+        return list(await self._ids_within_context(message, self._capacity(self._model())))
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of token ids; raises NeverFits for more than `tokenize` would return."""
+        """The text of token ids; raises NeverFits for more than `most_tokens`."""
         await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
         if len(message.token_ids) > self.most_tokens:
             raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.most_tokens} are taken")
         check_token_ids(message.token_ids, self._vocab_size())
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-        return DetokenizeResponse(text=await self._aside(lambda: self._tokenizer.decode(message.token_ids, skip)))
+        return DetokenizeResponse(text=await self._in_thread(lambda: self._tokenizer.decode(message.token_ids, skip)))
 
     async def get_model(self, message: GetModelRequest) -> GetModelResponse:
         """What is served; raises Unavailable until a group has registered."""
         check_parts(message)
         model = GetModelResponse()
         model.CopyFrom(self._model())
-        if given := self._defaults.given():
+        if given := self._defaults.given_values():
             model.default_sampling.CopyFrom(SamplingMessage(**given))
         return model
 
@@ -238,7 +238,7 @@ class Generation:
     ) -> Request:
         await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
-        token_ids = await self._answered_ids(message, self._capacity(self._model()))
+        token_ids = await self._ids_within_context(message, self._capacity(self._model()))
         model = self._model()
         request = admit(
             message,
@@ -252,29 +252,30 @@ class Generation:
         if request.sampling.structured is not None:
             await self._grammars.require(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:
-            await self._aside(lambda: request.prepare(model))
+            await self._in_thread(lambda: request.prepare(model))
         if passage is None:
             return request
         passage.admitted(request.request_id, len(token_ids), resumed=bool(request.resume))
         return dataclasses.replace(request, passage=passage, deadline=deadline)
 
     async def _check_parts(self, message: Message) -> None:
-        """See check_parts; on the event loop only for a short message."""
+        """As check_parts; in a thread if the message is long."""
         if message.ByteSize() > LONG_BYTES:
-            await self._aside(lambda: check_parts(message))
+            await self._in_thread(lambda: check_parts(message))
         else:
             check_parts(message)
 
-    async def _answered_ids(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
-        """As _prompt_ids, for a prompt that is to be answered. `capacity`: most tokens of one sequence. Raises
-        ContextLengthExceeded, early, for a prompt far over `capacity`; `admit` refuses one that is a little over."""
+    async def _ids_within_context(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
+        """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: most tokens of one
+        sequence. A prompt a little over `capacity` passes here, and `admit` refuses it."""
         try:
             return await self._prompt_ids(message, capacity)
         except NeverFits as error:
             raise ContextLengthExceeded.of(capacity, str(error)) from None
 
     async def _prompt_ids(self, message: GenerateRequest | TokenizeRequest, at_most: int) -> Sequence[int]:
-        """The prompt's token ids. Long work is done off the event loop. Raises NeverFits for far over `at_most`."""
+        """The prompt's token ids, made off the event loop unless they are few and sent as ids. Raises NeverFits for a
+        prompt far over `at_most` tokens."""
         check_chat(message, at_most)
         if isinstance(message, GenerateRequest) and 0 < len(message.token_ids.ids) <= _LONG_PROMPT:
             return prompt_token_ids(message, self._tokenizer)  # a short copy
@@ -283,7 +284,7 @@ class Generation:
             return await self._side.run(
                 encode_long_prompt, directory, type(message), message.SerializeToString(), at_most
             )
-        return await self._aside(lambda: prompt_token_ids(message, self._tokenizer, at_most))
+        return await self._in_thread(lambda: prompt_token_ids(message, self._tokenizer, at_most))
 
     def _capacity(self, model: GetModelResponse) -> int:
         rooms = [capacity(registration) for _, registration in self._groups.serving()]
@@ -298,5 +299,5 @@ class Generation:
         model = self._groups.model
         return model.vocab_size if model is not None else self._tokenizer.vocab_size
 
-    async def _aside(self, work: Callable[[], _T]) -> _T:
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

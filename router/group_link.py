@@ -93,7 +93,7 @@ class GroupLink:
         ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
         self.tickets.open(ticket)
         now = asyncio.get_running_loop().time()
-        ticket.sent = self.load.sent(uncached_tokens, request.sampling.n)
+        ticket.submission = self.load.add_submission(uncached_tokens, request.sampling.n)
         self._stream.send(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens, now)))
         return ticket
 
@@ -102,14 +102,14 @@ class GroupLink:
         ticket.close(finished)
         self.tickets.forget(ticket.id)
         self.suspect(ticket, 0)
-        if ticket.sent is not None:
-            ticket.sent.end()
+        if ticket.submission is not None:
+            ticket.submission.end()
         self._eased()
 
     def computed(self, ticket: Ticket) -> None:
         """Its prompt is not ahead of others any more."""
-        if ticket.sent is not None:
-            ticket.sent.begin()
+        if ticket.submission is not None:
+            ticket.submission.begin()
         self._eased()
 
     def suspect(self, ticket: Ticket, level: int) -> None:

@@ -20,10 +20,10 @@ from .ticket import Ejected
 
 
 class Groups:
-    """Owns the links and the index. `eased` is called whenever some group may have room again. `regrouped` is called
-    instead when the set of groups that take new work has changed."""
+    """Owns the links and the index. `eased` is called whenever some group may have room again; `groups_changed` is
+    called instead when the set of groups that take new work has changed."""
 
-    def __init__(self, config: RouterConfig, eased: Callable[[], None], regrouped: Callable[[], None]) -> None:
+    def __init__(self, config: RouterConfig, eased: Callable[[], None], groups_changed: Callable[[], None]) -> None:
         self.index = PrefixIndex()
         self.losses = Losses()
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
@@ -31,7 +31,7 @@ class Groups:
         self.draining: set[str] = set()
         self._config = config
         self._eased = eased
-        self._regrouped = regrouped
+        self._groups_changed = groups_changed
         self._links: dict[str, GroupLink] = {}
         self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
         self._serving_before: list[tuple[GroupLink, Registration]] = []
@@ -110,10 +110,10 @@ class Groups:
         if not serving:
             for link in self._links.values():
                 link.recall()
-        # A request that becomes less suspect notifies too, hundreds may at once, and then the groups are the same.
+        # A request whose suspicion falls notifies too, hundreds of them at once; the groups are the same then.
         same = serving == self._serving_before
         self._serving_before = serving
-        (self._eased if same else self._regrouped)()
+        (self._eased if same else self._groups_changed)()
 
     def _judge(self, link: GroupLink) -> Ejected | None:
         """Whether it is too slow, now that it has reported, to be kept beside the others."""

@@ -1,15 +1,15 @@
-"""Line: where requests wait until a group has room for them, and are sent from in their turn.
+"""Line: the admission queue, in which requests wait until a group has room for them.
 
-A request goes straight through while nobody waits and some group has room for it. Placing and taking out of the queue
-are one step, so that what one request takes of the room the next one sees. Of one tenant's, short prompts need not wait
-for long ones: each is due some multiple of its own prompt's seconds after it came, and the first due is next; so nobody
-is overtaken for ever, and whoever waits longest has the most to be done (the aim of Brinch Hansen's "highest response
-ratio next", with an order that does not change).
+A request is placed at once while the queue is empty and some group has room. A request is placed and taken out of the
+queue in one step, so the next one sees the room that is left. Within a tenant short prompts overtake long ones: a
+request is due at its arrival + 20 × the seconds that its prompt takes to compute, and the first due is next. So none is
+overtaken for ever, and waiting times are in proportion to the work (the aim of Brinch Hansen's "highest response ratio
+next", with an order that does not change).
 
 A request for which no group has room is passed over, and holds up only those that could go to the same groups: of the
-requests with equal `Eligible` only the first is tried at each move. It keeps its place, and is tried first when there
-is room again. The caller of `placed` says how to place the request, which groups can take it, and how long its prompt
-takes.
+requests with equal `EligibleGroups` only the first is tried at each move. It keeps its place, and is tried first when
+there is room again. The caller of `placed` says how to place the request, which groups can take it, and how long its
+prompt takes.
 """
 
 import asyncio
@@ -18,76 +18,77 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 from ..proto.errors import CoatcheckError, DeadlineExceeded, Overloaded
-from .eligibility import Eligible
+from .eligibility import EligibleGroups
 from .fair_queue import FairQueue, QueueStats, Served
 from .placement import Placement
 from .request import Request
 from .tenant import Tenant
 
-# To None while no group has room.
+# Places the request; returns None while no group has room.
 Place = Callable[[], Placement | None]
-# Which groups can take the request, of those that serve now.
-Eligibility = Callable[[], Eligible]
-# Seconds that the prompt takes where it takes least; 0 while that is not known.
+# The groups that can take the request, of those that serve now.
+FindEligible = Callable[[], EligibleGroups]
+# Seconds that the prompt takes on the group that holds most of it; 0 while no group serves.
 Seconds = Callable[[], float]
-# Those that come within so many times a prompt's own seconds may overtake it.
+# A request may be overtaken by those that arrive within this multiple of its own prompt's seconds.
 _PATIENCE: Final = 20.0
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
-# A deadline is refused if twice the speed at which the line has moved would not meet it, once so many have left it.
+# A deadline is refused if the queue would have to move more than _AT_BEST times as fast as it has moved to meet it;
+# checked once _FEWEST_MOVED requests have left the queue.
 _AT_BEST: Final = 2.0
 _FEWEST_MOVED: Final = 8
-_REMEMBERED: Final = 64  # places given, for the rate of them
-_FIRST_ANSWER_TOKENS: Final = 64.0  # foreseen of an answer until some have ended
+_REMEMBERED: Final = 64  # placements, from which their rate is computed
+_FIRST_ANSWER_TOKENS: Final = 64.0  # estimate of an answer's length before any has ended
 _ANSWERS_AVERAGED: Final = 32
 
 
 class _Waiting:
-    __slots__ = ("deadline", "eligibility", "eligible", "place", "placed", "since")
+    __slots__ = ("deadline", "eligible", "find_eligible", "place", "placed", "since")
 
-    def __init__(self, place: Place, eligibility: Eligibility, since: float, deadline: float | None) -> None:
+    def __init__(self, place: Place, find_eligible: FindEligible, since: float, deadline: float | None) -> None:
         self.deadline = deadline
-        self.eligibility = eligibility
-        self.eligible = eligibility()
+        self.find_eligible = find_eligible
+        self.eligible = find_eligible()
         self.place = place
         self.since = since
         self.placed: asyncio.Future[tuple[Placement, Served]] = asyncio.get_running_loop().create_future()
 
 
 def due_at(came: float, seconds: float) -> float:
-    """When a request is due whose prompt takes so long."""
+    """The due time of a request: `came` is its arrival, `seconds` what its prompt takes to compute."""
     return came + _PATIENCE * seconds
 
 
 class Line:
-    """Holds at most `most` requests that no group has yet."""
+    """Holds at most `most` requests, not counting those put in with `bounded=False`."""
 
     def __init__(self, most: int) -> None:
         self._queue: FairQueue[_Waiting] = FairQueue(most)
         self._given: deque[float] = deque(maxlen=_REMEMBERED)
         self._answer_tokens = _FIRST_ANSWER_TOKENS
-        self._moved, self._formed = 0, 0.0  # places given since the line was last empty, and when that was
-        self._last_wait = (0.0, 0.0)  # when, and how long the one that was placed then had waited
+        self._moved, self._formed = 0, 0.0  # requests placed since the queue was last empty, and when that was
+        self._last_wait = (0.0, 0.0)  # of the request placed last: when, and how long it had waited
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def stats(self) -> QueueStats:
-        """Its counts."""
+        """The counts for status and metrics."""
         return self._queue.stats()
 
     def queue_seconds(self, now: float) -> float:
-        """How long requests wait now: of those like the next one (see FairQueue.oldest) whoever has waited longest, or
-        whoever was placed last, if that is but a moment ago."""
+        """How long requests wait now: the age of the oldest one (see FairQueue.oldest), or the wait of the request
+        placed last if that was within the last second; the larger of both."""
         oldest = self._queue.oldest()
         when, waited = self._last_wait
         return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)
 
     def require_room(
-        self, tenant: Tenant, priority: int, now: float, deadline: float | None, eligible: Eligible
+        self, tenant: Tenant, priority: int, now: float, deadline: float | None, eligible: EligibleGroups
     ) -> None:
-        """Raises Overloaded where a request of this tenant would find no room in the queue, and DeadlineExceeded where
-        its turn cannot come in time, before anything is done for it. Only requests that can go to the same groups (an
-        equal `eligible`) count as ahead of it: others may be waiting for groups that it does not need."""
+        """Checks a request before any work is done for it. Raises Overloaded if the queue has no room for this tenant,
+        and DeadlineExceeded if its turn cannot come in time. Only requests that can go to the same groups (an equal
+        `eligible`) count as ahead of it, since others may wait for groups that it does not need."""
         if not len(self._queue):
             return
         if not self._queue.has_room(tenant, priority):
@@ -103,15 +104,15 @@ class Line:
             )
 
     async def placed(
-        self, request: Request, place: Place, eligibility: Eligibility, seconds: Seconds, *, bounded: bool = True
+        self, request: Request, place: Place, find_eligible: FindEligible, seconds: Seconds, *, bounded: bool = True
     ) -> tuple[Placement, Served]:
-        """Waits for its turn and a place. Raises Overloaded when there is no room to wait, or others have more claim
-        to it, and what `place` raises."""
+        """Waits until the request is placed. Raises Overloaded if the queue has no room or the request is displaced,
+        and whatever `place` raises."""
         now = asyncio.get_running_loop().time()
         tokens = self._foreseen(request)
         if not len(self._queue) and (placement := place()) is not None:
             return placement, self._queue.pass_by(request.tenant, tokens)
-        waiting = _Waiting(place, eligibility, now, request.deadline)
+        waiting = _Waiting(place, find_eligible, now, request.deadline)
         if not len(self._queue):
             self._moved, self._formed = 0, now
         put = self._queue.put(
@@ -120,7 +121,7 @@ class Line:
             priority=request.priority,
             tokens=tokens,
             due=due_at(now, seconds()),
-            needs=waiting.eligible,
+            scheduling_class=waiting.eligible,
             bounded=bounded,
         )
         if put is None:
@@ -129,31 +130,32 @@ class Line:
         if displaced is not None and not displaced.placed.done():
             displaced.placed.set_exception(self._full(now))
         if self._queue.waiting(waiting.eligible) == 1 < len(self._queue):
-            self.move()  # those that wait already wait for other groups
+            self.move()  # the only one of its class: the groups that it can take may have room now
         try:
             return await waiting.placed
         except asyncio.CancelledError:
             placed = waiting.placed
             if not self._queue.drop(id) and not placed.cancelled() and placed.exception() is None:
-                placement, served = placed.result()  # just as its client went
+                placement, served = placed.result()  # placed at the moment when its client went away
                 placement.close(finished=False)
                 served.settle(0)
-            self.move()  # somebody else may be next now, and fit where this one did not
+            self.move()  # another request may be next now, and may fit where this one did not
             raise
 
-    def regroup(self) -> None:
-        """The groups that serve have changed: asks again which can take each waiting request, then as `move`."""
+    def reclassify(self) -> None:
+        """To be called when the groups that serve have changed: updates the eligible groups of each waiting request,
+        then moves."""
 
-        def eligible(waiting: _Waiting) -> Eligible:
-            waiting.eligible = waiting.eligibility()
+        def eligible(waiting: _Waiting) -> EligibleGroups:
+            waiting.eligible = waiting.find_eligible()
             return waiting.eligible
 
-        self._queue.regroup(eligible)
+        self._queue.reclassify(eligible)
         self.move()
 
     def move(self) -> None:
-        """Places waiting requests in their order, for as long as some group has room for one of them. At most one
-        request of each different `Eligible` is tried in vain."""
+        """Places waiting requests in their order until no group has room for any of them. At most one request of each
+        scheduling class (its `EligibleGroups`) is tried in vain."""
         blocked: set[Hashable] = set()  # no group that could take these has room
         while (waiting := self._queue.peek(blocked)) is not None:
             now = asyncio.get_running_loop().time()
@@ -161,7 +163,7 @@ class Line:
                 if waiting.deadline is not None and now >= waiting.deadline:
                     raise DeadlineExceeded(f"its deadline came after {now - waiting.since:.1f} s in line")
                 placement = waiting.place()
-            except CoatcheckError as error:  # it fits none of the groups that there are by now
+            except CoatcheckError as error:  # such as: none of the groups that serve now can ever hold it
                 self._queue.take(blocked)[1].settle(0)
                 if not waiting.placed.done():
                     waiting.placed.set_exception(error)
@@ -173,14 +175,15 @@ class Line:
             self._moved += 1
             self._given.append(now)
             self._last_wait = (now, now - waiting.since)
-            if waiting.placed.done():  # its client goes just now
+            if waiting.placed.done():  # its client has just gone away
                 placement.close(finished=False)
                 served.settle(0)
             else:
                 waiting.placed.set_result((placement, served))
 
     def ended(self, served: Served, computed: int, answered: int) -> None:
-        """What a request took in the end: prompt tokens that no cache held, and those of its answer."""
+        """Settles what a request is charged. `computed`: prompt tokens that no cache held; `answered`: tokens of the
+        answer."""
         served.settle(computed + answered)
         self._answer_tokens += (answered - self._answer_tokens) / _ANSWERS_AVERAGED
 
@@ -199,7 +202,7 @@ class Line:
         )
 
     def _retry_seconds(self, now: float) -> float:
-        """How long those that wait will take, as places have been given lately."""
+        """Estimated seconds until the queue is empty, from the rate at which requests were placed lately."""
         if len(self._given) < 2:
             return _SHORTEST_RETRY
         rate = len(self._given) / max(now - self._given[0], 1e-3)

@@ -1,8 +1,7 @@
-"""encode_long_prompt(): renders and tokenises a long prompt in a side process, with the same files as the router's own
-tokenizer.
+"""encode_long_prompt(): renders and tokenises a long prompt in a side process, from the router's tokenizer files.
 
-The tokenizers package computes without the GIL, but holds it while it makes the list of ids and frees its result: in a
-thread of the router, a million tokens would stop every stream for 0.2 s.
+The tokenizers package releases the GIL while it computes, but holds it while it makes the list of ids and frees its
+result. In a thread of the router, a million tokens would stop every stream for 0.2 s.
 """
 
 from array import array
@@ -18,5 +17,6 @@ load_tokenizer = cache(TokenizerJson.load)
 def encode_long_prompt(
     directory: str, kind: type[GenerateRequest] | type[TokenizeRequest], message: bytes, at_most: int
 ) -> "array[int]":
-    """The ids of a serialised message's prompt, by the tokenizer in `directory`. Raises as prompt_token_ids does."""
+    """The token ids of the prompt in a serialised message of type `kind`. `directory` has the tokenizer. Raises as
+    prompt_token_ids does."""
     return array("I", prompt_token_ids(kind.FromString(message), load_tokenizer(directory), at_most))

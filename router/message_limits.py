@@ -1,7 +1,7 @@
-"""Bounds on what a message may hold, so that checking and answering it is a bounded amount of work on the event loop.
+"""Limits on the number of entries in a message, so that checking and answering it is bounded work on the event loop.
 
 A chat of a few megabytes can have a hundred thousand messages, and a gRPC message of 32 MiB sixteen million. Each takes
-a few microseconds to check and tens to render, so their number is limited, whatever their length. Pure.
+a few microseconds to check and tens of microseconds to render, so the number is limited as well as the bytes. Pure.
 """
 
 from typing import Final, TypeVar
@@ -18,19 +18,19 @@ _Kind = TypeVar("_Kind", bound=Message)
 MOST_MESSAGES: Final = 8192
 # Functions that a chat's model may call.
 MOST_TOOLS: Final = 1024
-# Entries of all lists and maps in one message, at any depth, but for lists of numbers.
+# Parts of one message: the entries of all its lists and maps, at any depth, except for lists of numbers.
 MOST_PARTS: Final = 2 * MOST_MESSAGES
-# Numbers in one list: token ids.
+# Numbers in one list, such as token ids.
 MOST_NUMBERS: Final = 1 << 22
 # Checking the parts of a longer message may take over 25 ms.
 LONG_BYTES: Final = 16 << 10
-# For a longer prompt the tokeniser holds the GIL for over 25 ms, to make the list of ids.
+# For a longer prompt the tokenizer holds the GIL for over 25 ms while it makes the list of ids.
 _LONG_PROMPT_BYTES: Final = 128 << 10
 _LONG_PROMPT_PARTS: Final = 512
 
 
 def has_long_prompt(message: GenerateRequest | TokenizeRequest) -> bool:
-    """Whether rendering and tokenising the prompt is work for another process."""
+    """Whether the prompt should be rendered and tokenised in a side process."""
     match message.WhichOneof("prompt"):
         case "text":
             return len(message.text) > _LONG_PROMPT_BYTES
@@ -42,12 +42,13 @@ def has_long_prompt(message: GenerateRequest | TokenizeRequest) -> bool:
 
 
 def check_bytes(kind: type[Message], data: bytes) -> None:
-    """Parses `data` and checks it as `check_parts` does; for a side process, since millions of parts take a second."""
+    """Parses `data` and checks the message as `check_parts` does. Runs in a side process: millions of parts take a
+    second."""
     check_parts(parse(kind, data))
 
 
 def parse(kind: type[_Kind], data: bytes) -> _Kind:
-    """Raises InvalidRequest for what is no message of this kind."""
+    """The message in `data`; raises InvalidRequest if it is no message of this kind."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -55,16 +56,16 @@ def parse(kind: type[_Kind], data: bytes) -> _Kind:
 
 
 def check_parts(message: Message) -> None:
-    """Raises InvalidRequest for a message with more than MOST_PARTS parts, more than MOST_NUMBERS numbers in a list, or
-    with a field that this contract does not have: nothing that is sent is ignored."""
+    """Raises InvalidRequest for a message with more than MOST_PARTS parts, more than MOST_NUMBERS numbers in one list,
+    or a field that the .proto file does not have: no field that a client sends is ignored."""
     if message.ByteSize() > LONG_BYTES and _has_unknown_fields(message):
         raise InvalidRequest(f"{message.DESCRIPTOR.name} has fields that this server does not know; leave them out")
     _count(message, MOST_PARTS)
 
 
 def check_chat(message: GenerateRequest | TokenizeRequest, capacity: int) -> None:
-    """Raises InvalidRequest for a chat of more than MOST_MESSAGES messages, and NeverFits for one of more messages than
-    `capacity`, the most tokens that a sequence may have: each takes a token at least."""
+    """Raises InvalidRequest for a chat of more than MOST_MESSAGES messages, and NeverFits for one of `capacity`
+    messages or more. `capacity`: the most tokens of one sequence; each message takes at least one token."""
     count = len(message.chat.messages)
     if count > MOST_MESSAGES:
         raise InvalidRequest(f"the chat has {count} messages; at most {MOST_MESSAGES} are taken")
@@ -76,7 +77,8 @@ def check_chat(message: GenerateRequest | TokenizeRequest, capacity: int) -> Non
 
 
 def _has_unknown_fields(message: Message) -> bool:
-    """Whether the message or one within it has any. An UnknownFieldSet of a million fields would take ten seconds."""
+    """Whether the message or a message inside it has unknown fields. To ask UnknownFieldSet would take ten seconds for
+    a million fields."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -84,7 +86,7 @@ def _has_unknown_fields(message: Message) -> bool:
 
 
 def _count(message: Message, left: int) -> int:
-    """How many of `left` parts remain after those of this message. Raises InvalidRequest if they are too few."""
+    """`left` less the parts of this message. Raises InvalidRequest if that is below 0."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise InvalidRequest(

@@ -10,11 +10,10 @@
     stall    = prefill × streams that decode there × a price per stream that grows with the mean busy share
     delay    = (prefill + restore + eviction) × requests that will wait behind this one at the group
 
-The first four terms are what this request waits for; the last three are what other requests will wait. How many
-will wait behind this one follows from the mean queue of all groups: while all of them are busy, everybody waits for a
-second of extra work anywhere, so a cached prefix is worth more the longer the queues are. Two things correct the mean:
-work that a mostly idle group does delays nobody; and while other groups are idle, more requests wait behind a long
-queue than behind a short one.
+The first four terms are what this request waits for; the last three are what other requests will wait. The number that
+will wait behind this one follows from the mean queue of all groups: while all groups are busy, a second of extra work
+on any of them delays everybody, so a cached prefix is worth more the longer the queues are. Two rules correct the mean:
+work on a mostly idle group delays nobody; and while other groups are idle, requests wait behind a group's own queue.
 
 Two rules limit the choice before costs are compared:
 - While some group has room, a group without room is a candidate only if it holds more of the prompt.
@@ -51,16 +50,16 @@ _UNUSED: Final = 1e-4  # added to busy shares, so that groups that have all been
 # with smaller values too many requests leave their prefix while all groups are busy.
 _QUEUE_RATIO: Final = 8.0
 _STREAM_WEIGHT: Final = 0.5
-# Seconds that a stream's second of standing still is worth, at a busy share of a half: tuned by bench/routing.py.
+# Price of a stall: a second that one stream stands still costs _STALL × (_STALL_IDLE + b / (1 - b)) seconds at a mean
+# busy share of b; tuned by bench/routing.py. While all groups are idle, _STALL_IDLE prefers those with fewer streams.
 _STALL: Final = 0.005
-# And so much while all are idle: of groups that are alike the one with fewer streams is taken.
 _STALL_IDLE: Final = 0.4
-# A group's own prefill rate counts for half where it spends such a share of its time on prompts, and the more the
-# busier it is; else the mean of all, by how busy they are: one that once measured badly, and is passed over for that,
-# measures no more.
+# The prefill rate of a group is a mean of its own measured rate and that of all groups. The own rate weighs half at a
+# busy share of _BUSY_ENOUGH, and more above it. With its own rate alone, a group that measured slow once would never be
+# chosen again, and so its rate would never be updated.
 _BUSY_ENOUGH: Final = 0.05
-_IDLE: Final = 0.001  # the weight of one that does nothing
-_NAMED: Final = 3  # groups, in words
+_IDLE: Final = 0.001  # least weight of a group in the mean rate of all groups
+_NAMED: Final = 3  # most groups that a message names
 
 
 class Candidate(NamedTuple):
@@ -177,7 +176,8 @@ def choose(
 
 
 def _open_terms(terms: Sequence[Terms], streams: Sequence[float]) -> list[Terms]:
-    """The groups whose costs are compared; at least one. `streams` are the groups' open streams, in the same order."""
+    """The terms of the groups whose costs are compared; at least one. `streams`: open streams of each group, in the
+    order of `terms`."""
     ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
     with_room = [
         (term, count) for term, count in zip(terms, streams, strict=True) if term.has_room or term.cached_tokens > ready
@@ -187,9 +187,10 @@ def _open_terms(terms: Sequence[Terms], streams: Sequence[float]) -> list[Terms]
 
 
 def _longest_queue(elsewhere: Terms, streams: float) -> float:
-    """Seconds of queue beyond which no other group is worth waiting for, given one group and its open streams.
+    """The longest queue, in seconds, that another group may have and still be a candidate beside the group `elsewhere`,
+    which has `streams` open streams.
 
-    For an idle group these are the seconds in which it computes the whole prompt.
+    If `elsewhere` is idle, this is the time in which it computes the whole prompt.
     """
     computes = elsewhere.prefill + elsewhere.restore + elsewhere.decode + elsewhere.eviction
     return computes * (1 + _STREAM_WEIGHT * streams) + elsewhere.queue * _QUEUE_RATIO

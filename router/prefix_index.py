@@ -146,8 +146,8 @@ class PrefixIndex:
         return self._expectations.add(member.bit, chain)
 
     def settle(self, expectation: Expectation) -> None:
-        """The group's events have told of the prompt's blocks, or never will. Changes nothing where the expectation was
-        settled before, or where its group has gone since, even if the same group is back."""
+        """Ends an expectation: the group's events contain the prompt's blocks, or never will. Changes nothing if it was
+        settled before, or if its group has left since, even if that group is back."""
         self._expectations.settle(expectation)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, Match]:

@@ -20,7 +20,7 @@ class Regret:
     """`evicted` and `stored` as events tell."""
 
     def __init__(self) -> None:
-        # In order of leaving. To find its first key, a plain dict would scan the slots of all keys deleted before it.
+        # In order of eviction. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._evicted = self._regretted = 0.0
 

@@ -40,12 +40,14 @@ class Request:
     passage: "Passage | None" = field(default=None, compare=False, repr=False)
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
-    _packed_prompt: list[bytes] = field(default_factory=list, repr=False)  # none, or a Submit with the ids alone
+    _packed_prompt: list[bytes] = field(
+        default_factory=list, repr=False
+    )  # empty, or one serialised Submit that has only the token ids
 
     def prepare(self, model: GetModelResponse) -> None:
-        """Does in advance, in a thread, the part of `chain` and `submit` that takes long for a long prompt.
+        """Hashes and serialises a long prompt in advance, so that `chain` and `submit` are quick. Call it in a thread.
 
-        One call for a million ids holds the GIL for 40 ms, so the ids are packed in slices.
+        One call for a million ids holds the GIL for 40 ms, so the ids are serialised in slices.
         """
         self.chain(model)
         prompt = Submit()

@@ -73,12 +73,12 @@ class Router:
     def __init__(
         self, config: RouterConfig, tokenizer: TokenizerJson | None = None, tracing: Tracing | None = None
     ) -> None:
-        """Raises InvalidModel when the model's tokeniser or its generation_config.json cannot be read; takes as long as
-        reading them. With a `tokenizer` none of the model's files is read."""
+        """Reads the model's tokenizer and generation_config.json, unless `tokenizer` is given. Raises InvalidModel if
+        they cannot be read."""
         self.config = config
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
         line = Line(config.max_queued)
-        self.groups = Groups(config, eased=line.move, regrouped=line.regroup)
+        self.groups = Groups(config, eased=line.move, groups_changed=line.reclassify)
         self.dispatch = Dispatch(self.groups, line)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
@@ -227,7 +227,7 @@ async def _serve(config: RouterConfig, groups: Sequence[GroupAddress]) -> None:
     router = Router(config)
     print(f"router {config.name} listens on {await router.start()}, http on {router.http_address}", flush=True)
     await router.set_groups(groups)
-    gc.freeze()  # as RouterActor does
+    gc.freeze()  # see RouterActor.start
     try:
         await asyncio.Event().wait()
     finally:

@@ -11,7 +11,7 @@ from typing import Final
 
 from ..proto.errors import CoatcheckError, SlowReader
 from ..proto.worker_pb2 import SequenceOutput
-from .group_load import Sent
+from .group_load import Submission
 from .losses import Loss
 
 # Steps that may wait for a reader: some ten seconds of a fast stream, and a few megabytes where log-probabilities come.
@@ -51,7 +51,7 @@ class Ticket:
         "id",
         "on_return",
         "round",
-        "sent",
+        "submission",
         "suspicion",
     )
 
@@ -64,7 +64,7 @@ class Ticket:
         self.choices = choices
         self.round = 0
         self.suspicion = 0
-        self.sent: Sent | None = None  # as the link's load counts it
+        self.submission: Submission | None = None  # the link's GroupLoad counts it
         self.on_return: Callable[[int], None] | None = None
         self._abort = abort
         self._outputs: list[SequenceOutput] = []
@@ -85,10 +85,10 @@ class Ticket:
         return outputs
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Called by the link, once per output; `wake` follows. A choice that ends leaves the GroupLoad here, not when
-        the reader wakes: reports that follow this output no longer contain it."""
-        if output.finish_reason and self.sent is not None:
-            self.sent.end_choice(output.choice)
+        """Called by the link, once per output; `wake` follows. A finished choice is taken out of the GroupLoad here and
+        not when the reader wakes, because reports that follow this output no longer contain it."""
+        if output.finish_reason and self.submission is not None:
+            self.submission.end_choice(output.choice)
         if len(self._outputs) < MOST_WAITING * self.choices:
             self._outputs.append(output)
         elif self._error is None:
@@ -113,8 +113,8 @@ class Ticket:
 
     def abort(self, choice: int) -> None:
         """One choice is wanted no longer."""
-        if self.sent is not None:
-            self.sent.end_choice(choice)
+        if self.submission is not None:
+            self.submission.end_choice(choice)
         if self._error is None:
             self._abort(self.id, choice)
 

@@ -31,7 +31,7 @@ _CHARACTERS_PER_TOKEN: Final = 8
 
 def find_files(model: str) -> Path:
     """The folder of a model's tokenizer, chat template and generation_config.json: `model` itself, or the local copy of
-    a hub id. Raises InvalidModel where it is neither."""
+    a hub id. Raises InvalidModel if it is neither."""
     return Path(model) if Path(model).is_dir() else _download(model)
 
 
@@ -43,7 +43,7 @@ class TokenizerJson:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
-        self.directory: str | None = None  # of its tokenizer.json, which another process can load without transformers
+        self.directory: str | None = None  # where tokenizer.json lies, for a side process; None without such a file
         # All made here: a large vocabulary takes long, and the first request would wait for it on the event loop.
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # one more than the largest id that has a token
@@ -99,7 +99,7 @@ class TokenizerJson:
         return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
 
     def is_special(self, token_id: int) -> bool:
-        """Whether decoded texts leave the token out by default."""
+        """Whether the token is special, so that decoded texts leave it out by default."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:

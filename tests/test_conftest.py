@@ -1,4 +1,4 @@
-"""What every run of tests shares: a test answers for its own garbage, and the last lines say what was skipped."""
+"""Every run: a test answers for the warnings of its own garbage, and the last lines list what was skipped."""
 
 import re
 from pathlib import Path

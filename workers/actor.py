@@ -15,7 +15,7 @@ import ray.util
 
 from ..proto.log_lines import configure_logging
 from .crash_record import crash_of
-from .disk_space import full_disk
+from .disk_space import describe_full_disk
 from .group_config import GroupConfig
 from .rank_process import divide_cores, settle_environment
 from .rank_progress import RankProgress
@@ -80,7 +80,7 @@ class RankActor:
     def progress(self) -> RankProgress:
         """How far the rank has come, and whether its host's disk is full."""
         progress = self._rank.progress if self._rank is not None else RankProgress()
-        return replace(progress, full_disk=full_disk(os.path.dirname(self.log_file())))
+        return replace(progress, full_disk=describe_full_disk(os.path.dirname(self.log_file())))
 
     def log_file(self) -> str:
         """Where this process's log lies on its host."""
@@ -91,7 +91,8 @@ class RankActor:
         return crash_of(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 
     def _record_base(self, incarnation: int) -> str:
-        """What the paths of an incarnation's crash records begin with, in a folder of this user beside the logs."""
+        """The common beginning of the paths of an incarnation's crash records, in a folder of this user beside the
+        logs."""
         return f"{os.path.dirname(self.log_file())}/coatcheck-{os.geteuid()}/{self._config.name}.{incarnation}"
 
     def stop(self) -> None:

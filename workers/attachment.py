@@ -43,7 +43,7 @@ class Attachment:
     def __init__(self, desk: Desk, subscriber: Subscriber) -> None:
         self._desk = desk
         self._subscriber = subscriber
-        self._received = 0  # submissions
+        self._received = 0  # submissions of this stream
 
     async def read(self, requests: AsyncIterator[wire.ToGroup]) -> None:
         """Registers, sends a snapshot, and does what each message says."""
@@ -87,7 +87,7 @@ class Attachment:
     def _submit(self, submit: wire.Submit) -> None:
         desk, key = self._desk, self._key(submit.id)
         self._received += 1
-        taken = partial(self._take, self._received)
+        count_submission = partial(self._count_submission, self._received)
         try:
             if desk.tickets.get(key) is not None:
                 raise InvalidRequest(f"id {submit.id} is in use")
@@ -96,10 +96,10 @@ class Attachment:
                 raise Overloaded(f"group {desk.registration.group} has {count} requests, as many as it holds")
         except CoatcheckError as error:
             self._subscriber.put(refused_message(submit.id, submit.attempt, error))
-            desk.engine.call(lambda _: taken())  # in order, after the submissions that are still queued for the engine
+            desk.engine.call(lambda _: count_submission())  # after the submissions that are still queued for the engine
             return
         desk.tickets.open(key, self._subscriber, submit, request.sampling.n)
-        desk.engine.submit(request, partial(self._refuse, key, submit), taken)
+        desk.engine.submit(request, partial(self._refuse, key, submit), count_submission)
 
     def _abort(self, key: str, choice: int | None) -> None:
         ticket = self._desk.tickets.get(key)
@@ -111,8 +111,8 @@ class Attachment:
             self._desk.tickets.end(key, "aborted")
         self._desk.engine.abort(key, choice)
 
-    def _take(self, number: int) -> None:
-        # In the engine's thread. The submissions up to this one are in the stats of every step from now on.
+    def _count_submission(self, number: int) -> None:
+        # In the engine's thread. The stats of every step from now on include the submissions up to `number`.
         self._subscriber.submissions = number
 
     def _refuse(self, key: str, submit: wire.Submit, error: CoatcheckError) -> None:

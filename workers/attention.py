@@ -1,9 +1,9 @@
 """Attention as transformers calls it: keys and values go to the paged pool, queries read it through block tables.
 
-`attend` is registered with transformers' AttentionInterface under NAME. The name is absent from its mask interface,
-so that no mask is built: causality, windows and sequence boundaries are the kernel's. Each layer's window is the one
-that attention_probe.py found, since some models write theirs into the mask alone. This module does not know which
-request a token belongs to.
+`attend` is registered with transformers' AttentionInterface under NAME. The name is absent from its mask interface, so
+that no mask is built: the kernel applies causality, windows and sequence boundaries. Each layer's window is the one
+that attention_probe.py found, because some models write it only into the mask. This module does not know which request
+a token belongs to.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
 
-    `sliding_windows` of all layers, 0 for full attention, instead of the `sliding_window` that a layer may name.
+    `sliding_windows`: of all layers, 0 for full attention. They replace the `sliding_window` that a layer may pass.
     """
     layer = layer_of(module)
     cache = kv_pools[layer]
@@ -79,7 +79,7 @@ def attend(
 
 
 def layer_of(module: nn.Module) -> int:
-    """The index of an attention module's layer; raises ValueError where the module does not say."""
+    """The layer index of an attention module; raises ValueError if it has none."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ValueError("its attention modules do not say which layer they are")
@@ -87,7 +87,7 @@ def layer_of(module: nn.Module) -> int:
 
 
 def scale_of(scaling: float | None, query: Tensor) -> float:
-    """What scores are multiplied by; a layer that names nothing scales by 1 / sqrt(head_dim)."""
+    """The factor of the attention scores; 1 / sqrt(head_dim) if `scaling` is None."""
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 

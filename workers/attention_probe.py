@@ -1,10 +1,10 @@
-"""AttentionProbe: what each layer asks of attention, and a check that tokens influence each other nowhere else.
+"""AttentionProbe: finds each layer's attention parameters, and checks that tokens mix in attention only.
 
-A paged server computes any mixture of chunks and decodes in one pass. That is right only for a model in which a
-token's result depends on its id, its position, and what attention reads for it. The probe runs the model's own code a
-few times with stand-in weights (stand_in.py) and raises InvalidModel with the reason where
+A paged server computes any mixture of chunks and decodes in one pass. That is correct only for a model in which a
+token's result depends on nothing but its id, its position, and what attention reads for it. The probe runs the model's
+own code a few times with stand-in weights (stand_in.py), and raises InvalidModel with the reason if
 
-- a layer does not call the attention function, calls it twice, or asks for what our kernels lack,
+- a layer does not call the attention function, calls it twice, or uses a feature that our kernels lack,
 - its mask is neither causal nor a sliding window (mask_pattern.py),
 - a token's queries, keys, values or result change with its neighbours: a convolution, a recurrent or delayed state, a
   scale chosen by the longest position.
@@ -25,9 +25,9 @@ from .mask_pattern import MaskRecorder, UnknownPattern, window_of
 
 _PROBE: Final = "coatcheck_probe"  # like NAME not in the mask interface: no mask is built
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
-# What models hand to their attention function and that changes nothing of what it computes here.
+# Arguments of the attention function that change nothing in what it computes here.
 _HARMLESS: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
-_TOLERANCE: Final = 1e-5  # of the largest value; rounding is below 1e-6, and what other tokens change far above
+_TOLERANCE: Final = 1e-5  # relative to the largest value; rounding is below 1e-6, an effect of other tokens far above
 _MIXES: Final = (
     "computes a token's result from other tokens outside of attention; only models whose tokens meet in attention "
     "alone are supported"
@@ -40,7 +40,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What a pass computes: int64 ids and positions, [tokens] both."""
+    """The input of a pass: int64 ids and positions, [tokens] each."""
 
     ids: Tensor
     positions: Tensor
@@ -53,15 +53,16 @@ class _Pass:
     names: dict[nn.Module, str]
     tokens: int
     masks: MaskRecorder | None = None
-    limit: int = 0  # masks are asked about positions below it
+    limit: int = 0  # masks are evaluated at positions below it
     calls: dict[int, AttentionCall] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # by layer: queries, keys and values, [tokens, features]
 
 
 def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionCall]:
-    """What each layer asks for, in layer order; `model` has its parameters on meta.
+    """The attention parameters of each layer, in layer order. `model` has its parameters on meta.
 
-    `max_model_len`: windows and other masks are read up to that context; None takes the config's.
+    `max_model_len`: masks are checked up to that context; None takes the config's. Raises InvalidModel, with the
+    reason, for a model that cannot be served.
     """
     AttentionInterface.register(_PROBE, _record)
     AttentionInterface.register(_MASKED_PROBE, _record)
@@ -76,7 +77,7 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
         raise InvalidModel(f"{config.model_type} cannot be served: {mixed} {_MIXES}") from None
     except _Refused as refused:
         raise InvalidModel(f"{config.model_type} cannot be served: {refused}") from None
-    except Exception as error:  # whatever a foreign model's code raises when called so is the reason
+    except Exception as error:  # whatever the model's code raises is the reason
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(
             f"{config.model_type} cannot be served: it does not take flattened tokens without a cache ({reason[:300]})"
@@ -87,7 +88,7 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
 
 
 def _read_calls(model: PreTrainedModel, limit: int) -> list[AttentionCall]:
-    """From a pass of one sequence with transformers' own masks."""
+    """The attention parameters, from a pass of one sequence with transformers' own masks."""
     tokens = 4
     masks = MaskRecorder()
     AttentionMaskInterface.register(_MASKED_PROBE, masks.make)
@@ -103,24 +104,25 @@ def _read_calls(model: PreTrainedModel, limit: int) -> list[AttentionCall]:
 
 
 def _check_mixing(model: PreTrainedModel, limit: int) -> None:
-    """Computes the same tokens among different neighbours, and compares."""
+    """Raises _Refused if a token's result changes with the other tokens of the pass."""
     model.config._attn_implementation = _PROBE
     # Three sequences side by side, and two tokens at the end of the longest context.
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, limit - 2, 0, limit - 1]).clamp(0, limit - 1)
     ids = _ids(model, len(positions))
     whole = _Tokens(ids, positions)
-    # The tokens in odd rows are replaced, and stand at other positions; the longest positions are gone.
+    # In the second pass the tokens in odd rows have other ids and smaller positions; those in even rows must not
+    # change.
     rows = torch.arange(len(ids))
     odd = rows % 2 == 1
     changed = _Tokens(torch.where(odd, ids.roll(1), ids), torch.where(odd, (positions + 3) % min(7, limit), positions))
     _compare(model, whole, changed, rows[::2], rows[::2])
-    # A few of them, in another order: no result may depend on where in the batch a token stands.
+    # A few of the tokens, in another order: no result may depend on a token's row.
     for few in (torch.tensor([10, 4, 0, 7, 2]), torch.tensor([11, 9])):
         _compare(model, whole, _Tokens(ids[few], positions[few]), few, rows[: len(few)])
 
 
 def _compare(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> None:
-    """Raises where row rows[i] of the first pass is not row same_rows[i] of the second."""
+    """Raises _Refused if row rows[i] of the first pass differs from row same_rows[i] of the second for some i."""
     values, others = _observe(model, first), _observe(model, second)
     if all(_are_equal(values[what][rows], others[what][same_rows]) for what in values):
         return
@@ -129,7 +131,7 @@ def _compare(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tens
 
 
 def _mixing_module(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> str:
-    """The innermost module that makes different outputs of equal inputs."""
+    """The name of the innermost module whose outputs differ although its inputs are equal."""
     ours, theirs = _ends_of_modules(model, first), _ends_of_modules(model, second)
     for module, (before, after) in ours.items():
         same_before, same_after = theirs[module]
@@ -139,8 +141,8 @@ def _mixing_module(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows
 
 
 def _ends_of_modules(model: PreTrainedModel, tokens: _Tokens) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each module's first input and first output that have a row for every token, [tokens, features]; the inner modules
-    before the outer ones."""
+    """By module, inner ones first: its first input and first output that have a row for every token, [tokens, features]
+    each."""
     names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
     ends: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -174,7 +176,7 @@ def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _observe(model: PreTrainedModel, tokens: _Tokens) -> dict[str, Tensor]:
-    """What the tokens become in every layer's attention and at the end, [tokens, features] each."""
+    """The inputs of every layer's attention and the last hidden states, [tokens, features] each."""
     seen = _Pass({module: name for name, module in model.named_modules()}, len(tokens.ids))
     hidden = _run(model, tokens.ids, tokens.positions, seen)
     return {str(layer): inputs for layer, inputs in seen.inputs.items()} | {"hidden": hidden[0]}
@@ -208,7 +210,8 @@ def _record(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Stands for attention: notes what was asked for, and gives each token a value of its own q, k and v."""
+    """Replaces attention: records the layer's parameters, and returns for each token a function of its own q, k and
+    v."""
     if probed is None:
         raise _Refused("its layers do not hand our arguments down to attention")
     strange = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS)
@@ -244,7 +247,7 @@ def _record(
 
 
 def _window(probed: _Pass, mask: Tensor | None, named: int | None, heads: int) -> int:
-    """The layer's window: the mask's, since transformers computes with that; the one it names where it has no mask."""
+    """The layer's sliding window: the mask's, because transformers computes with that; without a mask `named`."""
     named = named or 0
     if mask is None:
         return named

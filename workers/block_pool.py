@@ -56,7 +56,7 @@ class BlockPool:
         self._names: list[Prefix | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        # In the order of eviction. To find its first key, a plain dict would scan the slots of all keys deleted before.
+        # In order of eviction. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
         self._leftovers: OrderedDict[int, Prefix] = OrderedDict()
         self._events: list[KvEvent] = []
 

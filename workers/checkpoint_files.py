@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from ..proto.errors import InvalidModel
 from ..proto.json_file import read_json_object
 
-# As a header writes a dtype -> as torch calls it; others are not served.
+# A header's dtype -> torch's name; other dtypes are not served.
 STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 _POINTER: Final = b"version https://git-lfs"
@@ -35,7 +35,7 @@ class TensorEntry:
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor by name. Raises InvalidModel for files that are missing, broken, or of another format."""
+    """Every tensor of a checkpoint by name. Raises InvalidModel if files are missing, broken or of another format."""
     entries: dict[str, TensorEntry] = {}
     for file in _tensor_files(directory):
         try:
@@ -48,7 +48,7 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
 
 
 def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
-    """What torch calls the tensor's dtype. Raises InvalidModel for one that is not served."""
+    """The torch name of the tensor's dtype. Raises InvalidModel for a dtype that is not served."""
     if entry.dtype not in STORED_DTYPES:
         raise InvalidModel(
             f"{model}: tensor {name} is stored as {entry.dtype}; only {', '.join(STORED_DTYPES)} checkpoints are "
@@ -115,7 +115,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
 
 
 def _entry(file: Path, base: int, info: dict[str, Any]) -> TensorEntry:
-    """As a header has it; raises whatever indexing gives where that is something else."""
+    """A header's entry; raises AttributeError, KeyError, TypeError or ValueError if `info` is malformed."""
     start, end = map(int, info["data_offsets"])
     return TensorEntry(file, str(info["dtype"]), tuple(map(int, info["shape"])), base + start, base + end)
 

@@ -16,7 +16,7 @@ from .safe_files import PrivateFolder
 
 _FATAL = "Fatal Python error: "
 _MOST_LETTERS = 300
-_MOST_BYTES = 4096  # of a record; its first line is what counts
+_MOST_BYTES = 4096  # of a record; only its first line is used
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 class CrashRecord:
     """The record of one rank of one incarnation of a group.
 
-    `base`: what the paths of the records of that incarnation begin with, or "" to keep nothing on disk. The folder in
-    `base` is made where it is missing, and used only where it is private (see PrivateFolder).
+    `base`: the common beginning of the paths of that incarnation's records, or "" to write none. Its folder is created
+    if it is missing, and used only if it is private (see PrivateFolder).
     """
 
     def __init__(self, base: str, rank: int, tp: int) -> None:
@@ -35,11 +35,11 @@ class CrashRecord:
         self._file: int | None = None  # open for as long as the process lives
 
     def keep(self) -> None:
-        """Create the file and have Python's fault handler write there. If that fails, log a warning: the group serves
-        without records, and how it ends is then not known."""
+        """Create the file and have Python's fault handler write there. If that fails, log a warning: the rank runs
+        without a record, and why it ends is then not known."""
         if not self._base:
             return
-        folder_path, name = _place(self._base, self._rank)
+        folder_path, name = _folder_and_name(self._base, self._rank)
         try:
             with PrivateFolder.make(folder_path) as folder:
                 self._file = folder.create(name)
@@ -71,7 +71,7 @@ def crash_of(base: str, ranks: list[int], tp: int) -> str | None:
     return words if words or known else None
 
 
-def _place(base: str, rank: int) -> tuple[str, str]:
+def _folder_and_name(base: str, rank: int) -> tuple[str, str]:
     """(folder, file name) of a rank's record."""
     folder, name = os.path.split(base)
     return folder, f"{name}.rank-{rank}.crash"
@@ -85,10 +85,10 @@ def _words(error: BaseException) -> str:
 
 
 def _first_crash(base: str, ranks: list[int], tp: int) -> tuple[str, bool]:
-    """(which of these ranks ended by itself and how, whether it is known that the others did not)."""
+    """(the first of `ranks` that ended by itself and how, or ""; whether every other rank's record could be read)."""
     known = True
     for rank in ranks:
-        folder_path, name = _place(base, rank)
+        folder_path, name = _folder_and_name(base, rank)
         try:
             with PrivateFolder.open(folder_path) as folder:
                 line = folder.read(name, _MOST_BYTES).partition("\n")[0].strip()

@@ -1,6 +1,6 @@
-"""Whether the disk under Ray's folder is full, which is why processes of Ray die there without a word.
+"""Detects a full disk under Ray's folder, which makes Ray's processes end without an error message.
 
-A process of Ray opens its logs before anything else. Where they cannot be written it ends at once, and Ray knows only
+A process of Ray first opens its log files. If they cannot be written the process ends at once, and Ray reports only
 that it died.
 """
 
@@ -9,22 +9,22 @@ import socket
 from pathlib import Path
 from typing import Final
 
-_FULL_BYTES: Final = 1 << 20  # a process that starts writes some hundred KiB of logs
+_FULL_BYTES: Final = 1 << 20  # a starting process writes a few hundred KiB of logs
 
 
-def full_disk(logs: str | Path) -> str:
-    """A clause that says so where the disk of a Ray session's log folder is full, with what to do; else "".
+def describe_full_disk(logs: str | Path) -> str:
+    """An error clause with what to do if the disk of the folder `logs` is full; else "". `logs`: a Ray session's.
 
-    A disk without inodes left is full as well. A folder that cannot be looked at counts as not full.
+    A disk without free inodes is full as well. A folder whose disk cannot be checked counts as not full.
     """
     try:
         about = os.statvfs(logs)
     except OSError:
         return ""
-    is_root = os.geteuid() == 0  # may use what is kept back from others
+    is_root = os.geteuid() == 0  # root may use the reserved blocks
     free_bytes = (about.f_bfree if is_root else about.f_bavail) * about.f_frsize
     free_files = about.f_ffree if is_root else about.f_favail
-    without_files = about.f_files > 0 and free_files == 0  # some file systems have no limit, and say 0 of 0
+    without_files = about.f_files > 0 and free_files == 0  # file systems without a limit report 0 of 0
     if free_bytes >= _FULL_BYTES and not without_files:
         return ""
     left = "no file more" if without_files else f"{free_bytes >> 10} KiB free"

@@ -54,17 +54,18 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def submit(
-        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_taken: Callable[[], None]
+        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
     ) -> None:
-        """Queues a request. Both callbacks run in the engine's thread: `on_refused` if the engine refuses it, then
-        `on_taken` in any case, before the next step, so that the step's stats count exactly what was taken."""
+        """Queues a request. Both callbacks run in the engine's thread before the next step: `on_refused` if the engine
+        refuses the request, and then `on_processed` in any case. The step's stats include exactly the processed
+        ones."""
 
         def command() -> None:
             try:
                 self._engine.submit(request)
             except CoatcheckError as error:
                 on_refused(error)
-            on_taken()
+            on_processed()
 
         self._commands.put(command)
 

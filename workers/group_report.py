@@ -69,8 +69,7 @@ class GroupReport:
         return status
 
     def load(self, stats: EngineStats, address: str, submissions: int) -> wire.Load:
-        """The status, and what a router weighs the group by. `submissions`: how many of that router's submissions the
-        stats contain."""
+        """The load report for one router. `submissions`: how many of that router's submissions the stats include."""
         return wire.Load(
             status=self.status(stats, address),
             queued_prefill_tokens=stats.queued_prefill_tokens,

@@ -41,8 +41,8 @@ class Intake:
         self._arrivals = 0
 
     def take(self, request: Request, grammar: int | None) -> list[Sequence]:
-        """One for each choice; the book knows then what is wanted. Raises InvalidRequest, and then nothing
-        has changed. `grammar`: the number of its grammar, if it has one that is compiled."""
+        """The request's sequences, one for each choice; the prefix book records what they want. Raises InvalidRequest
+        without any change. `grammar`: the number of the request's compiled grammar, or None."""
         self._check(request)
         if grammar is not None:
             self.check_grammar(request, grammar)
@@ -53,7 +53,7 @@ class Intake:
         return self._sequences(request, chain)
 
     def _check(self, request: Request) -> None:
-        """Raises InvalidRequest, or ContextLengthExceeded for what no block table holds, with what to change."""
+        """Raises InvalidRequest, and ContextLengthExceeded for more than max_model_len tokens."""
         vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
         if not prompt_len:
             raise InvalidRequest("the prompt is empty; give at least one token")

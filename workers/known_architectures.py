@@ -1,6 +1,7 @@
 """KnownArchitectures: which model types the installed transformers builds as causal language models, from what configs.
 
-Its tables are read from its source files: importing them brings torch, which takes seconds. It reads no checkpoint.
+The tables of transformers are read from its source files, because to import them takes seconds (torch). This module
+reads no checkpoint.
 """
 
 import ast
@@ -13,8 +14,8 @@ from typing import Any, Final
 
 from ..proto.errors import InvalidModel
 
-# Model types whose parity tests cover all that an ordinary config.json of theirs may say: the rules of model_rules.py
-# find what cannot be served of them. Of any other type a rank finds out only by building the model without weights.
+# Model types whose parity tests cover every ordinary config.json; for them the checks of model_rules.py suffice.
+# Whether a model of another type can be served is known only after building it without weights.
 TESTED_MODEL_TYPES: Final = frozenset(
     (
         "gemma2",
@@ -35,24 +36,24 @@ _MODELS: Final = ("modeling_auto.py",)
 _KINDS: Final = {"int", "float", "str", "bool", "list", "dict", "None"}  # what JSON has
 
 
-def check_known(name: str, model_type: str, *, brings_code: bool) -> None:
+def check_known(name: str, model_type: str, *, has_auto_map: bool) -> None:
     """Raises InvalidModel for a model type that transformers does not know.
 
-    `brings_code`: config.json names code of the checkpoint's own (`auto_map`). Passes every type if the
-    installed transformers keeps its tables in another form.
+    `has_auto_map`: config.json names code that comes with the checkpoint. Passes every type if the tables of the
+    installed transformers cannot be read.
     """
     configs = _table(_CONFIGS, "CONFIG_MAPPING_NAMES")
     if not configs or model_type in configs:
         return
-    also = "; code that comes with a checkpoint is never run" if brings_code else ""
+    also = "; code that comes with a checkpoint is never run" if has_auto_map else ""
     raise InvalidModel(
         f"{name}: config.json has model_type {model_type!r}, which transformers {metadata.version('transformers')} "
-        f"does not know{also}; install a transformers that does, or mend config.json"
+        f"does not know{also}; install a newer transformers, or correct config.json"
     )
 
 
 def check_causal(name: str, model_type: str) -> None:
-    """Raises InvalidModel for a model type without a causal language model. Passes types that it cannot look up."""
+    """Raises InvalidModel for a model type without a causal language model. Passes types that are not in the tables."""
     configs = _table(_CONFIGS, "CONFIG_MAPPING_NAMES")
     models = _table(_MODELS, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     if not configs or not models or model_type not in configs:
@@ -67,7 +68,7 @@ def check_causal(name: str, model_type: str) -> None:
 
 @cache
 def _table(files: tuple[str, ...], name: str) -> dict[str, str]:
-    """A mapping of transformers' auto classes, all its parts together; empty where it is not found."""
+    """The mapping `name` of transformers' auto classes, merged from `files`; empty if it is not found."""
     found: dict[str, str] = {}
     for file in files:
         for node in _literals(file, name):

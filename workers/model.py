@@ -25,7 +25,7 @@ from .determinism import check_deterministic
 from .fusion import FusedBody, fuse
 from .head import Head, probe_head
 from .model_spec import LayerSpec, ModelSpec
-from .packing import pack_linears, watch_linears
+from .packing import pack_linears, record_weight_reads
 from .parallel import parallelise
 from .rotary_scaling import choose_max_model_len
 from .shard import Shard
@@ -97,12 +97,12 @@ class TransformersBody:
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model without weights, which a rank can serve. `calls`: its attention layers; `plan`: what the rank holds;
-    `read_linears`: linears whose weights the model's own code reads."""
+    """A model without weights that a rank can serve. `calls`: its attention layers. `plan`: the rank's part of each
+    tensor. `unpackable_linears`: linears whose weight or sizes the model's own code reads."""
 
     causal: PreTrainedModel
     calls: list[AttentionCall]
-    read_linears: Collection[nn.Module]
+    unpackable_linears: Collection[nn.Module]
     plan: ShardingPlan
     dtype: torch.dtype
     max_model_len: int
@@ -119,23 +119,23 @@ def build_model(
 ) -> BuiltModel:
     """Builds a checkpoint's model on the meta device, its computed buffers on `device`; reads no weight.
 
-    `deterministic_on`: where --deterministic has to hold; None: it was not asked for. Raises InvalidModel for an
-    architecture that cannot be served, InvalidConfig for a setting that does not fit it.
+    `deterministic_on`: the device on which the model must be deterministic; None: it need not be. Raises InvalidModel
+    for an architecture that cannot be served, InvalidConfig for a setting that does not fit it.
     """
     config = read_config(checkpoint.directory)
     stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
     model_dtype = choose_dtype(dtype, config, stored)
     length = choose_max_model_len(config, max_model_len)
     causal = build_skeleton(config, model_dtype, device, length)
-    with watch_linears(causal) as read_linears:
+    with record_weight_reads(causal) as unpackable_linears:
         calls = probe_attention(causal, length)
         probe_head(causal)
     if deterministic_on is not None:
         check_deterministic(causal, calls, model_dtype, deterministic_on)
-        if read_linears:
+        if unpackable_linears:
             raise InvalidConfig(
-                f"deterministic: {config.model_type} reads weights of its linears by itself, so that we cannot "
-                "compute them; serve it without --deterministic"
+                f"deterministic: the code of {config.model_type} reads weights of its linears directly, so our "
+                "batch-invariant kernels cannot compute them; serve it without --deterministic"
             )
     named: dict[Any, str] = {module: name for name, module in causal.named_modules()}
     lm_head: Any = causal.get_output_embeddings
@@ -147,13 +147,13 @@ def build_model(
         named[lm_head()],
         shard,
     )
-    for name in (named[linear] for linear in read_linears):
+    for name in (named[linear] for linear in unpackable_linears):
         if f"{name}.weight" in plan.cuts:
             raise InvalidModel(
-                f"{config.model_type} reads the weight of {name} by itself, which ranks hold in parts; "
-                "serve it with tp 1"
+                f"the code of {config.model_type} reads the weight of {name} directly, of which each rank would hold "
+                "only a part; serve it with tp 1"
             )
-    return BuiltModel(causal, calls, read_linears, plan, model_dtype, length)
+    return BuiltModel(causal, calls, unpackable_linears, plan, model_dtype, length)
 
 
 def load_model(
@@ -193,10 +193,10 @@ def load_model(
         parallelise(causal, plan, calls, config.vocab_size, communicator)
     layers = tuple(_layer_spec(call, shard) for call in calls)
     body = fuse(causal, calls, layers, fixed_rows=deterministic) or TransformersBody(
-        causal.base_model, layers, fixed_rows=deterministic, keep=built.read_linears
+        causal.base_model, layers, fixed_rows=deterministic, keep=built.unpackable_linears
     )
     head = Head(causal)
-    pack_linears(head.model, fixed_rows=deterministic, keep=built.read_linears)
+    pack_linears(head.model, fixed_rows=deterministic, keep=built.unpackable_linears)
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
@@ -214,13 +214,13 @@ def load_model(
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
-    """Those of generation_config.json where it names any: chat models end turns with more than one token. What is no
-    token of the model (some files have -1) ends nothing, and would be no column of its logits."""
+    """The ids in generation_config.json (chat models may have several), else in config.json. Ids outside the vocabulary
+    are dropped: some files have -1, and the logits have no such column."""
 
-    def inside(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def in_vocabulary(tokens: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(token for token in tokens if 0 <= token < config.vocab_size)
 
-    return inside(end_token_ids(directory)) or inside(check_end_tokens(directory, config.eos_token_id))
+    return in_vocabulary(end_token_ids(directory)) or in_vocabulary(check_end_tokens(directory, config.eos_token_id))
 
 
 def _layer_spec(call: AttentionCall, shard: Shard) -> LayerSpec:

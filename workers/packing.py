@@ -1,7 +1,7 @@
 """Packing: a model's linears as PackedLinear, alone, several in one product, or as one rank's part of a sum.
 
-It takes weights over: what was packed is dropped from the module it came from. A linear whose weight the model's code
-also reads by itself stays as it is; `watch_linears` finds those. This module does not know what is served.
+Packing takes weights over: a packed weight is dropped from its module. A linear whose attributes the model's own code
+reads is not packed; `record_weight_reads` finds those. This module does not know what is served.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,7 +15,7 @@ from ..kernels.linear import PackedLinear
 
 
 def pack_linears(module: nn.Module, *, fixed_rows: bool, keep: Collection[nn.Module] = ()) -> None:
-    """Replaces every linear below `module` but those in `keep` by a packed one; its plain weight is dropped."""
+    """Replaces every linear below `module`, except those in `keep`, by a packed one; its plain weight is dropped."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:  # a subclass has a forward of its own: phimoe's router is one
             if child not in keep:
@@ -25,13 +25,13 @@ def pack_linears(module: nn.Module, *, fixed_rows: bool, keep: Collection[nn.Mod
 
 
 @contextmanager
-def watch_linears(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """The linears of `model` whose attributes its own code reads during the context: hunyuan_v1_moe asks one for the
-    type of its weight. They cannot be packed."""
+def record_weight_reads(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """While inside, collects the linears of `model` whose weight or sizes the model's own code reads. They cannot be
+    packed. One example: hunyuan_v1_moe reads the dtype of a weight."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     read: set[nn.Module] = set()
 
-    class Watched(nn.Linear):
+    class RecordedLinear(nn.Linear):
         def __getattribute__(self, name: str) -> Any:
             if name in ("weight", "in_features", "out_features"):
                 read.add(self)
@@ -43,7 +43,7 @@ def watch_linears(model: nn.Module) -> Iterator[set[nn.Module]]:
             return nn.functional.linear(input, weight, bias)
 
     for linear in linears:
-        linear.__class__ = Watched
+        linear.__class__ = RecordedLinear
     try:
         yield read
     finally:

@@ -22,7 +22,7 @@ class RankProgress:
     """`address` and what follows are known once the group serves; the address is rank 0's.
 
     `max_model_len` is the longest sequence that the group takes, `model_len` what it would be with a larger pool.
-    `full_disk`: see the function of that name, for the rank's host.
+    `full_disk`: the result of describe_full_disk for the rank's host; "" if its disk is not full.
     """
 
     phase: Phase = Phase.STARTING

@@ -18,7 +18,7 @@ from .model_rules import choose_length
 
 
 def choose_max_model_len(config: Any, asked: int | None) -> int:
-    """As `choose_length`; raises InvalidModel where the config does not say what the model was made for."""
+    """As `choose_length`; raises InvalidModel if the config has no max_position_embeddings."""
     made_for = getattr(config, "max_position_embeddings", None)
     if not made_for:
         raise InvalidModel(f"{config.model_type}: config.json has no max_position_embeddings; add it")

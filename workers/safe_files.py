@@ -1,9 +1,9 @@
 """Files in folders where other users of the host may write, such as Ray's.
 
-Another user can put a symbolic link, a FIFO or a file of their own at any name there. `create_file` fails where
-anything has the name. `read_file` fails for anything but a regular file; it neither follows a link in the last part of
-the path nor waits for a FIFO's other end. A PrivateFolder is a folder that only this user can enter, so that nobody
-else can place, replace or remove anything in it.
+Another user can put a symbolic link, a FIFO or a file of their own at any name there. `create_file` fails if the name
+exists. `read_file` fails for anything but a regular file; it neither follows a link in the last part of the path nor
+blocks on a FIFO. A PrivateFolder is a folder that only this user can enter, so that nobody else can create, replace or
+remove a file in it.
 """
 
 import os
@@ -15,7 +15,7 @@ _PRIVATE_MODE: Final = 0o700
 
 
 def create_file(path: str | os.PathLike[str], *, mode: int = 0o600, folder: int | None = None) -> int:
-    """Create a file for writing and return its descriptor. Raises OSError where anything has that name already.
+    """Create a file for writing and return its descriptor. Raises OSError if the name exists.
 
     `folder`: descriptor of the folder that `path` is relative to.
     """
@@ -34,7 +34,7 @@ def read_file(
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise PermissionError(f"{os.fspath(path)} is no regular file")
+            raise PermissionError(f"{os.fspath(path)} is not a regular file")
         if private:
             _require_private(about, os.fspath(path))
         return os.read(descriptor, most_bytes).decode(errors="replace")
@@ -43,7 +43,7 @@ def read_file(
 
 
 class PrivateFolder:
-    """A folder with mode 0700 that belongs to this user. It is held open: whoever renames it changes nothing."""
+    """A folder of this user with mode 0700. It is held open, so that renaming it has no effect on later calls."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class PrivateFolder:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Raises OSError where there is no such folder, and PermissionError where others could have written there."""
+        """Raises OSError if there is no such folder, and PermissionError if other users may use it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _require_private(os.fstat(descriptor), path)
@@ -62,13 +62,13 @@ class PrivateFolder:
 
     @classmethod
     def make(cls, path: str) -> Self:
-        """As `open`, of a folder that is made first where nothing has that name."""
+        """As `open`, but creates the folder first if it does not exist."""
         with suppress(FileExistsError):
             os.mkdir(path, _PRIVATE_MODE)
         return cls.open(path)
 
     def create(self, name: str) -> int:
-        """Create a file for writing and return its descriptor; a file that has this name is removed before."""
+        """Create a file for writing, in place of any file of this name, and return its descriptor."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
         return create_file(name, folder=self._descriptor)
@@ -78,7 +78,7 @@ class PrivateFolder:
         return read_file(name, most_bytes, folder=self._descriptor)
 
     def close(self) -> None:
-        """Files that were opened here stay open."""
+        """Close the folder. Files that were opened in it stay open."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:

@@ -1,9 +1,9 @@
-"""Servable: whether a rank could serve a local checkpoint, found out without Ray and without reading weights.
+"""Servable: checks whether a rank could serve a local checkpoint, without Ray and without reading weights.
 
     python -m coatcheck.workers.servable '{"model": "/models/x", "tp": 2, …}'
 
-prints one JSON object, {"error": …, "message": …}: what a rank would refuse, or empty strings. It is a command of its
-own, so that torch and transformers, which take seconds to import, do not stay in the caller's memory.
+prints one JSON object, {"error": …, "message": …}: the error that a rank would raise, or empty strings. It is a command
+of its own so that torch and transformers do not stay in the caller's memory.
 """
 
 import json
@@ -21,7 +21,7 @@ from .shard import Shard
 def find_refusal(
     model: str, *, tp: int, dtype: str, max_model_len: int | None, deterministic_on: str | None
 ) -> InvalidConfig | InvalidModel | None:
-    """What a rank would raise before it reads weights; None: nothing. `deterministic_on` is a device, or None."""
+    """The error that a rank would raise before it reads weights, or None. `deterministic_on`: see build_model."""
     try:
         with Checkpoint.open(model) as checkpoint:
             build_model(
@@ -38,7 +38,7 @@ def find_refusal(
 
 
 def main() -> None:
-    """Prints the refusal for the settings in the first argument."""
+    """Prints the result for the settings in the first argument, a JSON object."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     refusal = find_refusal(settings.pop("model"), **settings)
     error, message = (type(refusal).__name__, str(refusal)) if refusal else ("", "")

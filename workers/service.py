@@ -65,9 +65,9 @@ class WorkerService(WorkerServicer):
         self._attached = 0
         self._streams: set[asyncio.Task[object]] = set()
         self._mail = StepMail(self._registration.epoch, self._tickets)  # the engine's thread owns it
-        # After the last step whose outputs have been handed to the subscribers.
+        # Of the last step whose outputs have been put into the subscribers' buffers.
         self._stats: EngineStats | None = None
-        self._submissions: dict[int, int] = {}  # in those stats, by the subscriber's number
+        self._submissions: dict[int, int] = {}  # subscriber's number -> its submissions that those stats include
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._server: grpc.aio.Server
@@ -183,7 +183,7 @@ class WorkerService(WorkerServicer):
         await self._server.stop(grace=_LAST_WORD_SECONDS)
 
     def _finish_step(self, mail: Mail, stats: EngineStats, submissions: dict[int, int]) -> None:
-        # The outputs go first: a load is never ahead of the outputs that it counts, nor behind later ones.
+        # Outputs first, so that a load report is sent after the outputs of its step and before later ones.
         for subscriber, message in mail:
             subscriber.put(message)
         self._stats, self._submissions = stats, submissions
@@ -200,8 +200,8 @@ class WorkerService(WorkerServicer):
             self._loop.call_soon(self._send_load, list(self._subscribers.values()))
 
     def _send_load(self, subscribers: Sequence[Subscriber]) -> None:
-        """To each router the load as of the last step that was handed out, and how many of its own submissions that
-        counts."""
+        """Sends each router the load after the last published step, with the number of the router's submissions that
+        the load includes."""
         assert self._stats is not None, "a load is due only after a step"
         for subscriber in subscribers:
             submissions = self._submissions.get(subscriber.number, 0)

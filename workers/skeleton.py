@@ -31,7 +31,7 @@ def read_config(directory: Path) -> Any:
         str(directory),
         config.model_type,
         is_quantised=getattr(config, "quantization_config", None) is not None,
-        takes_more=config.get_text_config() is not config,
+        is_multimodal=config.get_text_config() is not config,
         is_encoder_decoder=config.is_encoder_decoder,
     )
     if config.num_hidden_layers < 1:
@@ -52,7 +52,7 @@ def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
 def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
     """The model with parameters on meta, non-persistent buffers computed on `device`, rotary fixed for the length.
 
-    Raises InvalidModel, with the architecture's name and the reason, where that cannot be done.
+    Raises InvalidModel, with the architecture's name and the reason, if that cannot be done.
     """
     attention.register()
     try:
@@ -61,16 +61,18 @@ def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device, max_mo
             model = build(config, dtype=dtype, attn_implementation=attention.NAME)
         assert isinstance(model, PreTrainedModel)
         nn.Module.train(model, False)
-        if model.base_model is model and hasattr(model, "model"):  # llama4's prefix is its multimodal checkpoint's
+        if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
             model.base_model_prefix = "model"
         forgotten = _compute_buffers(model, model, device)
         pin_rotary(model, max_model_len)
     except CoatcheckError:
         raise
-    except Exception as error:  # whatever a foreign model's code raises when built so is the reason
+    except Exception as error:  # whatever the model's code raises is the reason
         raise InvalidModel(f"{config.model_type} cannot be served: {_building_failed(error)}") from error
     if forgotten:
-        probe_attention(model, max_model_len)  # a state outside of attention is the better reason
+        probe_attention(
+            model, max_model_len
+        )  # raises first if the model keeps a state outside of attention, the better reason
         raise InvalidModel(f"{config.model_type} cannot be served: nothing initialises {', '.join(forgotten)}")
     return model
 
@@ -94,8 +96,9 @@ def check_complete(model: nn.Module) -> None:
 def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> list[str]:
     """Non-persistent buffers are in no checkpoint: transformers' own initialiser computes them.
 
-    Returns the names of those that nothing computes. Weights of the same module are on meta, where initialising
-    costs and changes nothing. As in transformers, a PreTrainedModel inside of the model initialises its own modules.
+    Returns the names of those that the initialiser leaves out. Weights of the same module are on meta, where
+    initialising has no cost and no effect. As in transformers, a PreTrainedModel inside the model initialises its own
+    modules.
     """
     forgotten = []
     for child in module.children():
@@ -105,7 +108,7 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.de
     strange = [name for name, buffer in buffers.items() if not buffer.is_floating_point()]
     if not buffers or strange:
         return forgotten + strange
-    for name, buffer in buffers.items():  # so that one which the initialiser leaves out is noticed
+    for name, buffer in buffers.items():  # NaN, to detect those that the initialiser leaves out
         module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
     with torch.no_grad():
         initialise: Any = model._init_weights  # untyped, like most of transformers' methods

@@ -1,9 +1,9 @@
-"""StandIn: a model's forward pass with small arithmetic in place of its weights.
+"""StandIn: runs a model's forward pass with cheap dummy weights.
 
 A model on the meta device has shapes but no values. Inside `stand_in_weights` its code runs on the CPU with real
 values: a product with a weight becomes a fixed sparse linear map of the same shape, experts become one such map scaled
 by their routing weights, and small parameters (norms, biases) are random. A 70B model then computes a dozen tokens in
-about a second. What a token's result depends on is the same as with real weights; its value is not.
+about a second. A token's result depends on the same inputs as with real weights; only its value differs.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,22 +19,23 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 _EXPERTS: Final = "coatcheck_stand_in"
-_LARGEST: Final = 1 << 20  # elements of a parameter that is filled with random values instead of being stood in for
+_LARGEST: Final = 1 << 20  # most elements of a parameter that is filled with random values
 
-_FEW_TOKENS: Final = 64  # above the tokens of a probe's pass; a longer axis is one of channels, not of tokens
+_FEW_TOKENS: Final = 64  # more than the tokens of a probe's pass: a longer axis is channels, not tokens
 
 _RIGHT_PRODUCTS: Final = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
-_DEVICE_OF: Final = Tensor.device.__get__  # a getter that torch lets a mode answer
+_DEVICE_OF: Final = Tensor.device.__get__  # a getter that torch passes to the mode
 _SUMMED_PRODUCTS: Final = (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
 
 
 class TokensMixed(Exception):
-    """Carries what computes a token's result from its neighbours."""
+    """A module computes a token's result from its neighbours; the message names the module."""
 
 
 @contextmanager
 def stand_in_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Lets `model`, whose parameters are on meta, run on the CPU in float32; puts everything back afterwards."""
+    """While inside, `model`, whose parameters are on meta, runs on the CPU in float32. Restores everything at the
+    end."""
     parameters = {module: dict(module._parameters) for module in model.modules()}
     buffers = {module: dict(module._buffers) for module in model.modules()}
     config: Any = model.config
@@ -60,7 +61,7 @@ def _parameter(module: nn.Module, parameter: nn.Parameter | None, random: torch.
     if parameter is None:
         return None
     shape = parameter.shape
-    # A subclass may use its weight in a way of its own.
+    # A subclass may use its weight differently.
     plain = isinstance(module, nn.Linear) or type(module) is nn.Embedding
     if parameter.dim() > 1 and (plain or shape.numel() > _LARGEST):
         return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
@@ -72,13 +73,13 @@ def _buffer(buffer: Tensor | None, random: torch.Generator) -> Tensor | None:
         return None
     if not buffer.is_floating_point():
         return torch.zeros(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.cpu().clone()
-    if buffer.is_meta or bool(buffer.isnan().any()):  # NaN: skeleton.py found nothing that computes it
+    if buffer.is_meta or bool(buffer.isnan().any()):  # NaN: the model's initialiser left it out (see skeleton.py)
         return _values(buffer.shape, random)
     return buffer.to("cpu", torch.float32, copy=True)  # a forward pass may write to it
 
 
 def _values(shape: torch.Size, random: torch.Generator) -> Tensor:
-    """Vectors near 1, as norms want them; matrices and kernels that keep the size of what they are applied to."""
+    """Random values: vectors near 1, as in norms; matrices and kernels that keep the magnitude of their input."""
     if len(shape) < 2:
         return torch.rand(shape, generator=random) + 0.5
     values: Tensor = torch.randn(shape, generator=random) * (shape[1:].numel() or 1) ** -0.5
@@ -119,7 +120,8 @@ class _StandIn(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _refuse_convolution(self, x: Tensor, weight: Tensor) -> None:
-        """At once: the recurrence that follows one in most models takes minutes without its kernels."""
+        """Raises TokensMixed for a convolution over tokens, before the recurrence that follows it in most models: that
+        takes minutes without its kernels."""
         if weight.shape[-1] > 1 and x.shape[-1] < _FEW_TOKENS:
             held = ((name, p) for name, p in self._model.named_parameters() if not p.is_meta)
             name = next((name for name, p in held if p.data_ptr() == weight.data_ptr()), "one of its modules")
@@ -137,7 +139,7 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _apply(x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """[..., inputs] -> [..., outputs]; every output reads some inputs, every input is read."""
+    """A sparse linear map, [..., inputs] -> [..., outputs]: every output reads some inputs, and every input is read."""
     if x.shape[-1] != inputs:
         raise ValueError(f"a weight of {inputs} inputs is given {x.shape[-1]}")
     factors = _factors(inputs, outputs).to(x.dtype)
@@ -151,7 +153,7 @@ def _apply(x: Tensor, inputs: int, outputs: int) -> Tensor:
 
 @cache
 def _factors(inputs: int, outputs: int) -> Tensor:
-    """What inputs are multiplied by, [inputs read by an output or outputs that read an input, the smaller of both]."""
+    """The map's factors, [larger / smaller of inputs and outputs rounded up, the smaller of both]."""
     times, size = -(-max(inputs, outputs) // min(inputs, outputs)), min(inputs, outputs)
     random = torch.Generator().manual_seed(inputs * 1_000_003 + outputs)
     factors: Tensor = torch.randn(times, size, generator=random) / (times if inputs >= outputs else 1) ** 0.5
@@ -159,20 +161,20 @@ def _factors(inputs: int, outputs: int) -> Tensor:
 
 
 def _embed(ids: Tensor, width: int) -> Tensor:
-    """A row for every id that no other id has."""
+    """[...] ids -> [..., width]: a different row for every id."""
     frequencies = torch.rand(width, generator=torch.Generator().manual_seed(width)) * 3 + 0.1
     return torch.sin((ids.unsqueeze(-1) + 1) * frequencies)
 
 
 def _experts(module: nn.Module, hidden: Tensor, *routing: Tensor, **others: Any) -> Tensor:
-    """Experts that differ in size alone: a token's result depends on which it was sent to, and on nothing else."""
+    """One map for all experts, scaled by the routing, so that a token's result depends on its own routing only."""
     chosen = [x for x in (*routing, *others.values()) if isinstance(x, Tensor)]
     weight = sum((_rows(x, hidden) for x in chosen), torch.ones(()))
     return _apply(hidden, hidden.shape[-1], hidden.shape[-1]) * weight
 
 
 def _rows(routing: Tensor, hidden: Tensor) -> Tensor:
-    """One number for each token from its routing weights or from its experts' indices."""
+    """One number for each token, from its routing weights or its experts' indices."""
     value = torch.tanh(routing.float())
     order = torch.linspace(0.5, 1.0, value.shape[-1])
     return (value * order).sum(-1).reshape(*hidden.shape[:-1], 1)

@@ -13,8 +13,8 @@ from ..proto.worker_pb2 import FromGroup
 
 
 class Subscriber:
-    """`number` is unique in this incarnation of the group, `router` is what it calls itself. `submissions`: how many of
-    its submissions the engine has taken in or refused; only the engine's thread reads and writes `submissions`."""
+    """`number` is unique in this incarnation of the group; `router` is the router's own name. `submissions`: how many
+    of its submissions the engine has processed; only the engine's thread reads and writes it."""
 
     def __init__(self, number: int, router: str, *, buffer_bytes: int) -> None:
         self.number = number

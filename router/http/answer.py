@@ -35,7 +35,7 @@ class Head:
 
 
 def server_sent(chunk: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+    """One server-sent event."""
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 

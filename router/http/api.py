@@ -38,7 +38,7 @@ from .error_body import error_body, explain, refusal, retry_headers
 from .event_stream import EventStream
 from .json_body import JsonBody
 from .large_answer import LargeAnswers
-from .long_body import long_body_route, made_aside
+from .long_body import in_thread_if_long, long_body_route
 from .merged import begin, merged
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody, tokens_json
@@ -101,15 +101,15 @@ class Api:
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Goes on from one or several prompts."""
-        prompts = await made_aside(request, body.prompts)
+        prompts = await in_thread_if_long(request, body.prompts)
         name: str = request.scope["request_id"]
         if body.return_token_ids or (body.echo and body.logprobs is not None):
             ids = [await self._ids(prompt, body.model) for prompt in prompts]
             known = ids
-            messages = await made_aside(request, lambda: body.messages(known, name))
+            messages = await in_thread_if_long(request, lambda: body.messages(known, name))
         else:
             ids = [[] for _ in prompts]
-            messages = await made_aside(request, lambda: body.messages(prompts, name))
+            messages = await in_thread_if_long(request, lambda: body.messages(prompts, name))
         echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
         shown = [
             ShownPrompt(echo, known, isinstance(prompt, str))
@@ -122,7 +122,7 @@ class Api:
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
         """Speaks the assistant's next turn."""
         name: str = request.scope["request_id"]
-        message = await made_aside(request, lambda: body.message(name, self._form))
+        message = await in_thread_if_long(request, lambda: body.message(name, self._form))
         known: Sequence[int] = ()
         if body.return_token_ids:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
@@ -163,7 +163,7 @@ class Api:
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """A text's or a chat's token ids."""
-        asked = await made_aside(request, body.message)
+        asked = await in_thread_if_long(request, body.message)
         found = await self._generation.tokenize(asked)
         most = self._generation.model.max_model_len if self._generation.model else None
         tokens = self._tokens if body.return_token_strs else None
@@ -171,7 +171,7 @@ class Api:
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        asked = await made_aside(request, body.message)
+        asked = await in_thread_if_long(request, body.message)
         text = (await self._generation.detokenize(asked)).text
         return await self._large.response(count_text(text), dict, prompt=text)
 
@@ -215,7 +215,7 @@ class Api:
         try:
             for message in messages:
                 tasks.append(asyncio.create_task(generate(message, tenant=tenant, carrier=carrier)))
-                await asyncio.sleep(0)  # a thousand prompts that begin at once would block the event loop
+                await asyncio.sleep(0)  # a thousand prompts that begin in one round would block the event loop
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -233,7 +233,7 @@ class Api:
     async def _echo(self, text: Prompt) -> str:
         if isinstance(text, str):
             return text
-        asked = DetokenizeRequest(token_ids=text, skip_special_tokens=False)  # an echo has special tokens too
+        asked = DetokenizeRequest(token_ids=text, skip_special_tokens=False)  # an echo includes special tokens
         return (await self._generation.detokenize(asked)).text
 
     def _tool_calls(self, body: ChatRequest) -> Callable[[], ToolCalls] | None:
@@ -259,7 +259,7 @@ class Api:
             "root": self._generation.model_name,
             "parent": None,
             "max_model_len": model.max_model_len if model else None,
-            "default_sampling": self._generation.defaults.given(),
+            "default_sampling": self._generation.defaults.given_values(),
         }
 
 

@@ -81,7 +81,7 @@ class ChatAnswer:
             chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
+    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
         """Never: a chunk has a few tokens. See large_answer.Streamed."""
         return False
 

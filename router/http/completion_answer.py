@@ -48,7 +48,7 @@ class CompletionAnswer:
         self._prompts = dict(enumerate(prompts))
         self._tokens = tokens
         self._usages: list[Usage] = []
-        # Of choices that have begun: characters so far, and where their next tokens begin.
+        # By choice that has begun: characters so far, and the offsets of its next tokens.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
         usage = ',"usage":null' if request.include_usage else ""
@@ -97,7 +97,7 @@ class CompletionAnswer:
         self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
         return made
 
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
+    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
         """See large_answer.Streamed. True for the first delta of each choice of a long prompt: it shows the prompt."""
         if not event.HasField("delta") or place * self._request.n + event.delta.choice in self._lengths:
             return False

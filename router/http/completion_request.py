@@ -15,8 +15,8 @@ Prompt = str | list[int]
 
 
 def check_prompt_items(prompt: Any) -> Any:
-    """`prompt` as it came. Raises ValueError, naming the first item out of place, for a list that mixes kinds of items
-    or holds anything but whole numbers, texts, or lists of whole numbers: true is no 1 here, and 5.0 is no 5."""
+    """Returns `prompt` unchanged. Raises ValueError, naming the first wrong item, for a list that mixes kinds of items
+    or holds anything but whole numbers, texts, or lists of whole numbers; true and 5.0 are not whole numbers here."""
     if not isinstance(prompt, list) or not prompt:
         return prompt
     kind = type(prompt[0])

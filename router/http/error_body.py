@@ -19,13 +19,13 @@ _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403:
 _CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
 
 
-HALF_CHARACTER: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
-# A message may quote what was sent, of any length.
+LONE_SURROGATE: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
+# A message may quote input of any length.
 _MESSAGE_CHARACTERS: Final = 1000
 
 
-class MisreadBody(InvalidRequest):
-    """A body that does not fit its endpoint; `field` names the field that is wrong, if it is one."""
+class InvalidBody(InvalidRequest):
+    """A body that its endpoint's schema refuses. `field`: the wrong field, or None."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message, field)
@@ -37,23 +37,23 @@ class MisreadBody(InvalidRequest):
 
 
 def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[int, dict[str, Any]]:
-    """(status, body) of whatever was raised. `prompt_field`: the field of the body that holds the prompt, if any."""
+    """The HTTP status and body for an exception. `prompt_field`: the body's field that holds the prompt, if any."""
     _, status = status_of(error)
-    if isinstance(error, MisreadBody):
+    if isinstance(error, InvalidBody):
         return status, refusal(status, error.message, param=error.field)
     if isinstance(error, CoatcheckError):
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
         param = prompt_field if isinstance(error, ContextLengthExceeded) else None
         return status, refusal(status, str(error), param=param, code=code)
     if isinstance(error, UnicodeEncodeError):  # JSON can escape what no text may hold
-        return 400, refusal(400, HALF_CHARACTER)
+        return 400, refusal(400, LONE_SURROGATE)
     incident = uuid.uuid4().hex[:12]
     _log.error("incident %s", incident, exc_info=error)
     return 500, refusal(500, f"something failed here that should not; the log has it as incident {incident}")
 
 
 def refusal(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of one error; a long message or parameter is cut."""
+    """The JSON body of an error; a long message or parameter is cut."""
     kind = _TYPES.get(status, "server_error")
     return {"error": {"message": _clip(message), "type": kind, "param": param and _clip(param), "code": code}}
 

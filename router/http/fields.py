@@ -54,7 +54,7 @@ class Body(BaseModel):
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
 
     def check_lengths(self) -> None:
-        """Raises InvalidRequest for lists that are too long. Called for long bodies only."""
+        """Raises InvalidRequest for lists that are too long. A side process calls this for long bodies only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -143,7 +143,8 @@ class SamplingFields(Body):
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
     ) -> SamplingMessage:
-        """As the core takes it, which fills in the model's own defaults; raises InvalidRequest."""
+        """The SamplingParams message; fields that the body leaves out stay unset, and the router fills in the model's
+        defaults. Raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream to true or leave it out")
         if self.stream and self.prompt_logprobs is not None:

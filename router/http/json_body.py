@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-LARGE_VALUES: Final = 4096  # the event loop has no time to encode more
+LARGE_VALUES: Final = 4096  # JSON of more values is encoded in a thread
 
 
 class JsonBody(Response):

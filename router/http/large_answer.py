@@ -38,7 +38,7 @@ class Streamed(Protocol):
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
         """Of an event of the prompt at `place`; may be empty."""
 
-    def is_large(self, place: int, event: GenerateEvent) -> bool:
+    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
         """Whether the event is a delta whose chunk takes too long to make for the event loop."""
 
     def apart(self, place: int, delta: Delta) -> "DeltaWriter":
@@ -83,7 +83,7 @@ class LargeAnswers:
 
     async def chunk(self, answer: Streamed, place: int, event: GenerateEvent) -> bytes:
         """A stream's chunk of an event."""
-        if not answer.is_large(place, event):
+        if not answer.is_slow_to_encode(place, event):
             return answer.chunk(place, event)
         if not self._travels:
             return await asyncio.to_thread(answer.chunk, place, event)

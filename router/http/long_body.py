@@ -1,8 +1,8 @@
 """LongBodyRoute: an endpoint whose long bodies are read in a side process.
 
-Reading JSON is one call of C code that holds the GIL, 0.1 s for a million numbers, and validating it
-takes up to 20 microseconds per object. FastAPI reads a short body on the event loop. A long one goes to a side process
-as it came, and comes back as the validated model.
+Parsing JSON is one call of C code that holds the GIL, 0.1 s for a million numbers, and validating it takes up to 20
+microseconds per object. FastAPI reads a short body on the event loop. The bytes of a long body go to a side process,
+which returns the validated model.
 """
 
 import asyncio
@@ -20,24 +20,24 @@ from starlette.responses import Response
 
 from ...proto.errors import InvalidRequest
 from ..side_process import SideProcesses
-from .error_body import HALF_CHARACTER, MisreadBody, explain
+from .error_body import LONE_SURROGATE, InvalidBody, explain
 from .fields import Body
 
-# Reading and validating a body within these takes at most 20 ms.
+# Parsing and validating a body below all three limits takes at most 20 ms.
 _SHORT_BYTES: Final = 256 << 10
 _SHORT_OBJECTS: Final = 1024
 _SHORT_VALUES: Final = 8192
-# Values beside the prompts of a completion: messages, tools and schemas. Each is looked at several times on its way.
+# Values of a body except in _PROMPT_FIELDS: messages, tools and schemas. Each is visited several times.
 _MOST_VALUES: Final = 1 << 17
-_NUMBERS: Final = frozenset({"prompt", "tokens"})
-_HALF_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
+_PROMPT_FIELDS: Final = frozenset({"prompt", "tokens"})
+_SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
 
 _Made = TypeVar("_Made")
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def is_long(body: bytes) -> bool:
-    """Whether reading it would stop the event loop for more than 20 ms."""
+    """Whether parsing and validating the body could block the event loop for more than 20 ms."""
     return (
         len(body) > _SHORT_BYTES
         or body.count(b"{") + body.count(b"[") > _SHORT_OBJECTS
@@ -46,34 +46,34 @@ def is_long(body: bytes) -> bool:
 
 
 def read_body(kind: type[Body], body: bytes) -> Body:
-    """The model that a body of JSON stands for.
+    """Parses and validates a JSON body.
 
-    Raises InvalidRequest for a body of too many values. Other errors, InvalidRequest or MisreadBody, say what a client
-    hears of the same error in a short body, which FastAPI reads.
+    Raises InvalidRequest for a body of too many values. Other errors, InvalidRequest or InvalidBody, have the same
+    message as FastAPI's error for a short body.
     """
     try:
         value = json.loads(body)
     except json.JSONDecodeError as error:
-        raise MisreadBody(f"the body is not JSON: {error.msg}") from None
-    except (ValueError, RecursionError):  # bytes that are no text, a number of a million digits, deep nesting
+        raise InvalidBody(f"the body is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # not UTF-8, a number of a million digits, or deep nesting
         raise InvalidRequest("There was an error parsing the body") from None
     if isinstance(value, dict):
-        _check_values({name: part for name, part in value.items() if name not in _NUMBERS})
+        _check_values({name: part for name, part in value.items() if name not in _PROMPT_FIELDS})
     try:
-        if _HALF_CHARACTER.search(body):
+        if _SURROGATE_ESCAPE.search(body):
             _check_texts(value)
         model = kind.model_validate(value)
         model.check_lengths()
         return model
     except UnicodeEncodeError:
-        raise InvalidRequest(HALF_CHARACTER) from None
+        raise InvalidRequest(LONE_SURROGATE) from None
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True, include_input=False)
-        raise MisreadBody(*explain([{**one, "loc": ("body", *one["loc"])} for one in errors])) from None
+        raise InvalidBody(*explain([{**one, "loc": ("body", *one["loc"])} for one in errors])) from None
 
 
 def long_body_route(side: SideProcesses) -> type[APIRoute]:
-    """The class of routes whose long bodies are read by these processes."""
+    """A route class whose long bodies are read in the processes of `side`."""
 
     class LongBodyRoute(APIRoute):
         def get_route_handler(self) -> _Handler:
@@ -89,7 +89,7 @@ def long_body_route(side: SideProcesses) -> type[APIRoute]:
                     raise HTTPException(400, "There was an error parsing the body") from error
                 if _is_json(request.headers) and is_long(body):
                     model = await side.run(read_body, kind, body)
-                    request = _ReadRequest(request, model)
+                    request = _ValidatedRequest(request, model)
                 return await handle(request)
 
             return handle_any
@@ -97,20 +97,20 @@ def long_body_route(side: SideProcesses) -> type[APIRoute]:
     return LongBodyRoute
 
 
-async def made_aside(request: Request, make: Callable[[], _Made]) -> _Made:
-    """Returns what `make` makes of the body; in a thread if the body is long."""
-    return await asyncio.to_thread(make) if isinstance(request, _ReadRequest) else make()
+async def in_thread_if_long(request: Request, make: Callable[[], _Made]) -> _Made:
+    """Returns make(); a thread calls it if the request's body is long."""
+    return await asyncio.to_thread(make) if isinstance(request, _ValidatedRequest) else make()
 
 
-class _ReadRequest(Request):
-    """A request whose body is validated already: FastAPI gets the model, and pydantic takes it as it is."""
+class _ValidatedRequest(Request):
+    """A request whose body is validated already: `json` returns the model, which pydantic accepts unchanged."""
 
     def __init__(self, request: Request, model: Body) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
 
     async def body(self) -> bytes:
-        return b"{}"  # the long one is not kept
+        return b"{}"  # FastAPI asks only whether it is empty; the long body is not kept
 
     async def json(self) -> Any:
         return self._model
@@ -122,7 +122,7 @@ def _is_json(headers: Mapping[str, str]) -> bool:
 
 
 def _check_values(value: object) -> None:
-    """Raises InvalidRequest for more than _MOST_VALUES of them, however deep."""
+    """Raises InvalidRequest for more than _MOST_VALUES values at all depths together."""
     left = _MOST_VALUES
     for level in _levels(value):
         left -= len(level)
@@ -131,7 +131,7 @@ def _check_values(value: object) -> None:
 
 
 def _check_texts(value: object) -> None:
-    """Raises UnicodeEncodeError for half of a surrogate pair. To find it later costs the router most of a second."""
+    """Raises UnicodeEncodeError for a lone surrogate. Found later, in the router, it would cost most of a second."""
     for level in _levels(value):
         for one in level:
             for text in one if isinstance(one, dict) else (one,):
@@ -140,7 +140,7 @@ def _check_texts(value: object) -> None:
 
 
 def _levels(value: object) -> Iterator[list[Any]]:
-    """The values within a value, itself included, by how deep they are."""
+    """[value], then the list of the values one level deeper, and so on."""
     level: list[Any] = [value]
     while level:
         yield level

@@ -20,7 +20,7 @@ async def begin(sources: Sequence[Source]) -> list[GenerateEvent]:
     try:
         for source in sources:
             tasks.append(asyncio.ensure_future(anext(source)))
-            await asyncio.sleep(0)  # a thousand prompts that begin at once would stop everybody else
+            await asyncio.sleep(0)  # a thousand prompts that begin in one round would block the event loop
         return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:

@@ -1,8 +1,8 @@
-"""Where each token begins in the text that a client gets: the `text_offset` of completions.
+"""The `text_offset` of completions: where each token begins in the text that a client gets.
 
-A token's offset is the number of whole characters that the tokens before it decode to. So the tokens of a character
-that takes several of them all have the offset where it begins, and a token that the text leaves out (a special one) has
-the offset of the next one.
+A token's offset is the number of whole characters that the tokens before it decode to. If a character takes several
+tokens, all of them have the offset of the character. A token that the text leaves out, such as a special one, has the
+offset of the next token.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from typing import Final
 from ..detokenizer import Detokenizer
 from ..tokenizer import TokenizerJson
 
-# Special tokens that a tokenizer puts before or behind a text: one or two.
+# Most special tokens looked for on each side of a text; tokenizers add one or two.
 _MOST_ADDED: Final = 8
 
 
 class TextOffsets:
-    """The offsets of one text's tokens, which come in order. `start`: characters before the first token."""
+    """Computes the offsets of one text's tokens as they come. `start`: characters before the first token."""
 
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
         self._detokenizer = detokenizer
         self._next = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens."""
+        """The offsets of the text's next tokens, one for each id."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._next)
@@ -34,9 +34,9 @@ class TextOffsets:
 def prompt_offsets(tokenizer: TokenizerJson, token_ids: Sequence[int], text: str | None) -> list[int]:
     """The offsets of a prompt's tokens in its echo; takes about a microsecond a token.
 
-    `text` is the prompt as it was sent, where it was a text: special tokens that the tokenizer has put before and
-    behind it are not in it. Where the tokenizer's normaliser changes the text (to lower case, say), offsets may be
-    wrong, but never beyond its end. Without `text` the echo is what the tokens decode to, special ones written out.
+    `text`: the prompt if the client sent a text; it lacks the special tokens that the tokenizer adds before and after.
+    If the tokenizer's normaliser changes the text (to lower case, say), offsets may be wrong, but never beyond its end.
+    None if the client sent ids: the echo is then the decoded tokens, with special ones written out.
     """
     offsets = TextOffsets(tokenizer.detokenizer(skip_special_tokens=False))
     if text is None:
@@ -48,7 +48,7 @@ def prompt_offsets(tokenizer: TokenizerJson, token_ids: Sequence[int], text: str
 
 
 def _added(tokenizer: TokenizerJson, token_ids: Sequence[int], text: str) -> tuple[int, int]:
-    """How many special tokens before and behind a text are not written in it: at most _MOST_ADDED on each side."""
+    """The numbers of special tokens before and after a text that the tokenizer added; at most _MOST_ADDED each."""
     count = len(token_ids)
     first = token_ids[:_MOST_ADDED]
     leading = next((n for n, token in enumerate(first) if not tokenizer.is_special(token)), len(first))

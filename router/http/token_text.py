@@ -41,7 +41,7 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def offsets(self, skip_special_tokens: bool, start: int) -> TextOffsets:
-        """Of one choice's tokens, in a text whose first `start` characters are not theirs."""
+        """Offsets for one choice's tokens. `start`: characters of the text before the first token."""
         return TextOffsets(self._tokenizer.detokenizer(skip_special_tokens), start)
 
     def prompt_offsets(self, token_ids: Sequence[int], text: str | None) -> list[int]:

@@ -1,8 +1,8 @@
-"""The grammars that make an answer's tool calls fit the schemas of their functions.
+"""Grammars that constrain an answer's tool calls to the schemas of their functions.
 
 Each schema is a JSON document of its own in the grammar. A reference such as "#/$defs/X" or "#" is relative to the
-root of its document, so no schema is ever put inside another one: there its references would point elsewhere, and the
-"$defs" of two functions could be confused. How calls are found in the text again: see tool_calls.
+root of its document. Inside another schema it would point elsewhere, and the "$defs" of two functions could collide.
+tool_calls.py parses the calls out of the text.
 """
 
 import json
@@ -65,7 +65,8 @@ def _grammar(rules: str) -> Grammar:
 
 
 def _document(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """A schema as the root of a document within a grammar, with our JSON style where it names none of its own."""
+    """A schema as a document root in a grammar. Our JSON style holds where the schema's "x-guidance" does not
+    differ."""
     own = (schema or {}).get("x-guidance")
     style = {**JSON_STYLE, **own} if isinstance(own, dict) else dict(JSON_STYLE)
     return {**(schema or _ANY), "x-guidance": style}

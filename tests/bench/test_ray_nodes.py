@@ -12,8 +12,8 @@ touch tried; echo "Exception: The current node timed out during startup."; exit 
 """
 
 
-def test_a_start_that_ray_gives_up_is_made_again(tmp_path: Path) -> None:
-    """On a busy machine `ray start` ends after 30 s; the node starts again, and then runs."""
+def test_a_start_that_ray_gives_up_is_repeated(tmp_path: Path) -> None:
+    """On a busy machine `ray start` ends after 30 s; the node is started again, and then runs."""
     node = RayNode(["sh", "-c", f"cd {tmp_path}; {_GIVES_UP_ONCE}"], {}, tmp_path / "log")
     try:
         node.wait_started()

@@ -1,4 +1,4 @@
-"""A small local model as files alone, made without torch, and every way in which a test may break it."""
+"""The files of a small local model, made without torch, and functions that break one of them."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def llama_tensors() -> dict[str, tuple[int, ...]]:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Sets fields of config.json; None takes one away."""
+    """Sets fields of config.json; None removes a field."""
     file = directory / "config.json"
     values = (json.loads(file.read_text()) if file.exists() else {}) | changes
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))

@@ -32,7 +32,7 @@ class RayHead:
         return next((pid for pid, words in self._processes() if words[0].startswith(f"ray::{title}")), 0)
 
     def program(self, name: str) -> int:
-        """One of Ray's own processes, by its program's name; 0 when there is none."""
+        """The process id of one of Ray's own programs; 0 if it does not run."""
         return next((pid for pid, words in self._processes() if os.path.basename(words[0]) == name), 0)
 
     def _processes(self) -> Iterator[tuple[int, list[str]]]:

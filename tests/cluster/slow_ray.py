@@ -29,11 +29,11 @@ class SlowRay:
         return {"PYTHONPATH": str(self.folder), "RAY_TMPDIR": str(self.folder)}
 
     def mend(self) -> None:
-        """From now on helper processes start at once, also those that wait."""
+        """From now on agents start at once, and those that sleep continue."""
         (self.folder / "mended").touch()
 
     def processes(self) -> dict[int, str]:
-        """Everything that runs below this folder, whoever its parent is."""
+        """All processes that use this folder, whatever their parent."""
         found = {}
         for entry in Path("/proc").iterdir():
             try:
@@ -47,7 +47,7 @@ class SlowRay:
 
 @contextmanager
 def slow_ray() -> Iterator[SlowRay]:
-    """Its folder is in /tmp itself: the path of a socket in it may not be long."""
+    """Its folder is in /tmp, because the path of a socket must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as name:
         slow = SlowRay(Path(name))
         (slow.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(mended=str(slow.folder / "mended")))

@@ -1,4 +1,4 @@
-"""A burst on real engines and services, over runners that take their time."""
+"""A burst of requests on real engines and services with slow runners."""
 
 import asyncio
 from collections.abc import Iterator
@@ -67,9 +67,9 @@ def groups() -> Iterator[list[Group]]:
         yield made
 
 
-async def test_a_burst_leaves_to_groups_what_they_have_room_for(tmp_path: Path, groups: list[Group]) -> None:
-    """Of 600 requests at once no group ever holds more than its seats and a few that are ready, 200 wait in the router,
-    and the rest is refused; all others are answered."""
+async def test_a_burst_never_overfills_a_group(tmp_path: Path, groups: list[Group]) -> None:
+    """Of 600 requests at once no group ever holds more than its seats and its limit of waiting requests; 200 wait in
+    the router, the rest is refused, and all others are answered."""
     router = Router(RouterConfig(model="tiny", max_queued=QUEUED), TokenizerJson.load(str(write_model(tmp_path))))
     await router.start()
     try:
@@ -78,7 +78,7 @@ async def test_a_burst_leaves_to_groups_what_they_have_room_for(tmp_path: Path, 
             await router.groups.next_change.wait()
 
         async def ask(number: int) -> bool:
-            """Whether it was answered."""
+            """Returns whether the request was answered."""
             sampling = public.SamplingParams(max_tokens=20, seed=number, ignore_eos=True)
             ids = public.TokenIds(ids=[1 + number % 900, 5, 6])
             try:

@@ -59,8 +59,9 @@ async def test_lost_stream_goes_on_elsewhere(after: int, n: int) -> None:
         assert sum(map(len, held.values())) == max(0, min(after - 2, 6 * n))
 
 
-async def test_a_slow_connection_is_a_connection() -> None:
-    """A router whose first bytes take a third of a second, behind a long line or on a busy host, is waited for."""
+async def test_a_slow_connection_is_waited_for() -> None:
+    """The client waits for a router whose first bytes take a third of a second, over a slow network or on a busy
+    host."""
     async with FakeRouter() as router:
 
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,15 +123,16 @@ async def test_nobody_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("believed", "said"),
+    ("trusted", "said"),
     [
-        (None, "{} speaks HTTP and no gRPC: give the router's other address"),
-        ("server", "{} speaks HTTP and no gRPC: give the router's other address"),
-        ("stranger", "no TLS connection to {}: one side does not believe the other's certificate"),
+        (None, "{} speaks HTTP, not gRPC: give the router's gRPC address"),
+        ("server", "{} speaks HTTP, not gRPC: give the router's gRPC address"),
+        ("stranger", "no TLS connection to {}: one side does not trust the other's certificate"),
     ],
 )
-async def test_what_listens_is_told_apart(tmp_path: Path, believed: str | None, said: str) -> None:
-    """The router's HTTP address, with TLS and without, and a certificate that is not believed, are no absent server."""
+async def test_each_kind_of_wrong_server_has_its_own_error(tmp_path: Path, trusted: str | None, said: str) -> None:
+    """The router's HTTP address, with TLS and without, and an untrusted certificate are told apart from a server that
+    is not there."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
@@ -139,12 +141,12 @@ async def test_what_listens_is_told_apart(tmp_path: Path, believed: str | None, 
         writer.close()
 
     context, access = None, Access()
-    if believed:
+    if trusted:
         authorities = {name: TestAuthority(tmp_path, name) for name in ("server", "stranger")}
         leaf = authorities["server"].leaf("leaf")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(leaf.cert, leaf.key)
-        access = Access.build(str(authorities[believed].ca), None, None, None)
+        access = Access.build(str(authorities[trusted].ca), None, None, None)
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as http:
         address = f"127.0.0.1:{http.sockets[0].getsockname()[1]}"
         async with Client([address], access) as client:
@@ -159,13 +161,13 @@ async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server that hangs, until the client gives up."""
+    """A server that accepts the connection and never answers."""
     while await reader.read(1 << 16):
         pass
 
 
 async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server without TLS: what it says first is what gRPC's says first."""
+    """A server without TLS: it begins with the bytes with which gRPC's server begins."""
     await reader.read(1)
     writer.write(b"\0\0\0\4\0\0\0\0\0")
     await say_nothing(reader, writer)
@@ -174,15 +176,15 @@ async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 @pytest.mark.parametrize(
     ("behave", "said"),
     [
-        (close_at_once, "{} closed the connection before it was made: its router has just ended"),
-        (say_nothing, "{} takes the connection and does not answer"),
-        (speak_plainly, "no TLS connection to {}: the server there speaks no TLS"),
+        (close_at_once, "{} closed the connection during the handshake: its router has just ended"),
+        (say_nothing, "{} accepts the connection but does not answer"),
+        (speak_plainly, "no TLS connection to {}: the server there does not speak TLS"),
         (None, "no server answers at {}"),
     ],
 )
-async def test_a_server_that_is_lost_is_no_distrusted_one(tmp_path: Path, behave: Any, said: str) -> None:
-    """Through TLS too a server that ends, hangs, is gone or speaks no TLS is told as that; certificates are mentioned
-    for certificates alone."""
+async def test_only_a_certificate_error_mentions_certificates(tmp_path: Path, behave: Any, said: str) -> None:
+    """With TLS too, a server that ends, hangs, is gone or does not speak TLS has an error of its own, without a word
+    about certificates."""
     access = Access.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
     connections = set[asyncio.Task[Any]]()
 
@@ -204,8 +206,9 @@ async def test_a_server_that_is_lost_is_no_distrusted_one(tmp_path: Path, behave
     assert str(told.value).startswith(said.format(address)) and "certificate" not in str(told.value)
 
 
-async def test_a_connection_lost_amid_a_stream_is_told_as_that() -> None:
-    """A router whose process ends amid a stream was lost; nobody is sent to look at TLS."""
+async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
+    """If a router's process ends during a stream, the error says that the connection was lost, and nothing about
+    TLS."""
     cut: list[asyncio.Transport] = []
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -264,7 +264,7 @@ def test_a_cluster_is_the_same_however_it_is_addressed() -> None:
 
 
 def test_a_generation_config_is_read_before_anything_starts(tmp_path: Path) -> None:
-    """A wrong value is named at once; with `none` only its end tokens matter."""
+    """A wrong value is named at once; with `none` only its eos_token_id is read."""
     write_config(tmp_path)
     model = {"model": str(tmp_path)}
     file = tmp_path / "generation_config.json"

@@ -70,8 +70,8 @@ def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_orphans_that_have_ended_are_forgotten() -> None:
-    """A process that adopts orphans leaves none of them behind as a zombie, and still knows its own children's ends."""
+def test_orphans_that_have_ended_are_reaped() -> None:
+    """A process that adopts orphans leaves no zombies, and can still wait for its own children."""
     family = """
 import os, subprocess, sys, time
 from coatcheck.cluster.descendants import adopt_orphans, children, reap

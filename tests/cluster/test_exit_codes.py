@@ -1,4 +1,4 @@
-"""Exit codes: 2 where the person who typed the command must change it, 1 for anything else, one line on stderr."""
+"""Exit codes: 2 if the user must change the command, 1 for anything else, with one line on stderr."""
 
 import asyncio
 import gzip
@@ -51,7 +51,7 @@ def test_an_unknown_flag_is_2(command: str) -> None:
         (["generate", "x", "--timeout", "0"], "--timeout"),
         (["generate", "x", "--timeout", "inf"], "--timeout"),
         (["generate", "x", "--retain", "101"], "retention.priority is 101; use 0 to 100"),
-        (["generate", "\udcff"], "is not UTF-8"),
+        (["generate", "\udcff"], "is not valid UTF-8"),
         (["generate", "x", "--tls-ca", "/nowhere.pem"], "/nowhere.pem: No such file or directory"),
         (["status", "--tls-ca", f"{MODEL}/config.json"], "config.json holds no certificate in PEM"),
         (["drain", "group-0", "--timeout", "-1"], "--timeout"),
@@ -75,7 +75,7 @@ def test_an_unknown_flag_is_2(command: str) -> None:
     ],
 )
 def test_a_wrong_value_is_2(arguments: list[str], message: str) -> None:
-    """A value that cannot be, or a file that is not there, is found before any server is asked."""
+    """An invalid value or a missing file is found before any server is called."""
     where = ["--address", NOBODY] if arguments[0] in ASKS_A_ROUTER else []
     assert_one_line(run(*arguments, *where), 2, message)
 
@@ -92,20 +92,20 @@ def test_a_wrong_value_is_2(arguments: list[str], message: str) -> None:
 )
 @pytest.mark.parametrize("command", [["plan", MODEL, "--lengths"], ["bench", "--address", NOBODY, "--trace"]])
 def test_a_damaged_trace_is_2(tmp_path: Path, command: list[str], name: str, content: bytes, message: str) -> None:
-    """A trace that cannot be read is named, by `plan` and by `bench`, which asks no server before."""
+    """The error names the trace that cannot be read, in `plan` and in `bench`, which calls no server before."""
     (tmp_path / name).write_bytes(content)
     assert_one_line(run(*command, str(tmp_path / name)), 2, message)
 
 
 @pytest.mark.parametrize("command", ASKS_A_ROUTER)
 def test_no_server_is_1(command: str) -> None:
-    """Nobody answers at the address: the command may be right another time."""
+    """No server answers at the address: the same command may succeed later."""
     assert_one_line(run(command, *PROMPT.get(command, []), "--address", NOBODY), 1, f"no server answers at {NOBODY}")
 
 
 @pytest.mark.parametrize("arguments", [["restart"], ["scale", "--groups", "2"], ["serve", MODEL]])
 def test_no_ray_is_1(arguments: list[str]) -> None:
-    """Nor does a Ray cluster."""
+    """No Ray cluster answers: the same command may succeed later."""
     assert_one_line(run(*arguments, "--ray-address", NOBODY), 1, f"no Ray cluster answers at {NOBODY}")
 
 
@@ -131,7 +131,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 async def test_what_a_server_refuses(
     router: FakeRouter, command: list[str], status: grpc.StatusCode, code: int
 ) -> None:
-    """2 where the request is wrong or names what is not there, 1 where the same request may pass another time."""
+    """2 if the request is wrong or names a missing model, 1 if the same request may succeed later."""
     router.refusal = (status, "this is why")
     said = await asyncio.to_thread(run, *command, "--address", router.address)
     assert_one_line(said, code, "this is why")
@@ -150,7 +150,7 @@ class Refusing(AdminServicer):
 
 @pytest.mark.parametrize(("status", "code"), REFUSALS, ids=lambda value: getattr(value, "name", None))
 def test_what_a_server_refuses_of_status_drain_top_and_explain(status: grpc.StatusCode, code: int) -> None:
-    """The other commands that ask a router tell the two apart in the same way."""
+    """The other commands that call a router have the same exit codes."""
     service, server = Refusing(), grpc.server(futures.ThreadPoolExecutor(1))
     service.status = status
     add_AdminServicer_to_server(service, server)
@@ -162,9 +162,9 @@ def test_what_a_server_refuses_of_status_drain_top_and_explain(status: grpc.Stat
 
 
 def test_input_that_is_not_utf8_is_2() -> None:
-    """A prompt from standard input is text."""
+    """A prompt from standard input must be UTF-8."""
     done = subprocess.run([*COMMAND, "generate", "-", "--address", NOBODY], input=b"def \xff", capture_output=True)
-    assert_one_line((done.returncode, done.stderr.decode()), 2, "is not UTF-8")
+    assert_one_line((done.returncode, done.stderr.decode()), 2, "is not valid UTF-8")
 
 
 @pytest.mark.parametrize("arguments", [["plan", MODEL], ["plan", MODEL, "--json"], ["--version"]])
@@ -185,7 +185,7 @@ def test_a_reader_that_leaves_is_1_and_silent() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 0)])
 def test_top_ends_with_0(number: signal.Signals, code: int) -> None:
-    """`top` runs until Ctrl-C, so that is no failure, also where it writes JSON for a script."""
+    """Ctrl-C is the normal end of `top`, also when it writes JSON."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
     add_AdminServicer_to_server(Idle(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -207,5 +207,5 @@ class Idle(AdminServicer):
 
 
 def test_help_and_version_are_0() -> None:
-    """What was asked for and done."""
+    """Both succeed."""
     assert [coatcheck(*words).returncode for words in (["--help"], ["--version"], ["plan", "--help"])] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""What C++ code writes to file descriptor 2 is kept off the terminal."""
+"""Output of C++ code on file descriptor 2 does not reach the terminal."""
 
 import os
 import stat
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.cluster.native_stderr import native_stderr_in
+from coatcheck.cluster.native_stderr import redirect_native_stderr
 
 
 def test_native_lines_go_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Amid it only what Python says is seen; the rest is in a file that nobody else reads; then all is as before."""
-    with native_stderr_in(tmp_path):
+    """While redirected, the terminal shows only Python's output, and the rest goes to a private file; then all is
+    restored."""
+    with redirect_native_stderr(tmp_path):
         os.write(2, b"raw\n")
         print("ours", file=sys.stderr)
     os.write(2, b"after\n")
@@ -22,8 +23,8 @@ def test_native_lines_go_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_without_a_folder_native_lines_are_dropped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A folder where no file can be made takes nothing away from what the command says."""
-    with native_stderr_in(tmp_path / "gone"):
+    """If no file can be created, the command's own output still reaches the terminal."""
+    with redirect_native_stderr(tmp_path / "gone"):
         os.write(2, b"raw\n")
         print("ours", file=sys.stderr)
     assert capfd.readouterr().err == "ours\n"

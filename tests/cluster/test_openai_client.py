@@ -44,7 +44,7 @@ class Reading(BaseModel):
 
 
 class Alarm(BaseModel):
-    """Has a model of the name of another's, too."""
+    """Contains a class with the same name as another model's."""
 
     unit: Unit
 
@@ -98,7 +98,7 @@ async def served(model: Model, generation_config: str = "auto") -> AsyncIterator
 
 @pytest.mark.parametrize("choice", ["required", "Reading"])
 async def test_a_model_s_calls_fit_nested_pydantic_models(model: Model, choice: str) -> None:
-    """Whatever a random model says, a forced call to a function of nested models parses as one of these models."""
+    """With a random model, a forced call to a function of nested models parses as one of these models."""
     tools = [openai.pydantic_function_tool(kind) for kind in (Reading, Alarm)]
     forced: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     async with served(model) as client:
@@ -116,7 +116,8 @@ async def test_a_model_s_calls_fit_nested_pydantic_models(model: Model, choice: 
 
 
 async def test_what_is_left_unset_is_drawn_as_the_model_s_file_says(model: Model) -> None:
-    """A generation_config.json that means greedy: requests that say nothing are greedy, unless it is left out."""
+    """With a greedy generation_config.json, requests that set nothing are greedy, unless --generation-config is
+    none."""
     file = model.directory / "generation_config.json"
     before = file.read_text()
     file.write_text(json.dumps(json.loads(before) | {"do_sample": False, "max_new_tokens": 12}))

@@ -1,4 +1,4 @@
-"""`coatcheck serve` when the Ray below it is lost: one true line, an end in time, and nothing left behind."""
+"""`coatcheck serve` when the Ray below it is lost: one error line, a timely end, and nothing left behind."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _FLAGS = ["--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where a Ray has its sessions; a short name, for the sake of sockets."""
+    """Ray's folder; its path is short because it contains sockets."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
@@ -35,7 +35,7 @@ def serving(folder: Path, tiny_model: Path) -> Iterator[Serving]:
 
 
 def process_of(serving: Serving, program: str) -> int:
-    """One of Ray's own processes below it, by its program's name."""
+    """The process id of one of Ray's own programs below `serve`."""
     return next(
         pid for pid, command in serving.descendants().items() if os.path.basename(command.split()[0]) == program
     )
@@ -61,7 +61,7 @@ def test_a_ray_of_our_own_that_is_lost_ends_serve(serving: Serving, folder: Path
 
 @pytest.mark.timeout(300)
 def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
-    """SIGINT that arrives together with the raylet's end: nobody waits for a drain that cannot be."""
+    """SIGINT that arrives together with the raylet's end: the command does not wait for a drain that cannot finish."""
     processes = serving.descendants()
     os.kill(serving.process.pid, signal.SIGSTOP)
     kill(process_of(serving, "raylet"))

@@ -3,12 +3,19 @@
 import os
 import re
 import signal
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from coatcheck.cluster.config import ServeConfig
 from coatcheck.cluster.ray_log import last_error, last_line, session_of
+from coatcheck.cluster.ray_start import RayStart
+from coatcheck.cluster.raylet_pause import RayletSuspender
 from tests.cluster.serving import Serving, coatcheck, until
 from tests.cluster.slow_ray import SlowRay, slow_ray
 
@@ -33,7 +40,7 @@ def slow() -> Iterator[SlowRay]:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
-    """Helper processes that need longer than a raylet waits for them do not cost the attempt."""
+    """Agents that need longer than a raylet waits for them do not make the attempt fail."""
     arguments = (str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-start-timeout", "500")
     with Serving(*arguments, environment=slow.environment) as serving:
         until(lambda: any("agent.py" in command for command in slow.processes().values()), "Ray is half there", 120)
@@ -49,7 +56,7 @@ def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
-    """A Ray that gives up once is put away whole and started again, and the cluster serves."""
+    """If Ray gives up once, all of its processes are killed, it is started again, and the cluster serves."""
     arguments = (str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB", "--ray-start-timeout", "500")
     with Serving(*arguments, environment=slow.environment) as serving:
         said = serving.wait_line("Ray did not start: ")
@@ -65,13 +72,15 @@ def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_patience_has_an_end(slow: SlowRay, tiny_model: Path) -> None:
-    """Once the time is up the command ends with one line that says what Ray's own log says, and nothing stays."""
+def test_the_start_timeout_ends_the_command(slow: SlowRay, tiny_model: Path) -> None:
+    """After --ray-start-timeout the command ends with one line that quotes Ray's log, and no process is left."""
     arguments = ("serve", str(tiny_model), "--grpc-port", "0", "--ray-start-timeout", "22")
     done = coatcheck(*arguments, seconds=200, environment=slow.environment)
     *progress, last = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.match(r"error: Ray did not start within 22 s: (raylet|gcs_server): .+; see /tmp/.+/logs, make room", last)
+    assert re.match(
+        r"error: Ray did not start within 22 s: (raylet|gcs_server): .+; see /tmp/.+/logs, reduce the load", last
+    )
     assert last.endswith("or give more time with --ray-start-timeout")
     assert progress[0] == "starting Ray" and [line[:18] for line in progress[1:3]] == ["still starting Ray"] * 2
     until(lambda: not slow.processes(), "every process of Ray is gone", 30, else_tell=slow.processes)
@@ -91,7 +100,7 @@ def test_a_signal_ends_the_wait(slow: SlowRay, tiny_model: Path, number: signal.
 
 
 def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:
-    """Of all that Ray has logged it is the last error, without Ray's request for a bug report and without a stack."""
+    """The reason is the last error in Ray's logs, without Ray's request for a bug report and without a stack trace."""
     older, newer, other = (tmp_path / f"session_2026-11-22_04-33-{at}" for at in ("14_2_77", "48_5_77", "59_9_777"))
     for session in (older, newer, other):
         (session / "logs").mkdir(parents=True)
@@ -111,3 +120,40 @@ def test_a_log_that_others_put_there_is_not_read(tmp_path: Path) -> None:
     (logs / "raylet.err").symlink_to(tmp_path / "secret")
     os.mkfifo(logs / "raylet.out")
     assert last_error(tmp_path) == last_line(tmp_path) == ""
+
+
+class _LateSuspension(RayStart):
+    """A start that succeeds while its other thread is about to suspend the raylet, here a `sleep`."""
+
+    def __init__(self, raylet: int, session: Path) -> None:
+        super().__init__(ServeConfig.build({"model": "m"}), Console(stderr=True))
+        self.raylet, self.session = raylet, session
+        self.is_suspending, self.has_suspended = threading.Event(), threading.Event()
+
+    def _try_connect(self) -> bool:
+        return self.is_suspending.wait(60)
+
+    def _suspend_raylet_if_slow(self) -> None:
+        self.is_suspending.set()
+        self._finished.wait(60)
+        time.sleep(0.2)  # the thread that has connected goes on meanwhile, if nothing holds it
+        os.kill(self.raylet, signal.SIGSTOP)
+        self._suspender = RayletSuspender(self.session)
+        self._suspender._stopped = self.raylet
+        self.has_suspended.set()
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_a_start_leaves_no_raylet_suspended(tmp_path: Path) -> None:
+    """A raylet that is suspended at the moment when the start succeeds is resumed."""
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        try:
+            start = _LateSuspension(raylet.pid, tmp_path)
+            start.run()
+            assert start.has_suspended.wait(60)
+            until(lambda: _state(raylet.pid) != "T", "the raylet is resumed", 30)
+        finally:
+            raylet.kill()

@@ -1,4 +1,4 @@
-"""What can never be served is refused before Ray starts, with the true reason and what to change."""
+"""What cannot be served is refused before Ray starts, with the reason and what to change."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def refused(model: Path, folder: Path, *flags: str, seconds: float = 110) -> str
 def test_the_command_ends_before_ray_starts(
     model: Path, tmp_path: Path, fault: Break, flags: list[str], said: str
 ) -> None:
-    """Of each kind of fault one: the command ends with 2 and the reason, and there is no trace of a Ray."""
+    """For one fault of each kind: the command ends with 2 and the reason, and no Ray was started."""
     fault(model)
     assert said in refused(model, tmp_path, *flags)
 
@@ -97,7 +97,7 @@ def test_the_command_ends_before_ray_starts(
     ],
 )
 def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: str) -> None:
-    """Each fault of a file is said with the file and what to do; the same model without it is fine."""
+    """The error names the file and what to do; the same model without the fault passes."""
     check_checkpoint(config := ServeConfig.build({"model": str(model)}))
     fault(model)
     with pytest.raises(InvalidModel, match=said):
@@ -258,12 +258,13 @@ def test_a_context_is_stretched_as_ranks_stretch_it(model: Path, scaling: dict[s
 
 
 def test_an_architecture_without_tests_is_built_before_ray_starts(model: Path, tmp_path: Path) -> None:
-    """What only building a model can tell is told before Ray starts too, and the command says what it does so long."""
+    """A fault that only building the model shows is found before Ray starts too, and the command says why that takes
+    long."""
     edit_config(model, model_type="diffllama")
     assert refused(model, tmp_path).endswith("diffllama cannot be served: layer 0 attends more than once")
 
 
-def test_a_machine_without_gpus_has_none_to_offer(tmp_path: Path) -> None:
+def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
     """Device cuda is refused where there is no GPU's device file; where there is one, and on a cluster, Ray counts."""
     cuda = {"model": "m/m", "device": "cuda"}
     with pytest.raises(InvalidConfig, match="device is cuda, and this machine has no GPU"):
@@ -282,7 +283,7 @@ def test_nodes_elsewhere_may_have_what_this_host_lacks(model: Path) -> None:
 
 
 def test_the_quick_checks_import_neither_torch_nor_ray(model: Path) -> None:
-    """All that is checked of an ordinary model is checked without the libraries whose imports take seconds."""
+    """The checks of an ordinary model do not import the libraries whose imports take seconds."""
     program = (
         "import json, sys\n"
         "from coatcheck.cluster import serve\n"
@@ -304,9 +305,9 @@ def test_the_tables_of_transformers_are_read_as_it_reads_them() -> None:
     for model_type in ("novel", *CONFIG_MAPPING_NAMES):
         if model_type not in CONFIG_MAPPING_NAMES:
             with pytest.raises(InvalidModel, match="does not know"):
-                known_architectures.check_known("m", model_type, brings_code=False)
+                known_architectures.check_known("m", model_type, has_auto_map=False)
         else:
-            known_architectures.check_known("m", model_type, brings_code=False)
+            known_architectures.check_known("m", model_type, has_auto_map=False)
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known_architectures.check_causal("m", model_type)
 

@@ -79,7 +79,7 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
         ("", True, "this server asks for a key"),
         ("cc-wrong", True, "this key is not known here"),
         ("not a key\n", True, "was it copied whole"),
-        ("", False, "hangs up at once: if it speaks TLS, name its authority with --tls-ca"),
+        ("", False, "closes the connection at once: if it speaks TLS, give its authority with --tls-ca"),
     ],
 )
 def test_commands_without_one_are_told(secure: Secure, key: str, tls: bool, said: str) -> None:

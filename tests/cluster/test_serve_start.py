@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ray
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], code: int, message: str) -> None:
-    """A setting that cannot be is answered by one line that says what to change."""
+    """An invalid setting ends the command with one line that says what to change."""
     done = coatcheck("serve", *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (code, 1)
     assert done.stderr.startswith("error: ") and message in done.stderr
@@ -45,7 +45,7 @@ def test_a_taken_port_is_named(tiny_model: Path) -> None:
     assert done.stderr == f"error: {said}\n"
 
 
-def test_what_the_machine_lacks_is_named(tiny_model: Path) -> None:
+def test_missing_gpus_are_refused(tiny_model: Path) -> None:
     """GPUs on a machine that has none are refused before Ray starts, not waited for."""
     done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1

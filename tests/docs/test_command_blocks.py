@@ -73,5 +73,5 @@ def test_commands_of_blocks() -> None:
     ],
 )
 def test_output_is_compared_line_by_line(output: tuple[str, ...], printed: str, same: bool) -> None:
-    """`...` is any number of lines; all else is as printed, but for blanks at the ends of lines."""
+    """`...` stands for any number of lines; other lines must be equal except for trailing blanks."""
     assert shows(output, printed) is same

@@ -80,13 +80,13 @@ def inline_commands() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_commands(page: str) -> None:
-    """No block of a page escapes what runs them: each one is sh, console, python or indented."""
+    """Every block of a page is of a kind that the test runs: sh, console, python or indented."""
     assert {block.language for block in code_blocks((ROOT / page).read_text())} <= {"sh", "console", "python", ""}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_not_run_is_still_there(page: str) -> None:
-    """A command that left the page leaves the list of those that are not run."""
+    """Every command in the list of those that are not run is still on the page."""
     assert set(NOT_RUN[page]) <= {command.text for command in commands_of(page)}
 
 
@@ -142,7 +142,7 @@ def _is_taken(port: int) -> bool:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_can_be_followed(page: str, network: OwnNetwork, tmp_path: Path) -> None:
-    """Typed one after another, the page's commands end with 0 and print what it shows; Ctrl-C ends `serve` with 0."""
+    """Typed in order, the page's commands exit with 0 and print what the page shows; Ctrl-C ends `serve` with 0."""
     assert "PYTEST_XDIST_WORKER" not in os.environ, "what starts Ray is marked so: pytest.mark.ray"
     missing: set[str] = set()
     with PageSession(network, tmp_path / "checkout") as session:

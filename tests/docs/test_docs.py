@@ -116,7 +116,7 @@ def test_the_settings_table_is_what_serve_takes() -> None:
 
 
 def test_defaults_that_depend_on_the_device() -> None:
-    """Steps and KV pools are as large as the table says where the operator says nothing."""
+    """Without a setting, steps and KV pools have the sizes that the table gives."""
     from coatcheck.cluster.config import ServeConfig
     from coatcheck.cluster.member_config import group_config, router_config
     from coatcheck.cluster.placement import Placement

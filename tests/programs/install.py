@@ -27,7 +27,7 @@ _FONTS = """<?xml version="1.0"?>
 
 
 def main() -> None:
-    """Always succeeds: what is missing is for the tests to say."""
+    """Always succeeds: tests report a missing program by being skipped."""
     for names, install in _PROGRAMS.items():
         note_of(names[0]).unlink(missing_ok=True)
         if find_program(*names) is None:
@@ -102,7 +102,7 @@ def run(command: Sequence[str | Path], folder: Path) -> None:
 
 
 def put(program: Path, target: Path) -> None:
-    """Moves a program to its place, whole or not at all."""
+    """Moves a program to its place atomically."""
     part = target.with_suffix(".part")
     shutil.copyfile(program, part)
     part.chmod(0o755)

@@ -1,4 +1,4 @@
-"""generation_config.json: what it says of sampling and of ends, and what each mistake in it is answered with."""
+"""generation_config.json: its sampling values, its eos_token_id, and the error for each mistake."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_a_default_is_what_the_same_number_in_a_request_would_be(tmp_path: Path) -> None:
-    """0.6 of the file is 0.6 as the wire has it, in 32 bits."""
+    """The file's 0.6 is rounded to 32 bits, as protobuf rounds a request's 0.6."""
     from coatcheck.proto.coatcheck_pb2 import SamplingParams
 
     assert (
@@ -81,7 +81,7 @@ def test_a_default_is_what_the_same_number_in_a_request_would_be(tmp_path: Path)
 
 @pytest.mark.parametrize(("text", "words"), WRONG)
 def test_a_wrong_value_is_named(tmp_path: Path, text: str, words: str) -> None:
-    """The file, the field, its value and the way out are in the message; ends do not suffer from it."""
+    """The file, the field, its value and the way out are in the message; eos_token_id can still be read."""
     with pytest.raises(InvalidModel, match=f"{FILE}: {words}.*--generation-config none"):
         sampling_defaults(write(tmp_path, text))
     assert end_token_ids(tmp_path) == ()
@@ -89,7 +89,7 @@ def test_a_wrong_value_is_named(tmp_path: Path, text: str, words: str) -> None:
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
-    """What is no JSON object is refused for ends, too."""
+    """A file that is not a JSON object is refused for eos_token_id, too."""
     for read in (sampling_defaults, end_token_ids):
         with pytest.raises(
             InvalidModel, match=f"{FILE} (is not valid JSON: .*|does not hold a JSON object); fetch it again"
@@ -98,7 +98,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_folder_of_that_name_is_no_file(tmp_path: Path) -> None:
-    """What the system does not let be read is said in its words."""
+    """The message has the operating system's reason."""
     (tmp_path / FILE).mkdir()
     with pytest.raises(InvalidModel, match="cannot be read: Is a directory"):
         sampling_defaults(tmp_path)
@@ -112,6 +112,6 @@ def test_ends_are_one_token_or_several(tmp_path: Path, said: Any, ends: tuple[in
 
 @pytest.mark.parametrize("said", ["end", True, 2.0, [2, None], {"a": 2}, [[2]]])
 def test_ends_that_are_no_tokens_are_refused(tmp_path: Path, said: Any) -> None:
-    """Anything but token ids is named."""
+    """The error names anything but token ids."""
     with pytest.raises(InvalidModel, match="eos_token_id is .*; it must be a token id or a list of them"):
         end_token_ids(write(tmp_path, {"eos_token_id": said}))

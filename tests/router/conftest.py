@@ -56,7 +56,7 @@ async def open_door(tokenizer: TokenizerJson) -> AsyncIterator[OpenDoor]:
     async def opened(
         *groups: FakeGroup, attached: bool = True, speaking: TokenizerJson | None = tokenizer, **settings: object
     ) -> Door:
-        """`speaking` None: the router reads the files of its `model`."""
+        """`speaking`: None lets the router read the files of its `model`."""
         # Unlike real groups, fake ones say nothing unasked: on a busy machine they would seem to hang.
         settings = {"model": "tiny", "silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
         router = Router(RouterConfig(**settings), speaking)  # type: ignore[arg-type]  # by name

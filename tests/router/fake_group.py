@@ -157,7 +157,7 @@ class FakeGroup(WorkerServicer):
         self._changed.set()
 
     def report(self, waiting: int, running: int = 0) -> None:
-        """So many wait and run here, from now on; every submission that came is one of them, or has ended."""
+        """Reports this load to every router, with the number of submissions received so far."""
         self.load.status.waiting, self.load.status.running = waiting, running
         for stream in self._streams:
             message = FromGroup(load=self.load)

@@ -19,11 +19,11 @@ class SeatedGroup(FakeGroup):
 
     @property
     def held(self) -> int:
-        """How many run and wait."""
+        """The number of requests that run or wait."""
         return self._running + len(self._queue)
 
     def say_load(self) -> None:
-        """To every router, with how many of its submissions that contains."""
+        """Sends a report to every router, with the number of that router's submissions that the report contains."""
         self.report(waiting=len(self._queue), running=self._running)
 
     def say_late(self) -> int:

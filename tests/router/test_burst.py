@@ -25,7 +25,7 @@ def send(door: Door, ids: list[int], tenant: Tenant = ANYONE, priority: int = 0)
 
 @asynccontextmanager
 async def reporting(*groups: SeatedGroup) -> AsyncIterator[None]:
-    """Each group says its load again and again, as often as the event loop lets it."""
+    """Each group reports its load in every round of the event loop."""
 
     async def report() -> None:
         while True:
@@ -49,7 +49,7 @@ async def settled(door: Door, groups: list[SeatedGroup], asked: "list[asyncio.Ta
 
 
 async def hear_late_reports(door: Door, groups: list[SeatedGroup]) -> None:
-    """Reports that were on their way since before the burst arrive long behind it, and are read."""
+    """Reports that were sent before the burst arrive long after it, and are read."""
     for _ in range(3):
         for group in groups:
             link, mark = door.router.groups.link(group.name), group.say_late()
@@ -97,7 +97,7 @@ async def test_a_burst_of_one_prompt_does_not_go_to_one_group(open_door: OpenDoo
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
 
 
-async def test_turns_are_fair_in_a_burst(open_door: OpenDoor) -> None:
+async def test_a_burst_of_one_tenant_does_not_delay_others(open_door: OpenDoor) -> None:
     """Behind a burst of one tenant's a few of two others' are all taken in: the urgent one's go first as places come
     free, then the other one's get their half, though reports from before the burst come late."""
     group = SeatedGroup("g0", SEATS)

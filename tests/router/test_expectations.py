@@ -1,4 +1,4 @@
-"""Expectations: whatever is added, settled and forgotten, in any order and more than once, only open ones count."""
+"""Expectations: after any order of add, settle and forget, only those still open count."""
 
 from collections import Counter
 

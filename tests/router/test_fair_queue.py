@@ -100,16 +100,16 @@ def test_who_fills_the_queue_gives_way() -> None:
     assert (queue.stats().waiting, queue.stats().displaced, queue.stats().refused) == (5, 2, 1)
 
 
-def test_the_blocked_are_passed_over_and_keep_their_claim() -> None:
+def test_blocked_classes_are_passed_over_and_keep_their_place() -> None:
     """While no group has room for one tenant's the other's are taken; then those that waited are first, and were not
     charged meanwhile. Their own order, and their priorities, stay."""
     queue: FairQueue[str] = FairQueue(1000)
     even = Tenant("even")
     for number in range(3):
-        queue.put(f"long {number}", even, tokens=10, due=3.0 - number, needs="large")
-        queue.put(f"urgent {number}", even, priority=-1, tokens=10, needs="large")
+        queue.put(f"long {number}", even, tokens=10, due=3.0 - number, scheduling_class="large")
+        queue.put(f"urgent {number}", even, priority=-1, tokens=10, scheduling_class="large")
     for number in range(100):
-        queue.put(f"short {number}", LIGHT, tokens=10, needs="any")
+        queue.put(f"short {number}", LIGHT, tokens=10, scheduling_class="any")
     blocked = {"large"}
     assert [queue.take(blocked)[0] for _ in range(40)] == [f"short {number}" for number in range(40)]
     assert queue.peek({"large", "any"}) is None
@@ -119,34 +119,34 @@ def test_the_blocked_are_passed_over_and_keep_their_claim() -> None:
     assert [name for name in taken if name.startswith("long")] == ["long 2", "long 1", "long 0"]
 
 
-def test_who_comes_back_does_not_start_where_the_blocked_are() -> None:
+def test_a_returning_tenant_does_not_start_at_a_blocked_tenants_virtual_time() -> None:
     """While one tenant's are blocked its virtual time stands still: a third tenant that comes begins beside the one
     that was served meanwhile, and does not have everything until it has caught up."""
     queue: FairQueue[str] = FairQueue(1000)
-    queue.put("long", HEAVY, needs="large")
+    queue.put("long", HEAVY, scheduling_class="large")
     for _ in range(200):
-        queue.put("light", LIGHT, tokens=10, needs="any")
+        queue.put("light", LIGHT, tokens=10, scheduling_class="any")
     for _ in range(100):
         queue.take({"large"})
     for _ in range(50):
-        queue.put("even", Tenant("even"), tokens=10, needs="any")
+        queue.put("even", Tenant("even"), tokens=10, scheduling_class="any")
     taken = [queue.take({"large"})[0] for _ in range(40)]
     assert 15 <= taken.count("even") <= 25
 
 
 def test_classes_may_change_while_requests_wait() -> None:
-    """Asked anew for their classes, all keep their place."""
+    """After `reclassify` all requests keep their place."""
     queue: FairQueue[int] = FairQueue(1000)
     for number in range(6):
-        queue.put(number, LIGHT, due=float(number), needs="any")
-    queue.regroup(lambda number: "even" if number % 2 == 0 else "odd")
+        queue.put(number, LIGHT, due=float(number), scheduling_class="any")
+    queue.reclassify(lambda number: "even" if number % 2 == 0 else "odd")
     queue.check()
     assert (queue.waiting("any"), queue.waiting("even"), queue.ahead(LIGHT, 0, 2.0, "even")) == (0, 3, 2)
     assert queue.take({"even"})[0] == 1
     assert [queue.take()[0] for _ in range(5)] == [0, 2, 3, 4, 5]
 
 
-NEEDS = st.sampled_from(["any", "large", "begun"])
+CLASSES = st.sampled_from(["any", "large", "begun"])
 
 
 class Queue(RuleBasedStateMachine):
@@ -164,25 +164,31 @@ class Queue(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         tokens=st.integers(1, 99),
         due=st.sampled_from([0.0, 1.0, 2.0]),
-        needs=NEEDS,
+        scheduling_class=CLASSES,
         bounded=st.booleans(),
     )
-    def put(self, tenant: Tenant, priority: int, tokens: int, due: float, needs: str, bounded: bool) -> None:
+    def put(self, tenant: Tenant, priority: int, tokens: int, due: float, scheduling_class: str, bounded: bool) -> None:
         """Whoever is taken in waits, whoever is displaced does not."""
         self.made += 1
         room = self.queue.has_room(tenant, priority)
         found = self.queue.put(
-            self.made, tenant, priority=priority, tokens=tokens, due=due, needs=needs, bounded=bounded
+            self.made,
+            tenant,
+            priority=priority,
+            tokens=tokens,
+            due=due,
+            scheduling_class=scheduling_class,
+            bounded=bounded,
         )
         assert (found is not None) == (room or not bounded)
         if found is not None:
             self.waiting[self.made] = found[0]
-            self.claims[self.made] = (tenant, priority, due, needs)
+            self.claims[self.made] = (tenant, priority, due, scheduling_class)
             if found[1] is not None:
                 del self.waiting[found[1]]
 
     @precondition(lambda self: self.waiting)
-    @rule(took=st.integers(0, 200), blocked=st.sets(NEEDS))
+    @rule(took=st.integers(0, 200), blocked=st.sets(CLASSES))
     def take(self, took: int, blocked: set[str]) -> None:
         """Who is next of those that are not blocked is who is taken, once, and nobody of them of the same tenant and
         priority was due before. All are blocked, or somebody is next."""
@@ -193,8 +199,8 @@ class Queue(RuleBasedStateMachine):
             return
         taken, served = self.queue.take(blocked)
         assert taken == expected and taken in self.waiting
-        tenant, priority, due, needs = self.claims[taken]
-        assert needs not in blocked
+        tenant, priority, due, scheduling_class = self.claims[taken]
+        assert scheduling_class not in blocked
         assert all(due <= other[2] for other in rivals if other[:2] == (tenant, priority))
         del self.waiting[taken]
         served.settle(took)
@@ -207,15 +213,15 @@ class Queue(RuleBasedStateMachine):
         assert self.queue.drop(self.waiting[what])
         assert not self.queue.drop(self.waiting.pop(what))
 
-    @rule(needs=st.lists(NEEDS, min_size=1))
-    def regroup(self, needs: list[str]) -> None:
+    @rule(scheduling_class=st.lists(CLASSES, min_size=1))
+    def reclassify(self, scheduling_class: list[str]) -> None:
         """Classes change, places do not."""
 
         def changed(what: int) -> str:
-            return needs[what % len(needs)]
+            return scheduling_class[what % len(scheduling_class)]
 
         before = self.queue.peek()
-        self.queue.regroup(changed)
+        self.queue.reclassify(changed)
         assert self.queue.peek() == before
         self.claims = {what: (*claim[:3], changed(what)) for what, claim in self.claims.items()}
 

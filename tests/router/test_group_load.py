@@ -1,4 +1,4 @@
-"""What a router believes of a group's load: the group's last report, and what it sent that is not in it."""
+"""A router's estimate of a group's load: the group's last report and the submissions that the report lacks."""
 
 from collections import deque
 
@@ -9,19 +9,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.worker_pb2 import Load, Registration
-from coatcheck.router.group_load import GroupLoad, Sent
+from coatcheck.router.group_load import GroupLoad, Submission
 from coatcheck.router.prefix_match import Match
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
 
 
-def test_what_was_sent_counts_until_a_report_contains_it() -> None:
+def test_a_submission_counts_until_a_report_contains_it() -> None:
     """A prompt adds to the queue at once, and leaves it with the first report that contains it, however late a report
     without it comes."""
     load = GroupLoad(REGISTRATION)
     load.report(Load(queued_prefill_tokens=100, status=GroupStatus(waiting=2)), now=1.0)
-    load.sent(50)
-    load.sent(7)
+    load.add_submission(50)
+    load.add_submission(7)
     seen = load.candidate("a")
     assert (seen.queued_prefill_tokens, seen.queued_requests) == (157, 4)
     load.report(Load(queued_prefill_tokens=90, status=GroupStatus(waiting=2)), now=60.0)
@@ -65,7 +65,7 @@ def test_room_follows_what_begins_and_ends_between_reports() -> None:
     """A seat that comes free is known at once, one that is taken too; a refusal closes the group until its report."""
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
     load.report(Load(status=GroupStatus(running=4)), now=0.0)
-    sent = [load.sent(1) for _ in range(4)]
+    sent = [load.add_submission(1) for _ in range(4)]
     assert not load.has_room
     for prompt in sent:
         prompt.begin()
@@ -73,7 +73,7 @@ def test_room_follows_what_begins_and_ends_between_reports() -> None:
     sent[0].end()
     sent[0].end()
     assert load.has_room
-    load.sent(1)
+    load.add_submission(1)
     assert not load.has_room
     load.report(Load(status=GroupStatus()), now=1.0)
     assert load.has_room
@@ -86,7 +86,7 @@ def test_room_follows_what_begins_and_ends_between_reports() -> None:
 def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None:
     """A group counts choices, and so does its router: in the queue, running, and when one ends before the others."""
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
-    request = load.sent(10, choices=3)
+    request = load.add_submission(10, choices=3)
     assert load.candidate("a").queued_requests == 3
     request.end_choice(1)
     request.end_choice(1)
@@ -95,7 +95,7 @@ def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None
     assert (load.candidate("a").queued_requests, load.candidate("a").streams) == (0, 2)
     request.end()
     assert load.candidate("a").streams == 0
-    whole = load.sent(10, choices=2)
+    whole = load.add_submission(10, choices=2)
     whole.end_choice(0)
     whole.end_choice(1)
     whole.begin()
@@ -112,7 +112,7 @@ class OneStream(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.load = GroupLoad(Registration(max_num_seqs=SEATS))
-        self.sent: dict[int, Sent] = {}
+        self.sent: dict[int, Submission] = {}
         self.last_id = 0
         self.down: deque[tuple[str, int]] = deque()
         self.up: deque[tuple[str, int] | Load] = deque()
@@ -127,7 +127,7 @@ class OneStream(RuleBasedStateMachine):
         for _ in range(most):
             if self.load.has_room:
                 self.last_id += 1
-                self.sent[self.last_id] = self.load.sent(1)
+                self.sent[self.last_id] = self.load.add_submission(1)
                 self.down.append(("submit", self.last_id))
 
     @precondition(lambda self: self.sent)

@@ -45,7 +45,7 @@ class WatchedRouter:
         self.stream = GenerationStub(self.channel).GenerateStream(request)
 
     async def command(self, word: str) -> dict[str, float]:
-        """One line to the process, and its answer."""
+        """Sends one line to the process and returns its answer."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(word.encode() + b"\n")
         answer: dict[str, float] = json.loads(await self.process.stdout.readline())
@@ -196,7 +196,7 @@ async def test_no_large_message_in_answer_stops_a_stream(long_router: WatchedRou
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", ["100,000 messages", "2 million ids"])
 async def test_eight_bodies_at_once_stop_no_stream(router: WatchedRouter, kind: str) -> None:
-    """They wait for each other, not others for them; whoever comes beyond those that may wait is told to come again."""
+    """They wait for each other and delay no other request; those beyond the limit get 429."""
     path, body = BODIES[kind]()
 
     async def send() -> None:

@@ -12,7 +12,7 @@ from coatcheck.bench.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
 from coatcheck.proto.sampling import SamplingParams as SamplingParameters
-from coatcheck.router.eligibility import Eligible, everywhere
+from coatcheck.router.eligibility import EligibleGroups
 from coatcheck.router.line import Line, due_at
 from coatcheck.router.placement import Placement
 from coatcheck.router.request import Request
@@ -241,7 +241,7 @@ async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(open_door: Open
     group = full_group(max_num_seqs=4, hold_after=0)
     door = await open_full(open_door, group)
     line, now = door.router.dispatch.line, asyncio.get_running_loop().time
-    anywhere = everywhere(door.router.groups.serving())
+    anywhere = EligibleGroups.of(door.router.groups.serving())
     asked = [send(door, ask(100)) for _ in range(12)]
     await waiting(door, 12)
     line.require_room(ANYONE, 0, now() + 80, now() + 80, anywhere)  # it has not moved yet
@@ -309,7 +309,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(open_doo
     assert door.router.dispatch.line.stats().waiting == 0
 
 
-async def test_who_waits_goes_to_a_group_that_comes_and_can_hold_it(open_door: OpenDoor) -> None:
+async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(open_door: OpenDoor) -> None:
     """A short and a long prompt wait for the only group there is: when a small one joins, the short one goes there,
     though the long one came first and must go on waiting."""
     large, small = full_group("large"), FakeGroup("small", num_blocks=8)
@@ -338,11 +338,11 @@ async def test_a_deadline_is_not_judged_by_those_that_wait_for_other_groups(open
     await waiting(door, 12)  # it has moved
     line, now = door.router.dispatch.line, asyncio.get_running_loop().time() + 100
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
-        line.require_room(ANYONE, 0, now, now + 1, everywhere(door.router.groups.serving()))
+        line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(door.router.groups.serving()))
     door.groups.append(small)
     await door.router.set_groups([door.router.groups.link("large").address, await small.start()])  # type: ignore[union-attr]
     await door.serving(2)
-    line.require_room(ANYONE, 0, now, now + 1, everywhere(door.router.groups.serving()))
+    line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(door.router.groups.serving()))
     large.go()
     await asyncio.gather(*asked)
 
@@ -351,7 +351,7 @@ CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
 
 class Ledger:
-    """Groups with room for so many, and who was placed where."""
+    """Groups with room for a number of requests, and which group each request was placed on."""
 
     def __init__(self) -> None:
         self.room = dict.fromkeys(CAPACITY, 0)
@@ -359,14 +359,14 @@ class Ledger:
         self.placed: list[tuple[int, str]] = []
         self.attempts = 0
 
-    def eligible(self, length: int) -> Eligible:
+    def eligible(self, length: int) -> EligibleGroups:
         """As a router finds it."""
-        return Eligible(frozenset(name for name in self.serving if CAPACITY[name] >= length))
+        return EligibleGroups(frozenset(name for name in self.serving if CAPACITY[name] >= length))
 
     def place(self, number: int, length: int) -> Placement | None:
         """On the smallest group that has room and can hold it."""
         self.attempts += 1
-        for name in sorted(self.eligible(length).groups, key=CAPACITY.__getitem__):
+        for name in sorted(self.eligible(length).names, key=CAPACITY.__getitem__):
             if self.room[name]:
                 self.room[name] -= 1
                 self.placed.append((number, name))
@@ -384,7 +384,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=25))
-def test_no_room_is_left_and_little_is_tried(events: list[tuple[str, Any]]) -> None:
+def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> None:
     """Whoever comes, whatever room there is and whichever groups serve: after each move nobody waits for whom a group
     has room; of each tenant those that can go to the same groups go in order of age; and no more is tried than those
     that are placed and one for each different set of groups."""
@@ -419,12 +419,12 @@ def test_no_room_is_left_and_little_is_tried(events: list[tuple[str, Any]]) -> N
                 line.move()
             else:
                 ledger.serving = what
-                line.regroup()
+                line.reclassify()
             line.check()
             went = {number for number, _ in ledger.placed}
             waits = [number for number in lengths if number not in went]
             assert len(waits) == len(line)
-            assert not any(ledger.room[name] for number in waits for name in ledger.eligible(lengths[number]).groups)
+            assert not any(ledger.room[name] for number in waits for name in ledger.eligible(lengths[number]).names)
             classes = {ledger.eligible(length) for length in lengths.values()}
             # Whoever comes may be tried by itself, and again with the first of each other class.
             assert ledger.attempts <= len(ledger.placed) - before + (came + 1) * (len(classes) + 1)

@@ -1,4 +1,4 @@
-"""A busy event loop and a blocked one are told apart from another thread."""
+"""Another thread can tell a busy event loop from a blocked one."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coatcheck.router.loop_pulse import LoopPulse, Pulse
+from coatcheck.router.loop_pulse import Heartbeat, LoopHeartbeat
 
 
 @pytest.mark.parametrize(
@@ -15,30 +15,32 @@ from coatcheck.router.loop_pulse import LoopPulse, Pulse
     [(0.0, 0.0, False), (20.0, 0.0, False), (31.0, 0.5, True), (31.0, 25.0, False), (121.0, 120.0, True)],
 )
 def test_what_counts_as_hung(silent: float, busy: float, hangs: bool) -> None:
-    """A loop that computes has two minutes, one that does not half of one."""
-    assert bool(Pulse(silent, busy).hangs) is hangs
+    """A loop counts as hung after two minutes if it computes, and after 30 s if it does not."""
+    assert bool(Heartbeat(silent, busy).hang_reason) is hangs
 
 
 def compute(is_over: threading.Event) -> None:
-    """Keeps the processor."""
+    """Blocks the loop and uses the CPU."""
     while not is_over.is_set():
         sum(range(1000))
 
 
 def wait(is_over: threading.Event) -> None:
-    """Keeps the loop, and does nothing."""
+    """Blocks the loop without using the CPU."""
     is_over.wait()
 
 
 @pytest.mark.parametrize(("work", "is_busy"), [(compute, True), (wait, False)])
-async def test_a_pulse_is_read_while_the_loop_stands(work: Callable[[threading.Event], None], is_busy: bool) -> None:
-    """Another thread sees for how long the loop has not gone round, and whether it computes."""
-    pulse, is_over, seen = LoopPulse(), threading.Event(), list[Pulse]()
+async def test_a_heartbeat_is_read_while_the_loop_is_blocked(
+    work: Callable[[threading.Event], None], is_busy: bool
+) -> None:
+    """Another thread reads for how long the loop has been silent, and whether it computes."""
+    heartbeat, is_over, seen = LoopHeartbeat(), threading.Event(), list[Heartbeat]()
 
     def watch() -> None:
         before = time.thread_time()
         while not seen or (seen[-1].silent_seconds < 1.0 or (is_busy and seen[-1].busy_seconds < 0.2)):
-            seen.append(pulse.read())
+            seen.append(heartbeat.read())
             time.sleep(0.01)
             if time.thread_time() - before > 60:
                 break
@@ -51,4 +53,4 @@ async def test_a_pulse_is_read_while_the_loop_stands(work: Callable[[threading.E
     watcher.join()
     assert seen[-1].silent_seconds >= 1.0
     assert (seen[-1].busy_seconds >= 0.2) is is_busy
-    pulse.close()
+    heartbeat.close()

@@ -302,7 +302,7 @@ def test_a_hundred_groups_share_the_index() -> None:
     assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}
 
 
-def test_settling_after_the_same_process_attached_again_takes_nobody_elses() -> None:
+def test_settling_after_the_same_process_attached_again_changes_nothing() -> None:
     """A stream that drops and attaches again keeps the group's epoch: what was on its way before is settled without
     effect, and what is on its way now stays expected."""
     index = following("a")

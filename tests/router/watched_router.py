@@ -53,7 +53,7 @@ def reference_seconds() -> float:
 
 
 async def main(model: str, max_queued: str, *groups: str) -> None:
-    """Until its input ends."""
+    """Serves until stdin ends."""
     router = Router(RouterConfig(model, served_model_name="tiny", http_port=0, silence_seconds=60.0,
                                  max_queued=int(max_queued)))  # fmt: skip
     grpc_address = await router.start()

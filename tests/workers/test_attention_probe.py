@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention_probe import probe_attention
 from coatcheck.workers.mask_pattern import UnknownPattern, window_of
-from coatcheck.workers.packing import watch_linears
+from coatcheck.workers.packing import record_weight_reads
 from coatcheck.workers.skeleton import build_skeleton
 from tests.workers.checkpoints import tiny_config
 from tests.workers.test_other_architectures import shape_of
@@ -95,21 +95,21 @@ def test_windows_are_those_of_the_masks(model_type: str, differences: dict[str, 
 
 
 class _Delayed(nn.Module):
-    """Adds what the token before was."""
+    """Adds the previous token's input to each token."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + 0.5 * nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
 
 class _Averaged(nn.Module):
-    """Norms by what all tokens of the batch have in common."""
+    """Normalises with a statistic of all tokens of the batch."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden / hidden.square().mean().sqrt()
 
 
 class _Counted(nn.Module):
-    """Scales by where in the batch a token stands."""
+    """Scales by the token's row in the batch."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * (1 + torch.arange(hidden.shape[1])[:, None])
@@ -177,11 +177,11 @@ def test_a_config_whose_shapes_do_not_fit_is_refused() -> None:
 def test_linears_whose_weight_is_read_are_found() -> None:
     """hunyuan_v1_moe's routers ask for their weight's type; llama's linears are only called."""
     moe = skeleton(shape_of("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16))
-    with watch_linears(moe) as read:
+    with record_weight_reads(moe) as read:
         probe_attention(moe)
     assert read == {layer.mlp.gate.wg for layer in moe.model.layers}
     llama = skeleton(tiny_config("llama"))
-    with watch_linears(llama) as read:
+    with record_weight_reads(llama) as read:
         probe_attention(llama)
     assert not read
     assert all(type(layer.mlp.up_proj) is nn.Linear for layer in llama.model.layers)

@@ -92,7 +92,7 @@ def test_taking_the_first_leftover_costs_the_same_however_many_are_gone() -> Non
     """Leftovers are taken in the order of eviction, each as quickly as the first, however many there were."""
 
     def seconds_each(blocks: int) -> float:
-        """Of the last 500 of so many leftovers, the best of three pools."""
+        """The time to take the last 500 of `leftovers`, best of three pools."""
         best = float("inf")
         for _ in range(3):
             pool = BlockPool(blocks)

@@ -70,7 +70,7 @@ def test_a_linked_folder_is_not_used(logs: Path, tmp_path: Path) -> None:
     assert crash_of(str(logs / "coatcheck" / "g.0"), [0], 1) is None
 
 
-def test_a_fifo_holds_nobody_up(logs: Path) -> None:
+def test_a_fifo_does_not_block(logs: Path) -> None:
     """Neither the rank that would write into a FIFO nor the one that would read it waits for its other end."""
     os.mkfifo(logs / "g.0.rank-0.crash")
     assert "no record is kept" in run(_KEEP, logs / "g.0").stderr
@@ -89,8 +89,8 @@ def test_a_strangers_folder_is_not_used(logs: Path) -> None:
     assert crash_of(str(folder / "g.1"), [0], 1) is None
 
 
-def test_a_full_disk_keeps_no_rank_alive(tmp_path: Path) -> None:
-    """A rank that cannot write down how it ends does not fail at that."""
+def test_a_full_disk_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
+    """A rank that cannot write its record still ends with its own error."""
     code = (
         "import resource, sys; from coatcheck.workers.crash_record import CrashRecord;"
         "record = CrashRecord(sys.argv[1], 0, 1); record.keep();"

@@ -1,4 +1,4 @@
-"""A full disk under Ray's folder is recognised, and told with what to do."""
+"""A full disk under Ray's folder is detected, and the message says what to do."""
 
 import subprocess
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.workers.disk_space import full_disk
+from coatcheck.workers.disk_space import describe_full_disk
 
 
 @pytest.fixture
@@ -24,26 +24,26 @@ def logs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_is_full_where_nothing_can_be_written(logs: Path) -> None:
-    """Filled to the last byte the disk is told as full, with Ray's folder; with room it is not."""
-    assert full_disk(logs) == ""
+    """A disk filled to the last byte is full, and the message names Ray's folder; a disk with room is not full."""
+    assert describe_full_disk(logs) == ""
     with pytest.raises(OSError, match="No space left"), (logs / "much").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    assert full_disk(logs).startswith(f"the disk under {logs.parents[1]} on ") and "is full (0 KiB free)" in full_disk(
-        logs
-    )
+    assert describe_full_disk(logs).startswith(
+        f"the disk under {logs.parents[1]} on "
+    ) and "is full (0 KiB free)" in describe_full_disk(logs)
     (logs / "much").unlink()
-    assert full_disk(logs) == ""
+    assert describe_full_disk(logs) == ""
 
 
 def test_a_disk_without_room_for_another_file_is_full(logs: Path) -> None:
-    """Small files use a disk up as well, though bytes are free."""
+    """A disk without free inodes is full, though bytes are free."""
     with pytest.raises(OSError, match="No space left"):
         for number in range(100):
             (logs / str(number)).touch()
-    assert "is full (no file more)" in full_disk(logs)
+    assert "is full (no file more)" in describe_full_disk(logs)
 
 
 def test_what_cannot_be_known_is_not_claimed(tmp_path: Path) -> None:
-    """A folder that is not there is on no full disk."""
-    assert full_disk(tmp_path / "gone") == ""
+    """A missing folder counts as not full."""
+    assert describe_full_disk(tmp_path / "gone") == ""

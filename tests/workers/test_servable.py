@@ -22,7 +22,7 @@ def ask(path: Path, **settings: object) -> InvalidConfig | InvalidModel | None:
 
 @pytest.mark.parametrize("model_type", ["cohere", "glm4_moe"])
 def test_what_ranks_serve_is_not_refused(model_type: str, checkpoint_directory: Path) -> None:
-    """A model that ranks serve is refused for no reason."""
+    """A model that ranks serve is not refused."""
     assert ask(write(model_type, checkpoint_directory, **SERVED[model_type])) is None
 
 
@@ -45,7 +45,7 @@ def test_settings_are_held_against_the_model(checkpoint_directory: Path) -> None
 
 
 def test_the_command_says_what_it_found(checkpoint_directory: Path) -> None:
-    """Asked as a process, it prints one JSON object as its last line."""
+    """The command prints one JSON object as its last line."""
     settings = _PLAIN | {"model": str(write("diffllama", checkpoint_directory))}
     command = [sys.executable, "-W", "ignore", "-m", "coatcheck.workers.servable", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True)

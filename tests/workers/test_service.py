@@ -26,7 +26,7 @@ class BrokenLoop(EngineLoop):
     """An engine's loop with a defect."""
 
     def submit(
-        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_taken: Callable[[], None]
+        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
     ) -> None:
         raise ValueError("a defect")
 

@@ -136,7 +136,7 @@ async def test_special_tokens_of_an_echo_are_in_its_text(open_web: OpenWeb, stre
     assert (await web.openai.completions.create(**asked)).choices[0].text.startswith("<s>the fox</s>漢<s>")
 
 
-async def test_the_mark_before_a_text_is_not_in_its_echo(open_web: OpenWeb) -> None:
+async def test_added_special_tokens_are_not_in_an_echo(open_web: OpenWeb) -> None:
     """Where a tokenizer opens each text with a special token, the echo is the text as it was sent."""
     web = await open_web(FakeGroup(), speaking=MARKED)
     text, tokens, offsets = await ask(web, False, prompt="the fox", max_tokens=1)

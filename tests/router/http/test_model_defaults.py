@@ -1,4 +1,4 @@
-"""A model's generation_config.json: what requests leave unset is its, over gRPC and HTTP alike."""
+"""A model's generation_config.json: the defaults of what requests leave unset, over gRPC and HTTP."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ async def test_without_it_our_own_defaults_hold(open_web: OpenWeb, tmp_path: Pat
 
 
 async def test_null_and_off_in_a_body_are_as_ever(open_web: OpenWeb, tmp_path: Path) -> None:
-    """A null is as if the field were not there; vLLM's -1 for top_k is "off", and no default."""
+    """A null counts as a missing field; vLLM's -1 for top_k means "off", not the default."""
     web = await open_web(FakeGroup(), **write(tmp_path, SAID))
     assert (await drawn(web, "completions", temperature=None))["temperature"] == 0.5
     assert (await drawn(web, "completions", top_k=-1))["top_k"] == 0

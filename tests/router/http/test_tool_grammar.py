@@ -1,4 +1,4 @@
-"""The grammars of tool calls: what a function's schema allows by itself, its calls may have, and nothing else."""
+"""The grammars of tool calls allow exactly the arguments that each function's own schema allows."""
 
 import json
 from typing import Any
@@ -82,7 +82,7 @@ def fits(grammar: Grammar, text: str) -> bool:
 
 
 def call(name: str, arguments: Any) -> str:
-    """As a model writes it."""
+    """The text of a call, as a model writes it."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
