@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
-_LOST_SECONDS = 60.0  # without an answer from the supervisor, which Ray restarts in less
+_SILENT_SECONDS = 300.0  # without an answer from the supervisor, whose process a busy host starts in minutes
+_DEAD_SECONDS = 60.0  # the same, where Ray will not start that process
 _ANSWER_SECONDS = 10.0  # for one call to the supervisor; then the call is repeated
-_STOPPING_LOST_SECONDS = 5.0  # the same, once a signal has come
+_STOPPING_SECONDS = 5.0  # the same, once a signal has come
 _STOP_SECONDS = 15.0
 _END_SECONDS = 1.0  # for what has been told to end, or sees that Ray is gone
 _ATTACHES_SECONDS = 3.0  # a router to a group that serves, with time to spare
@@ -232,30 +233,36 @@ class Serving:
         return state
 
     def _call_supervisor(self, what: str, supervisor: Any = None) -> Any:
-        """Calls a method of the supervisor and returns the result. Raises Unavailable after a minute without one (Ray
-        restarts a supervisor in less), or after 5 s if a signal has come."""
+        """Calls a method of the supervisor and returns the result; prints a line every 10 s until then. Raises
+        Unavailable after five minutes, after one if Ray will not start it, or after 5 s if a signal has come."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayError
+        from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-        began = time.monotonic()
+        from . import launch
+
+        began = said = time.monotonic()
         while True:
             answer = getattr(supervisor or self._supervisor, what).remote()
             sent = time.monotonic()
             try:
                 while not ray.wait([answer], timeout=_POLL_SECONDS)[0]:
-                    if time.monotonic() > sent + _ANSWER_SECONDS or self._has_timed_out(began):
+                    if time.monotonic() > sent + _ANSWER_SECONDS or self._has_timed_out(began, _SILENT_SECONDS):
                         raise GetTimeoutError
                 return ray.get(answer)
-            except RayError as error:  # such as: Ray is restarting the supervisor
-                if self._has_timed_out(began):
+            except RayError as error:  # such as: Ray is starting or restarting the supervisor
+                if time.monotonic() > said + _ANSWER_SECONDS:
+                    said = time.monotonic()
+                    self._say(f"the supervisor's process does not answer yet, still waiting ({self._elapsed()})")
+                is_dead = isinstance(error, ActorDiedError) or not launch.is_raylet_listening()
+                if self._has_timed_out(began, _DEAD_SECONDS if is_dead else _SILENT_SECONDS):
                     if self._config.ray_address is not None:
                         self._supervisor = None  # the cluster goes on: without a supervisor nothing can end it
                     raise Unavailable(f"the supervisor does not answer: {_silence_reason(error)}") from None
                 time.sleep(_POLL_SECONDS)
 
-    def _has_timed_out(self, began: float) -> bool:
-        """Whether a call first made at `began` has waited for as long as it may."""
-        return time.monotonic() > began + (_STOPPING_LOST_SECONDS if self._signals.asked.is_set() else _LOST_SECONDS)
+    def _has_timed_out(self, began: float, patience: float) -> bool:
+        """Whether a call first made at `began` has waited for `patience` seconds, or for 5 if a signal has come."""
+        return time.monotonic() > began + (_STOPPING_SECONDS if self._signals.asked.is_set() else patience)
 
 
 def _silence_reason(error: Exception) -> str:

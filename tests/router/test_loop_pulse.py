@@ -1,6 +1,8 @@
 """Another thread can tell a busy event loop from a blocked one."""
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +13,37 @@ from coatcheck.router.loop_pulse import Heartbeat, LoopHeartbeat
 
 
 @pytest.mark.parametrize(
-    ("silent", "busy", "hangs"),
-    [(0.0, 0.0, False), (20.0, 0.0, False), (31.0, 0.5, True), (31.0, 25.0, False), (121.0, 120.0, True)],
+    ("silent", "busy", "starved", "hangs"),
+    [
+        (0.0, 0.0, 0.0, False),
+        (20.0, 0.0, 0.0, False),
+        (31.0, 0.5, 0.5, True),
+        (31.0, 25.0, 0.0, False),
+        (31.0, 0.5, 25.0, False),
+        (400.0, 8.0, 390.0, False),
+        (125.0, 121.0, 0.0, True),
+    ],
 )
-def test_what_counts_as_hung(silent: float, busy: float, hangs: bool) -> None:
-    """A loop counts as hung after two minutes if it computes, and after 30 s if it does not."""
-    assert bool(Heartbeat(silent, busy).hang_reason) is hangs
+def test_what_counts_as_hung(silent: float, busy: float, starved: float, hangs: bool) -> None:
+    """A loop counts as hung once it has computed for two minutes, and after 30 s if it neither computes nor waits for a
+    CPU."""
+    assert bool(Heartbeat(silent, busy, starved).hang_reason) is hangs
+
+
+async def test_a_loop_that_gets_no_cpu_is_starved() -> None:
+    """Beside another process on the same CPU a busy loop reports the time for which it waited for that CPU."""
+    cpus = os.sched_getaffinity(0)
+    heartbeat = LoopHeartbeat()
+    os.sched_setaffinity(0, {min(cpus)})  # of this thread and of what it starts
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        while heartbeat.read().starved_seconds < 0.1:
+            sum(range(1000))
+    finally:
+        other.kill()
+        await other.wait()
+        os.sched_setaffinity(0, cpus)
+        heartbeat.close()
 
 
 def compute(is_over: threading.Event) -> None:
