@@ -26,7 +26,7 @@ def test_what_ranks_serve_is_not_refused(model_type: str, checkpoint_directory: 
     assert ask(write(model_type, checkpoint_directory, **SERVED[model_type])) is None
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "diffllama", "opt", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["bloom", "diffllama", "nemotron", "qwen3_next"])
 def test_what_ranks_refuse_is_refused_in_their_words(model_type: str, checkpoint_directory: Path) -> None:
     """A model that ranks refuse is refused with the same reason."""
     refusal = ask(write(model_type, checkpoint_directory))
