@@ -204,8 +204,11 @@ def configs_of(model_type: str) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     try:
         known = config_of(model_type)
-    except Exception:  # one that says of itself that no config of this form can be
-        known = CONFIG_MAPPING[model_type]()
+    except Exception:  # this type's config class refuses a config of this form
+        try:
+            known = CONFIG_MAPPING[model_type]()
+        except Exception:  # gemma4_assistant: the class refuses its own defaults
+            return
     for variant, differences in _VARIANTS.items():
         relevant = {key: value for key, value in differences.items() if key in known.to_dict()}
         try:
