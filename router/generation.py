@@ -17,7 +17,6 @@ from typing import Final, TypeVar
 from google.protobuf.message import Message
 
 from ..proto.coatcheck_pb2 import (
-    Delta,
     DetokenizeRequest,
     DetokenizeResponse,
     Explanation,
@@ -115,10 +114,12 @@ class Generation:
         tenant: Tenant = ANYONE,
         carrier: Mapping[str, str] = NO_PARENT,
         deadline: float | None = None,
+        on_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Started, deltas, Final. Closing it early frees what the request holds. At its end `on_decision` is told why
-        it was where it was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event
-        loop's clock: what cannot begin by then is refused."""
+        """Started, deltas, Final. Closing it early frees what the request holds. `on_admitted` is called once the
+        request has passed its checks, before it waits for a group. At its end `on_decision` is told why it was where it
+        was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event loop's clock: what
+        cannot begin by then is refused."""
         passage = Passage(self._traffic, self._tracing, message.request_id, carrier)
         relay: Relay | None = None
         failure: BaseException | None = None
@@ -127,6 +128,7 @@ class Generation:
                 self._shed(message, tenant, deadline)
                 request = await self._admit(message, tenant, passage, deadline)
                 self._limits.tokens(tenant, len(request.prompt_token_ids))
+                on_admitted()
                 skip = request.sampling.skip_special_tokens
                 relay = Relay(request, self._dispatch, self._config, lambda: self._tokenizer.detokenizer(skip))
                 try:
@@ -155,7 +157,6 @@ class Generation:
     ) -> GenerateResponse:
         """The same answer once it is whole."""
         response = GenerateResponse()
-        choices: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
         async with aclosing(self.generate_stream(message, on_decision, tenant, carrier, deadline)) as events:
             async for event in events:
@@ -166,14 +167,16 @@ class Generation:
                         response.prompt_logprobs.MergeFrom(event.prompt_logprobs)  # one part of them
                     case "delta":
                         delta = event.delta
+                        while len(response.choices) <= delta.choice:
+                            response.choices.add(choice=len(response.choices))
                         texts.setdefault(delta.choice, []).append(delta.text)
                         delta.ClearField("text")  # strings would be replaced, not joined
-                        choices.setdefault(delta.choice, Delta()).MergeFrom(delta)
+                        # Into the response itself: to copy millions of log-probabilities at the end takes 0.2 s.
+                        response.choices[delta.choice].MergeFrom(delta)
                     case "final":
                         response.final.CopyFrom(event.final)
-        for index in sorted(choices):
-            choices[index].text = "".join(texts[index])
-            response.choices.append(choices[index])
+        for index, pieces in texts.items():
+            response.choices[index].text = "".join(pieces)
         return response
 
     async def check_grammar(self, grammar: Grammar) -> None:

@@ -39,7 +39,7 @@ from .event_stream import EventStream
 from .json_body import JsonBody
 from .large_answer import LargeAnswers
 from .long_body import in_thread_if_long, long_body_route
-from .merged import begin, merged
+from .merged import begin
 from .token_text import TokenText
 from .tokens_body import DetokenizeBody, TokenizeBody, tokens_json
 from .tool_calls import ToolCalls, form_of
@@ -202,10 +202,11 @@ class Api:
             responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
             return await self._large.whole(answer, responses)
         generate = self._generation.generate_stream
-        sources = [generate(message, tenant=tenant, carrier=carrier) for message in messages]
-        for place, first in enumerate(await while_connected(request.receive, begin(sources))):
-            answer.chunk(place, first)  # which says nothing to a client, but how long its prompt is
-        return EventStream(merged(sources), answer, self._large)
+        admitted = asyncio.Semaphore(0)
+        sources = [
+            generate(message, tenant=tenant, carrier=carrier, on_admitted=admitted.release) for message in messages
+        ]
+        return EventStream(await while_connected(request.receive, begin(sources, admitted)), answer, self._large)
 
     async def _all(
         self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]

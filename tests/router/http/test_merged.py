@@ -72,9 +72,32 @@ async def test_a_slow_reader_holds_its_streams_up() -> None:
 
 
 async def test_what_is_not_admitted_closes_the_others() -> None:
-    """begin() takes one event of each; when one has none, its error comes, and the rest are closed."""
-    sources = [Source(2, "waits"), Source(0, "fails")]
+    """begin() raises the error of a stream that is not admitted, however much the others have said, and closes them."""
+    sources = [Source(100, "waits"), Source(100, "waits"), Source(0, "fails")]
     streams = [source.events() for source in sources]
     with pytest.raises(Overloaded):
-        await begin(streams)
+        await begin(streams, asyncio.Semaphore(2))
+    assert all(source.closed for source in sources)
+
+
+async def test_the_first_that_begins_is_enough() -> None:
+    """begin() returns while an admitted prompt still waits for its first event, and no event is lost."""
+    sources = [Source(0, "waits"), Source(3)]
+    events = await begin([source.events() for source in sources], asyncio.Semaphore(2))
+    assert [(await anext(events))[1].delta.choice for _ in range(3)] == [0, 1, 2]
+    await events.aclose()
+    assert all(source.closed for source in sources)
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_a_reader_that_leaves_before_all_are_admitted_closes_all(prompts: int) -> None:
+    """Cancelling begin() closes every stream."""
+    sources = [Source(1, "waits") for _ in range(prompts)]
+    waiting = asyncio.create_task(begin([source.events() for source in sources], asyncio.Semaphore(0)))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert all(source.sent for source in sources)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     assert all(source.closed for source in sources)
