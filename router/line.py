@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from ..proto.errors import CoatcheckError, DeadlineExceeded, Overloaded
+from ..proto.errors import DeadlineExceeded, Overloaded
 from .eligibility import EligibleGroups
 from .fair_queue import FairQueue, QueueStats, Served
 from .placement import Placement
@@ -163,7 +163,9 @@ class Line:
                 if waiting.deadline is not None and now >= waiting.deadline:
                     raise DeadlineExceeded(f"its deadline came after {now - waiting.since:.1f} s in line")
                 placement = waiting.place()
-            except CoatcheckError as error:  # such as: none of the groups that serve now can ever hold it
+            # A CoatcheckError says, for example, that no group can ever hold the request. Any other error is a fault of
+            # ours: the request that meets it fails, and the group whose message led to this move does not.
+            except Exception as error:
                 self._queue.take(blocked)[1].settle(0)
                 if not waiting.placed.done():
                     waiting.placed.set_exception(error)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, Final, ParamSpec, TypeVar
 
-from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded
+from ..proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unavailable
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -101,6 +101,8 @@ class SideProcesses:
             return answer
         child.kill()
         child.communicate()
+        if self._closed.is_set():
+            return False, Unavailable("this router is stopping; send the request again")
         return False, InvalidRequest("this request, or its answer, takes too much time or memory; send or ask for less")
 
     def _child(self) -> subprocess.Popen[bytes]:

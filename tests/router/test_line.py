@@ -443,6 +443,31 @@ def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> 
     asyncio.run(run())
 
 
+async def test_a_request_that_cannot_be_placed_for_a_fault_fails_alone() -> None:
+    """An unexpected error in placing one request is that request's; the next one is placed."""
+    line, placed, is_faulty = Line(10), object(), False
+
+    def place() -> Any:
+        if is_faulty:
+            raise ZeroDivisionError
+        return None
+
+    request = Request("0", [1], SamplingParameters(max_tokens=1, seed=1))
+    groups = EligibleGroups(frozenset({"g0"}), False)
+    faulty = asyncio.create_task(line.placed(request, place, lambda: groups, lambda: 0.0))
+    good = asyncio.create_task(
+        line.placed(request, lambda: cast(Any, placed) if is_faulty else None, lambda: groups, lambda: 1.0)
+    )
+    await asyncio.sleep(0)  # both come
+    assert len(line) == 2
+    is_faulty = True
+    line.move()
+    with pytest.raises(ZeroDivisionError):
+        await faulty
+    assert (await good)[0] is placed and not len(line)
+    line.check()
+
+
 async def test_a_move_of_many_tries_few() -> None:
     """A thousand requests of many lengths that no group has room for cost three tries, one for each set of groups that
     could hold them, and not a thousand."""
