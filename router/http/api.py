@@ -47,6 +47,7 @@ from .tool_grammar import call_of
 from .tools import Function
 
 _QUOTED_RULE: Final = re.compile(r" \d+ \| ")  # with which llguidance quotes a grammar's lines
+_MOST_LOGPROBS: Final = 1 << 22  # of one answer, about 250 MB in the router
 _PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
@@ -103,7 +104,7 @@ class Api:
         """Goes on from one or several prompts."""
         prompts = await in_thread_if_long(request, body.prompts)
         name: str = request.scope["request_id"]
-        if body.return_token_ids or (body.echo and body.logprobs is not None):
+        if body.return_token_ids or body.prompt_logprobs is not None or (body.echo and body.logprobs is not None):
             ids = [await self._ids(prompt, body.model) for prompt in prompts]
             known = ids
             messages = await in_thread_if_long(request, lambda: body.messages(known, name))
@@ -198,6 +199,7 @@ class Api:
     ) -> Response:
         tenant: Tenant = request.scope["tenant"]
         carrier = carrier_of(request)
+        self._check_logprobs(messages, stream=stream)
         if not stream:
             responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
             return await self._large.whole(answer, responses)
@@ -207,6 +209,23 @@ class Api:
             generate(message, tenant=tenant, carrier=carrier, on_admitted=admitted.release) for message in messages
         ]
         return EventStream(await while_connected(request.receive, begin(sources, admitted)), answer, self._large)
+
+    def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
+        """Raises InvalidRequest for more log-probabilities in one answer than the router may hold until it is whole."""
+        most_tokens = self._generation.model.max_model_len if self._generation.model else 0
+        asked = 0
+        for message in messages:
+            sampling = message.sampling
+            n = sampling.n or 1
+            if sampling.HasField("prompt_logprobs"):
+                asked += n * len(message.token_ids.ids) * (sampling.prompt_logprobs + 1)
+            if sampling.HasField("logprobs") and not stream:
+                asked += n * min(sampling.max_tokens or most_tokens, most_tokens) * (sampling.logprobs + 1)
+        if asked > _MOST_LOGPROBS:
+            raise InvalidRequest(
+                f"the answer could have {asked:,} log-probabilities, and {_MOST_LOGPROBS:,} are the most; ask for less "
+                "with logprobs, n or max_tokens, or send fewer prompts in a request"
+            )
 
     async def _all(
         self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]

@@ -104,6 +104,12 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "infinite": ("/v1/completions", b'{"prompt":"a","temperature":Infinity}', 400, "finite"),
     "not a number": ("/v1/completions", b'{"prompt":"a","top_p":NaN}', 400, "finite"),
     "usage unstreamed": ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options is for"),
+    "answers of many log-probabilities": (
+        "/v1/completions", {"prompt": ["a"] * 200, "logprobs": 5, "n": 64, "max_tokens": 100}, 400,
+        "could have 7,680,000 log-probabilities"),
+    "many scored prompts": (
+        "/v1/completions", {"prompt": [[5] * 200] * 100, "prompt_logprobs": 5, "n": 64, "max_tokens": 1}, 400,
+        "could have 7,680,000 log-probabilities"),
     "prompt scores": ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "does not go"),
     "many fields": ("/v1/completions", {f"k{n}": 1 for n in range(20_000)}, 400, "has 20000 fields"),
     "many biases": ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(20_000)))}, 400, "20000"),
