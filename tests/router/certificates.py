@@ -10,6 +10,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -31,8 +43,9 @@ class TestAuthority:
         self._name = _named(name)
         constraints = x509.BasicConstraints(ca=True, path_length=0)
         certificate = (
-            _builder(self._name, self._name, self._key.public_key(), days=1)
+            _builder(self._name, self._name, self._key.public_key(), self._key.public_key(), days=1)
             .add_extension(constraints, critical=True)
+            .add_extension(_SIGNS_CERTIFICATES, critical=True)
             .sign(self._key, hashes.SHA256())
         )
         self.ca = folder / f"{name}.pem"
@@ -43,7 +56,7 @@ class TestAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         certificate = (
-            _builder(_named(name), self._name, key.public_key(), days=days)
+            _builder(_named(name), self._name, key.public_key(), self._key.public_key(), days=days)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -62,7 +75,12 @@ def _named(name: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, days: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
+    *,
+    days: float,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -73,4 +91,7 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=30))
         .not_valid_after(now + datetime.timedelta(days=days))
+        # Python 3.13 and later refuse certificates without these.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
     )

@@ -15,7 +15,7 @@ def logs(tmp_path: Path) -> Iterator[Path]:
     (disk := tmp_path / "disk").mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=64", "none", disk], capture_output=True)
     if made.returncode != 0:
-        pytest.skip(f"only root can mount a small disk: {made.stderr.decode().strip()}")
+        pytest.skip("only root can mount a small disk")
     try:
         (logs := disk / "ray" / "session" / "logs").mkdir(parents=True)
         yield logs
