@@ -51,8 +51,9 @@ def ray_head(cpus: int, environment: Mapping[str, str] = ENVIRONMENT) -> Iterato
         port = probe.getsockname()[1]
     options = ["--head", "--block", f"--port={port}", f"--num-cpus={cpus}", "--include-dashboard=false"]
     command = [str(Path(sys.executable).parent / "ray"), "start", *options]
-    with tempfile.TemporaryDirectory() as scratch:
-        head = RayNode(command, environment, Path(scratch, "ray.log"))
+    # `ray start` fails in /tmp/ray if another user has a Ray there. Short, for the sake of Ray's sockets.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+        head = RayNode(command, {"RAY_TMPDIR": scratch, **environment}, Path(scratch, "ray.log"))
         try:
             head.wait_started()
             yield RayHead(f"127.0.0.1:{port}", head.pid)
