@@ -47,7 +47,7 @@ from .tool_grammar import call_of
 from .tools import Function
 
 _QUOTED_RULE: Final = re.compile(r" \d+ \| ")  # with which llguidance quotes a grammar's lines
-_MOST_LOGPROBS: Final = 1 << 22  # of one answer, about 250 MB in the router
+_MOST_LOGPROBS: Final = 1 << 22  # of one answer; 2.7 million make 76 MB of JSON
 _PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 

@@ -17,7 +17,6 @@ from .answer import (
     usage_json,
 )
 from .chat_request import ChatRequest
-from .large_answer import DeltaWriter
 from .token_text import TokenText
 from .tool_calls import Call, ToolCalls
 
@@ -81,13 +80,8 @@ class ChatAnswer:
             chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
-    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
-        """Never: a chunk has a few tokens. See large_answer.Streamed."""
-        return False
-
-    def apart(self, place: int, delta: Delta) -> DeltaWriter:
-        """No delta is large."""
-        raise NotImplementedError
+    def writer_of_large(self, place: int, event: GenerateEvent) -> None:
+        """See large_answer.Streamed. None: a chat's chunk has a few tokens."""
 
     def values(self, responses: Sequence[GenerateResponse]) -> int:
         """See large_answer.Whole."""

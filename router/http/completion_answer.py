@@ -84,10 +84,16 @@ class CompletionAnswer:
             chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
-    def apart(self, place: int, delta: Delta) -> "CompletionAnswer":
-        """A copy that makes this delta's chunk in another process. This one goes on as if it had made the chunk."""
+    def writer_of_large(self, place: int, event: GenerateEvent) -> "CompletionAnswer | None":
+        """See large_answer.Streamed. Large is the first delta of each choice of a long prompt, since it shows the
+        prompt."""
+        delta = event.delta
+        if not event.HasField("delta") or place * self._request.n + delta.choice in self._lengths:
+            return None
+        if self._prompt_values(self._prompts[place], self._prompts[place].logprobs) <= LARGE_VALUES:
+            return None
         if self._running is not None:
-            self._running.see(GenerateEvent(delta=delta))
+            self._running.see(event)
         made = copy(self)
         made._prompts, made._offsets, made._lengths = {place: self._prompts[place]}, {}, {}
         index, offsets = self._begin(place, delta)
@@ -96,12 +102,6 @@ class CompletionAnswer:
         echo = self._prompts[place].echo if self._request.echo else ""
         self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
         return made
-
-    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
-        """See large_answer.Streamed. True for the first delta of each choice of a long prompt: it shows the prompt."""
-        if not event.HasField("delta") or place * self._request.n + event.delta.choice in self._lengths:
-            return False
-        return self._prompt_values(self._prompts[place], self._prompts[place].logprobs) > LARGE_VALUES
 
     def values(self, responses: Sequence[GenerateResponse]) -> int:
         """See large_answer.Whole."""

@@ -38,11 +38,9 @@ class Streamed(Protocol):
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
         """Of an event of the prompt at `place`; may be empty."""
 
-    def is_slow_to_encode(self, place: int, event: GenerateEvent) -> bool:
-        """Whether the event is a delta whose chunk takes too long to make for the event loop."""
-
-    def apart(self, place: int, delta: Delta) -> "DeltaWriter":
-        """What makes a large delta's chunk in another process; this answer goes on as if it had made it."""
+    def writer_of_large(self, place: int, event: GenerateEvent) -> "DeltaWriter | None":
+        """None if the event loop can make the event's chunk. Otherwise what makes the chunk elsewhere; this answer goes
+        on as if it had made the chunk itself."""
 
     def end(self) -> bytes:
         """What comes last."""
@@ -83,11 +81,12 @@ class LargeAnswers:
 
     async def chunk(self, answer: Streamed, place: int, event: GenerateEvent) -> bytes:
         """A stream's chunk of an event."""
-        if not answer.is_slow_to_encode(place, event):
+        writer = answer.writer_of_large(place, event)
+        if writer is None:
             return answer.chunk(place, event)
         if not self._travels:
-            return await asyncio.to_thread(answer.chunk, place, event)
-        return await self._side.finish(_delta_chunk, answer.apart(place, event.delta), place, event.delta)
+            return await asyncio.to_thread(writer.delta_chunk, place, event.delta)
+        return await self._side.finish(_delta_chunk, writer, place, event.delta)
 
 
 class _SlicedBody(Response):
