@@ -19,14 +19,14 @@ _COUNTS: Final = (
     "moe_intermediate_size",
 )  # fmt: skip
 _MOST: Final = 2**31 - 1
-# Their config classes want this whether head_dim is given or not.
+# Their config classes refuse a hidden_size that is not a multiple of num_attention_heads, even if head_dim is given.
 _HIDDEN_OF_WHOLE_HEADS: Final = {"gemma2", "gemma3_text", "llama"}
 _WORDS: Final = {
     "int": "a whole number", "float": "a number with a decimal point", "str": "a text", "bool": "true or false",
     "list": "a list", "dict": "an object", "None": "null",
 }  # fmt: skip
 _DTYPES: Final = ("float32", "bfloat16", "float16", "float64", "float", "half", "double")
-# What each kind of rotary scaling cannot do without.
+# The required fields of each kind of rotary scaling.
 _SCALING: Final = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -37,7 +37,7 @@ _SCALING: Final = {
 
 
 def with_defaults(model: ModelConfig) -> ModelConfig:
-    """The config with what its class fills in for fields that are left out; itself for a type without tests."""
+    """The config with its class's defaults for missing fields; unchanged for a model type without tests."""
     if model.model_type not in TESTED_MODEL_TYPES:
         return model
     defaults = {name: field.default for name, field in config_fields(model.model_type).items()}
@@ -45,7 +45,7 @@ def with_defaults(model: ModelConfig) -> ModelConfig:
 
 
 def check_config(model: ModelConfig) -> None:
-    """Raises InvalidModel with the field, its value and what it may be."""
+    """Raises InvalidModel that names the wrong field, its value and the allowed values."""
     if model.model_type not in TESTED_MODEL_TYPES:
         return
     _check_types(model)
@@ -85,12 +85,14 @@ def _check_heads(model: ModelConfig) -> None:
             "num_attention_heads; mend one of them, or fetch config.json again"
         )
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if head_dim and head_dim % 2 and "partial_rotary_factor" not in (*values, *rope):  # else part of a head is turned
-        raise _wrong(model, "head_dim", head_dim, "even, since rotary embeddings turn pairs")
+    if (
+        head_dim and head_dim % 2 and "partial_rotary_factor" not in (*values, *rope)
+    ):  # else only a part of a head is rotated
+        raise _wrong(model, "head_dim", head_dim, "even, because rotary embeddings rotate pairs")
 
 
 def _check_names(model: ModelConfig) -> None:
-    """Names of things that transformers looks up."""
+    """Checks names that transformers looks up: dtypes and activations."""
     for name in ("dtype", "torch_dtype"):
         dtype = model.values.get(name)
         if dtype is not None and dtype not in _DTYPES and not str(dtype).startswith("float8_e"):

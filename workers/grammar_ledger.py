@@ -69,8 +69,8 @@ class GrammarLedger:
                 del self._waiting[grammar]
 
     def give_up(self, sequence: Sequence) -> None:
-        """It failed over its grammar. Ranks forget that as soon as nobody uses it: what they have found out about one
-        that is too hard takes up to 90 MB of each, for 256 of them 23 GB."""
+        """Records that the sequence failed because of its grammar. Ranks drop such a grammar once no sequence uses it:
+        the parser's state of one that is too hard takes up to 90 MB on each rank, so 256 would take 23 GB."""
         if sequence.request.sampling.structured in self._ready:
             self._given_up.add(sequence.request.sampling.structured)
 

@@ -129,7 +129,7 @@ class ChatRequest(SamplingFields):
         )
 
     def _check_names(self) -> None:
-        """Raises InvalidRequest for two functions of one name: nobody could say which of them a call is to."""
+        """Raises InvalidRequest for two functions of one name: a call could not say which one it means."""
         places: dict[str, int] = {}
         for place, tool in enumerate(self.tools):
             first = places.setdefault(tool.function.name, place)

@@ -59,12 +59,12 @@ class LargeAnswers:
 
     def __init__(self, side: SideProcesses, tokens: TokenText) -> None:
         self._side = side
-        self._travels = tokens.travels
+        self._is_picklable = tokens.is_picklable
 
     async def whole(self, answer: Whole, responses: Sequence[GenerateResponse]) -> Response:
         """The response of an answer that does not stream."""
         values = answer.values(responses)
-        if values <= LARGE_VALUES or not self._travels:
+        if values <= LARGE_VALUES or not self._is_picklable:
             return await self.response(values, answer.whole, responses)
         packed = await asyncio.to_thread(_pack, responses)
         return _SlicedBody(await self._side.finish(_whole, answer, packed))
@@ -72,10 +72,10 @@ class LargeAnswers:
     async def response(
         self, values: int, make: Callable[_Arguments, Any], *arguments: _Arguments.args, **named: _Arguments.kwargs
     ) -> Response:
-        """The response of what `make` returns, about so many values."""
+        """The JSON response of the value that `make` returns. `values`: about how many values the JSON has."""
         if values <= LARGE_VALUES:
             return JsonBody(make(*arguments, **named))
-        if not self._travels:
+        if not self._is_picklable:
             return _SlicedBody(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
         return _SlicedBody(await self._side.finish(_json, make, *arguments, **named))
 
@@ -84,7 +84,7 @@ class LargeAnswers:
         writer = answer.writer_of_large(place, event)
         if writer is None:
             return answer.chunk(place, event)
-        if not self._travels:
+        if not self._is_picklable:
             return await asyncio.to_thread(writer.delta_chunk, place, event.delta)
         return await self._side.finish(_delta_chunk, writer, place, event.delta)
 

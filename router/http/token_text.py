@@ -25,8 +25,8 @@ class TokenText:
         self._tokenizer = tokenizer
 
     @property
-    def travels(self) -> bool:
-        """Whether another process can have an equal one: it reads the same tokenizer.json."""
+    def is_picklable(self) -> bool:
+        """Whether another process can load the same tokenizer: only one from a tokenizer.json."""
         return self._tokenizer.directory is not None
 
     def __reduce__(self) -> "tuple[Callable[[str], TokenText], tuple[str | None]]":

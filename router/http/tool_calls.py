@@ -117,7 +117,7 @@ class ToolCalls:
         return self._call(made) if made else None
 
     def _parse_cut(self, text: str) -> list[Call]:
-        """The calls of a list that does not end: whole ones, and the one that had begun."""
+        """The calls of a list that max_tokens has cut: the complete ones, then the incomplete last one."""
         self._is_cut = True
         decoder, at, made = json.JSONDecoder(), 1, list[dict[str, str]]()
         try:
