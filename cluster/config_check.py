@@ -85,9 +85,8 @@ def _check_heads(model: ModelConfig) -> None:
             "num_attention_heads; mend one of them, or fetch config.json again"
         )
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if (
-        head_dim and head_dim % 2 and "partial_rotary_factor" not in (*values, *rope)
-    ):  # else only a part of a head is rotated
+    # With partial_rotary_factor only a part of each head is rotated.
+    if head_dim and head_dim % 2 and "partial_rotary_factor" not in (*values, *rope):
         raise _wrong(model, "head_dim", head_dim, "even, because rotary embeddings rotate pairs")
 
 
