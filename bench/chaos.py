@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coatcheck.bench.chaos_cluster import ChaosCluster
-from coatcheck.bench.chaos_load import ChaosLoad, cases
-from coatcheck.bench.chaos_strike import MOMENTS, Strike, Striker
-from coatcheck.bench.checkpoint import VOCABULARY, train_tokenizer
-from coatcheck.bench.machine import describe_machine
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
+from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
+from coatcheck.bench.failure_cases.chaos_strike import MOMENTS, Strike, Striker
+from coatcheck.bench.setup.checkpoint import VOCABULARY, train_tokenizer
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 
 _COUNTS = ("started", "ended", "failed", "changed", "refused", "moved")
 

@@ -19,10 +19,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coatcheck.bench.checkpoint import EMBEDDING_BYTES, VOCABULARY, make_checkpoint
-from coatcheck.bench.contestants import Coatcheck, Contestant, Transformers
-from coatcheck.bench.machine import describe_machine
-from coatcheck.bench.roof import matrix_throughput, read_bandwidth
+from coatcheck.bench.engine_cases.contestants import Coatcheck, Contestant, Transformers
+from coatcheck.bench.setup.checkpoint import EMBEDDING_BYTES, VOCABULARY, make_checkpoint
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.roof import matrix_throughput, read_bandwidth
 
 CONTEXT = 256
 

@@ -27,6 +27,6 @@ def make_importable() -> None:
 
 if __name__ == "__main__":
     make_importable()
-    from coatcheck.bench.gpu_parts import main
+    from coatcheck.bench.gpu_cases.parts import main
 
     sys.exit(main(sys.argv[1:]))

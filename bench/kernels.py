@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coatcheck.bench.machine import describe_machine
-from coatcheck.bench.roof import best_seconds, matrix_throughput, read_bandwidth
-from coatcheck.kernels.kv_cache import KVCache
-from coatcheck.kernels.linear import PackedLinear
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.roof import best_seconds, matrix_throughput, read_bandwidth
+from coatcheck.kernels.attention.paged_attention import paged_attention
+from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.rms_norm import rms_norm, rms_norm_reference
+from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from coatcheck.kernels.native import native_status
-from coatcheck.kernels.paged_attention import paged_attention
-from coatcheck.kernels.rms_norm import rms_norm, rms_norm_reference
-from coatcheck.kernels.rotary import rotary_and_store, rotary_and_store_reference
-from coatcheck.kernels.sample import sample, sample_reference
-from coatcheck.kernels.silu_mul import silu_mul, silu_mul_reference
+from coatcheck.kernels.sampling.sample import sample, sample_reference
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 12, 12, 4, 64, 16
 COLD = 100 << 20  # bytes to cycle through: more than any cache here

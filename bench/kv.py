@@ -16,11 +16,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coatcheck.bench.kv_traces import CAPACITIES, TRACES, Hits, closed, fitting, optimum, read_trace, replay
-from coatcheck.bench.machine import describe_machine
-from coatcheck.bench.public_traces import AZURE, FOLDER, Traces, check_traces
+from coatcheck.bench.kv_cases.trace_replay import CAPACITIES, TRACES, Hits, closed, fitting, optimum, read_trace, replay
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.public_traces import AZURE, FOLDER, Traces, check_traces
 from coatcheck.cluster.command import fail
-from coatcheck.cluster.lengths import Lengths
+from coatcheck.cluster.planner.lengths import Lengths
 from coatcheck.proto.errors import InvalidConfig
 
 _CONTEXT = 8192

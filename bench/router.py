@@ -22,26 +22,17 @@ from typing import Annotated
 
 import typer
 
-from coatcheck.bench.front_door import byte_tokenizer, run_client, run_group
-from coatcheck.cluster.authority import Authority, Plane
+from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
+from coatcheck.cluster.ray_cluster.cluster_ca import Authority, Plane
 from coatcheck.proto.block_hash import block_key, hash_chain
-from coatcheck.proto.coatcheck_pb2 import (
-    GetModelResponse,
-    GroupStatus,
-)
-from coatcheck.proto.worker_pb2 import (
-    TIER_DEVICE,
-    KvEvent,
-    Load,
-    Registration,
-    SnapshotChunk,
-)
+from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
+from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registration, SnapshotChunk
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.group_address import GroupAddress
-from coatcheck.router.group_load import GroupLoad
-from coatcheck.router.policy import choose
-from coatcheck.router.prefix_index import PrefixIndex
-from coatcheck.router.prefix_match import NOTHING
+from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_load import GroupLoad
+from coatcheck.router.routing.prefix_index import PrefixIndex
+from coatcheck.router.routing.prefix_match import NOTHING
+from coatcheck.router.routing.routing_cost import choose
 from coatcheck.router.server import Router
 
 

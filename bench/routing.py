@@ -25,14 +25,14 @@ from typing import Annotated, Any
 
 import typer
 
-from coatcheck.bench.public_traces import AZURE, CONVERSATION, FOLDER, SYNTHETIC, Traces, check_traces
-from coatcheck.bench.routing_rules import rules
-from coatcheck.bench.service_model import ServiceModel
-from coatcheck.bench.shared_prompt import SHARED_PROMPT, shared_prompt_trace
-from coatcheck.bench.simulation import GROUPS, OURS, Cell, Outcome, pooled_hits, run
+from coatcheck.bench.routing_simulation.rules import rules
+from coatcheck.bench.routing_simulation.service_model import ServiceModel
+from coatcheck.bench.routing_simulation.shared_prompt import SHARED_PROMPT, shared_prompt_trace
+from coatcheck.bench.routing_simulation.simulation import GROUPS, OURS, Cell, Outcome, pooled_hits, run
+from coatcheck.bench.setup.public_traces import AZURE, CONVERSATION, FOLDER, SYNTHETIC, Traces, check_traces
+from coatcheck.cluster.benchmark.request_trace import TraceEntry, read_trace
 from coatcheck.cluster.command import fail
-from coatcheck.cluster.counted import counted
-from coatcheck.cluster.trace import TraceEntry, read_trace
+from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
 
 FILES = {"conversation": CONVERSATION, "synthetic": SYNTHETIC, "azure": AZURE}

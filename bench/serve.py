@@ -20,10 +20,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coatcheck.bench.checkpoint import make_checkpoint
-from coatcheck.bench.machine import describe_machine
-from coatcheck.bench.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
-from coatcheck.bench.servers import CoatcheckServer, Server, VllmServer
+from coatcheck.bench.setup.checkpoint import make_checkpoint
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.scenario import ALONE, SCENARIOS, TARGETS, Figures, Scenario
+from coatcheck.bench.setup.servers import CoatcheckServer, Server, VllmServer
 
 Results = dict[str, dict[Scenario, Figures]]
 

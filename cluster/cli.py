@@ -30,7 +30,7 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
     """The app with the subcommand that `arguments` begin with, or with all of them when they begin with none."""
     import typer
 
-    from .command import Command, CommandGroup
+    from coatcheck.cluster.command import Command, CommandGroup
 
     app = typer.Typer(
         cls=CommandGroup,
@@ -60,8 +60,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # gRPC reads this when it is imported. Its default level prints a line for each server that ends.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from .command import EXIT_USAGE, fail
-    from .foreign_flags import find_hint
+    from coatcheck.cluster.command import EXIT_USAGE, fail
+    from coatcheck.cluster.flag_hints import find_hint
 
     arguments = sys.argv[1:] or ["--help"]
     if hint := find_hint(arguments):
@@ -73,7 +73,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         import typer
 
-        from .. import __version__
+        from coatcheck import __version__
 
         print(f"coatcheck {__version__}")
         raise typer.Exit

@@ -18,7 +18,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..proto.errors import CoatcheckError, InvalidConfig, InvalidModel, InvalidRequest, NotFound
+from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel, InvalidRequest, NotFound
 
 # Typer's root of what is written wrongly: of click's, or of its own copy of that, as its version has it.
 _CLICK_ERROR: Final[Any] = typer.BadParameter.__base__

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coatcheck.cluster.answer import Answer
-from coatcheck.cluster.client import Client
+from coatcheck.cluster.client.client import Client
+from coatcheck.cluster.client.stream_result import Answer
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError
 

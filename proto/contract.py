@@ -7,7 +7,7 @@ A field that whoever does not know it may pass over leaves it as it is.
 
 from typing import Final
 
-from .. import __version__
+from coatcheck import __version__
 
 CONTRACT: Final = 0
 VERSION: Final = __version__

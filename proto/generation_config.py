@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .errors import InvalidModel, InvalidRequest
-from .json_file import read_json_object
-from .sampling import SamplingParams
+from coatcheck.proto.errors import InvalidModel, InvalidRequest
+from coatcheck.proto.json_file import read_json_object
+from coatcheck.proto.sampling import SamplingParams
 
 FILE: Final = "generation_config.json"
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")

@@ -12,13 +12,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from .errors import InvalidRequest
+from coatcheck.proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
-    from .coatcheck_pb2 import StructuredOutput
+    from coatcheck.proto.coatcheck_pb2 import StructuredOutput
 
 Kind = Literal["json_schema", "regex", "grammar", "choices"]
 KINDS: Final[tuple[Kind, ...]] = ("json_schema", "regex", "grammar", "choices")
@@ -74,7 +74,7 @@ class Grammar:
 
     def to_message(self) -> StructuredOutput:
         """The wire form."""
-        from .coatcheck_pb2 import StructuredOutput
+        from coatcheck.proto.coatcheck_pb2 import StructuredOutput
 
         message = StructuredOutput()
         if self.kind == "choices":

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidModel
+from coatcheck.proto.errors import InvalidModel
 
 
 def read_json_object(file: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, Final, Literal, TextIO, get_args
 
-from .errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig
 
 LogFormat = Literal["text", "json"]
 _OWN: Final = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))

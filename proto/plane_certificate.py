@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from .by_name import by_name
+from coatcheck.proto.by_name import by_name
 
 # Groups come and go on any host, so their certificates name what they are and not where.
 GROUP: Final = "group.coatcheck.internal"

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
-from .errors import InvalidRequest
+from coatcheck.proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from .coatcheck_pb2 import Retention as RetentionMessage
+    from coatcheck.proto.coatcheck_pb2 import Retention as RetentionMessage
 
 DEFAULT_TTL_SECONDS: Final = 300.0
 MAX_TTL_SECONDS: Final = 86400.0
@@ -45,6 +45,6 @@ class Retention:
 
     def to_message(self) -> RetentionMessage:
         """The wire form, nothing left to defaults."""
-        from .coatcheck_pb2 import Retention as RetentionMessage  # late, as in grammar.py
+        from coatcheck.proto.coatcheck_pb2 import Retention as RetentionMessage  # late, as in grammar.py
 
         return RetentionMessage(priority=self.priority, ttl_seconds=self.ttl_seconds)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Self
 
-from .errors import InvalidConfig
+from coatcheck.proto.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

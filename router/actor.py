@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import ray
 
-from ..proto.coatcheck_pb2 import StatusResponse
-from ..proto.log_lines import configure_logging
-from .config import RouterConfig
-from .group_address import GroupAddress
-from .loop_pulse import Heartbeat, LoopHeartbeat
-from .open_files import raise_limit
-from .server import Router
+from coatcheck.proto.coatcheck_pb2 import StatusResponse
+from coatcheck.proto.log_lines import configure_logging
+from coatcheck.router.access.connection_limits import raise_limit
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.event_loop.heartbeat import Heartbeat, LoopHeartbeat
+from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.server import Router
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]  # absent from Ray's stubs

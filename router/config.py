@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from ..proto.by_name import by_name
-from ..proto.errors import InvalidConfig
-from ..proto.log_lines import check_log_format
-from ..proto.plane_certificate import PlaneCertificate
-from ..proto.tracing import check_endpoint
+from coatcheck.proto.by_name import by_name
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.log_lines import check_log_format
+from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.tracing import check_endpoint
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024

@@ -21,33 +21,33 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from ..proto import coatcheck_pb2 as messages
-from ..proto.errors import InvalidConfig
-from ..proto.generation_config import NO_DEFAULTS, sampling_defaults
-from ..proto.log_lines import configure_logging
-from ..proto.tracing import Tracing
-from .admin import Admin
-from .config import MESSAGE_BYTES, RouterConfig
-from .dispatch import Dispatch
-from .edge import Edge
-from .gate import Gate
-from .generation import Generation
-from .group_address import GroupAddress
-from .groups import Groups
-from .http.api import Api
-from .http.guards import guarded
-from .http.server import HttpServer
-from .index_metrics import IndexMetrics
-from .line import Line
-from .loss_metrics import LossMetrics
-from .measures import Measures
-from .metrics import Metrics
-from .open_files import GRPC_SHARE, HTTP_SHARE, most_connections, raise_limit
-from .server_certificate import ServerCertificate
-from .side_process import SideProcesses
-from .small_services import add_small_services
-from .tokenizer import TokenizerJson, find_files
-from .traffic import Traffic
+from coatcheck.proto import coatcheck_pb2 as messages
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
+from coatcheck.proto.log_lines import configure_logging
+from coatcheck.proto.tracing import Tracing
+from coatcheck.router.access.authenticator import Gate
+from coatcheck.router.access.connection_limits import GRPC_SHARE, HTTP_SHARE, most_connections, raise_limit
+from coatcheck.router.access.server_certificate import ServerCertificate
+from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
+from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_metrics import LossMetrics
+from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.index_metrics import IndexMetrics
+from coatcheck.router.grpc_handlers import Edge
+from coatcheck.router.grpc_services import add_small_services
+from coatcheck.router.http.http_server import HttpServer
+from coatcheck.router.http.middleware import guarded
+from coatcheck.router.openai.routes import Api
+from coatcheck.router.serving.admin_service import Admin
+from coatcheck.router.serving.admission_queue import Line
+from coatcheck.router.serving.dispatcher import Dispatch
+from coatcheck.router.serving.generate_service import Generation
+from coatcheck.router.telemetry.prometheus_page import Metrics
+from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.traffic import Traffic
+from coatcheck.router.text.tokenizer import TokenizerJson, find_files
 
 _log = logging.getLogger(__name__)
 _GENERATION = messages.DESCRIPTOR.services_by_name["Generation"].full_name

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
-from ..proto.log_lines import configure_logging
-from .crash_record import crash_of
-from .disk_space import describe_full_disk
-from .group_config import GroupConfig
-from .rank_process import divide_cores, settle_environment
-from .rank_progress import RankProgress
+from coatcheck.proto.log_lines import configure_logging
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.rank_progress import RankProgress
+from coatcheck.workers.host.crash_record import crash_of
+from coatcheck.workers.host.disk_space import describe_full_disk
+from coatcheck.workers.host.process_setup import divide_cores, settle_environment
 
 if TYPE_CHECKING:
-    from .rank import Rank
+    from coatcheck.workers.rank import Rank
 
 # run, a watch or two, and the short calls beside them.
 CONCURRENCY = 8
@@ -52,7 +52,9 @@ class RankActor:
 
     def run(self, rendezvous: str) -> None:
         """The rank's life; raises CoatcheckError for what cannot be served."""
-        from .rank import Rank  # brings torch and transformers, which take seconds and read the environment set above
+        from coatcheck.workers.rank import (
+            Rank,  # brings torch and transformers, which take seconds and read the environment set above
+        )
 
         try:
             self._rank = Rank(

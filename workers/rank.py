@@ -14,29 +14,29 @@ from typing import Any
 
 import torch
 
-from ..kernels.compile_watch import CompileWatch
-from ..proto import coatcheck_pb2 as public
-from ..proto.errors import InvalidConfig
-from .block_layout import BlockLayout
-from .communicator import Communicator
-from .copy_report import CopyReport
-from .crash_record import CrashRecord
-from .decode_graphs import graph_sizes
-from .free_memory import peak_bytes
-from .grammars import Grammars
-from .group_config import GroupConfig
-from .group_runner import follow
-from .kv_dtype import choose_kv_dtype
-from .leader import Leader
-from .model import Model, load_model
-from .model_spec import ModelSpec
-from .rank_facts import gather
-from .rank_process import die, divide_cores
-from .rank_progress import Phase, RankProgress
-from .reservation import Reservation
-from .runner import ModelRunner
-from .stream_copier import make_copier
-from .warm_up import copy_warm_up_plans, warm_up_plans
+from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.proto import coatcheck_pb2 as public
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.copy_report import CopyReport
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.model_spec import ModelSpec
+from coatcheck.workers.core.rank_progress import Phase, RankProgress
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.rank_facts import gather
+from coatcheck.workers.driver import Leader
+from coatcheck.workers.host.crash_record import CrashRecord
+from coatcheck.workers.host.free_memory import peak_bytes
+from coatcheck.workers.host.process_setup import die, divide_cores
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.cuda_block_copier import make_copier
+from coatcheck.workers.runner.cuda_graphs import graph_sizes
+from coatcheck.workers.runner.memory_budget import Reservation
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.runner.tp_runner import follow
+from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
+from coatcheck.workers.structured.grammar_backend import Grammars
 
 _WARM_UP_TOKENS = 64
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..proto.errors import InvalidConfig, InvalidModel
-from .checkpoint import Checkpoint
-from .model import build_model
-from .shard import Shard
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.model.model import build_model
 
 
 def find_refusal(

@@ -1,4 +1,4 @@
-/* What one call of paged attention is, as the launcher packs it (see kernels/paged_attention.py for the formula). */
+/* What one call of paged attention is, as the launcher packs it (see kernels/attention/paged_attention.py for the formula). */
 #pragma once
 #include "pool.h"
 

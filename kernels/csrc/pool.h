@@ -1,4 +1,4 @@
-/* One layer's part of the KV pool, as KVCache packs it (formats: kernels/quantise.py). Rows are [kv_heads][block_size]
+/* One layer's part of the KV pool, as KVCache packs it (formats: kernels/kv/quantise.py). Rows are [kv_heads][block_size]
  * inside a block, and a block's rows are dense; blocks lie anywhere. */
 #pragma once
 #include "scalar.h"

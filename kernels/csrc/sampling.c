@@ -1,5 +1,5 @@
-/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in kernels/sample.py,
- * kernels/penalties.py, kernels/token_mask.py and kernels/logprobs.py. Nothing is sorted: a k-th largest value, or the value at which a mass
+/* Sampling, penalties, masks and log-probabilities on float32 logits. Formulas and shapes are in kernels/sampling/sample.py,
+ * kernels/sampling/penalties.py, kernels/sampling/token_mask.py and kernels/sampling/logprobs.py. Nothing is sorted: a k-th largest value, or the value at which a mass
  * is reached, is found by histograms over the float's ordered bits, 11 + 11 + 10 of them. */
 #include <stdlib.h>
 

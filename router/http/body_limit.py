@@ -8,10 +8,10 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..measures import Measures
-from .error_body import refusal
-from .json_body import JsonBody
-from .unread import answer_unread
+from coatcheck.router.http.errors import refusal
+from coatcheck.router.http.json_response import JsonBody
+from coatcheck.router.http.unread import answer_unread
+from coatcheck.router.telemetry.request_metrics import Measures
 
 # Reading JSON takes as long as there are values in it, and nothing else goes on meanwhile: two seconds for these.
 _MOST_VALUES: Final = 1 << 21

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from ...proto.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
-from .json_body import JsonBody
+from coatcheck.proto.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
+from coatcheck.router.http.json_response import JsonBody
 
 _FILES: Final = Path(__file__).parent / "page"
 _KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

@@ -11,10 +11,10 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..measures import Measures
-from .error_body import refusal
-from .json_body import JsonBody
-from .unread import answer_unread
+from coatcheck.router.http.errors import refusal
+from coatcheck.router.http.json_response import JsonBody
+from coatcheck.router.http.unread import answer_unread
+from coatcheck.router.telemetry.request_metrics import Measures
 
 # Names that nobody can have in the public DNS.
 _OURS: Final = (".localhost", ".internal")

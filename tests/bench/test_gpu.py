@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coatcheck.bench.gpu_children import run_in_children
-from coatcheck.bench.gpu_parts import main
-from coatcheck.bench.gpu_table import Row, Table
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.gpu_cases.children import run_in_children
+from coatcheck.bench.gpu_cases.parts import main
+from coatcheck.bench.gpu_cases.table import Row, Table
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # What a GPU host need not have, and the installed package, which a checkout must not lean on.

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coatcheck.bench.kv_traces import Arrival, closed, fitting, optimum, replay
+from coatcheck.bench.kv_cases.trace_replay import Arrival, closed, fitting, optimum, replay
 
 
 def walk(count: int) -> list[Arrival]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coatcheck.bench import kv, routing
-from coatcheck.bench.public_traces import AZURE, CONVERSATION, ORIGINS, SYNTHETIC
+from coatcheck.bench.setup.public_traces import AZURE, CONVERSATION, ORIGINS, SYNTHETIC
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.ray_nodes import RayNode
+from coatcheck.bench.setup.ray_nodes import RayNode
 
 _GIVES_UP_ONCE = """
 if [ -e tried ]; then echo "Ray runtime started."; exec sleep 600; fi

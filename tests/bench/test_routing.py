@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coatcheck.bench import routing
-from coatcheck.bench.public_traces import AZURE
-from coatcheck.bench.routing_rules import rules
-from coatcheck.bench.service_model import BLOCK, Job, ServiceModel
-from coatcheck.bench.shared_prompt import shared_prompt_trace
-from coatcheck.bench.simulated_group import SimulatedGroup
-from coatcheck.bench.simulated_router import SimulatedRouter
-from coatcheck.bench.simulation import OURS, Cell, pooled_hits, run, simulate
-from coatcheck.cluster.trace import TraceEntry
+from coatcheck.bench.routing_simulation.rules import rules
+from coatcheck.bench.routing_simulation.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.routing_simulation.shared_prompt import shared_prompt_trace
+from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
+from coatcheck.bench.routing_simulation.simulated_router import SimulatedRouter
+from coatcheck.bench.routing_simulation.simulation import OURS, Cell, pooled_hits, run, simulate
+from coatcheck.bench.setup.public_traces import AZURE
+from coatcheck.cluster.benchmark.request_trace import TraceEntry
 
 
 def sessions(count: int, turns: int, seed: int = 0) -> list[TraceEntry]:

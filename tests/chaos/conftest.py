@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coatcheck.bench.chaos_cluster import ChaosCluster
+from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 
 
 @pytest.fixture(scope="module")  # what follows should not share the cores with it

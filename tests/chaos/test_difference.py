@@ -2,8 +2,8 @@
 
 import pytest
 
-from coatcheck.bench.chaos_load import difference
-from coatcheck.cluster.answer import Answer
+from coatcheck.bench.failure_cases.chaos_load import difference
+from coatcheck.cluster.client.stream_result import Answer
 from coatcheck.proto import coatcheck_pb2 as pb
 
 

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from coatcheck.bench.chaos_cluster import ChaosCluster
-from coatcheck.bench.chaos_load import ChaosLoad, cases
-from coatcheck.bench.chaos_strike import Striker
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
+from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
+from coatcheck.bench.failure_cases.chaos_strike import Striker
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as pb
 from tests.cluster.serving import coatcheck, kill, until
 

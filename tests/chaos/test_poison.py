@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.bench.chaos_load import difference
-from coatcheck.cluster.answer import Answer
-from coatcheck.cluster.client import Client
+from coatcheck.bench.failure_cases.chaos_load import difference
+from coatcheck.cluster.client.client import Client
+from coatcheck.cluster.client.stream_result import Answer
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import Poisoned
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupAddress
 from coatcheck.router.server import Router
-from coatcheck.workers.group_config import GroupConfig
+from coatcheck.workers.core.group_config import GroupConfig
 from tests.router.tiny_tokenizer import write_model
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.crashing_rank import RAISES, CrashingRank

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Final, Self
 
-from coatcheck.bench.ray_nodes import ENVIRONMENT, listens
-from coatcheck.bench.servers import free_port
-from coatcheck.cluster.descendants import descendants
+from coatcheck.bench.setup.ray_nodes import ENVIRONMENT, listens
+from coatcheck.bench.setup.servers import free_port
+from coatcheck.cluster.ray_cluster.process_tree import descendants
 from tests.cluster.serving import until
 
 _HEAD: Final = "f" * 51 + "00000"  # as the provider names it

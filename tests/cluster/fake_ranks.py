@@ -7,8 +7,8 @@ serve). Like real ones they leave a record of how they have ended, under the num
 import asyncio
 from collections.abc import Iterable
 
-from coatcheck.cluster.rank_end import RankEnded
-from coatcheck.workers.rank_progress import Phase, RankProgress
+from coatcheck.cluster.supervision.rank_end import RankEnded
+from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 SERVING = RankProgress(Phase.SERVING, address="127.0.0.1:1")
 

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from tests.cluster.serving import Serving, coatcheck
 from tests.router.certificates import Leaf, TestAuthority
 

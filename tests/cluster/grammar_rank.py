@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from coatcheck.workers.request import Request
+from coatcheck.workers.core.request import Request
 from tests.hostile_grammars import GRAMMARS
 from tests.workers.structured_engine import EOS, PROMPT, engines_of, load_alone, params, write_checkpoint
 

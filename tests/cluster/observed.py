@@ -17,19 +17,19 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupAddress
 from coatcheck.router.server import Router
-from coatcheck.router.tokenizer import TokenizerJson
-from coatcheck.workers.engine import Engine
-from coatcheck.workers.engine_loop import EngineLoop
-from coatcheck.workers.group_report import GroupReport
-from coatcheck.workers.service import WorkerService
-from coatcheck.workers.step_plan import StepPlan
+from coatcheck.router.text.tokenizer import TokenizerJson
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.engine.engine_loop import EngineLoop
+from coatcheck.workers.service.group_report import GroupReport
+from coatcheck.workers.service.worker_service import WorkerService
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
 
 BLOCK = 16

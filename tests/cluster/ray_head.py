@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coatcheck.bench.ray_nodes import RayNode
+from coatcheck.bench.setup.ray_nodes import RayNode
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",

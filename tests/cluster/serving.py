@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import grpc
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
-from coatcheck.cluster.descendants import descendants
-from coatcheck.cluster.status import as_json_object
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.cluster.commands.status import as_json_object
+from coatcheck.cluster.ray_cluster.process_tree import descendants
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
 

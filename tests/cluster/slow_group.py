@@ -9,11 +9,11 @@ import time
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
-from coatcheck.workers.engine import Engine
-from coatcheck.workers.engine_loop import EngineLoop
-from coatcheck.workers.group_report import GroupReport
-from coatcheck.workers.service import WorkerService
-from coatcheck.workers.step_plan import StepPlan
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.engine.engine_loop import EngineLoop
+from coatcheck.workers.service.group_report import GroupReport
+from coatcheck.workers.service.worker_service import WorkerService
 from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep
 
 _BLOCKS, _BLOCK_SIZE = 256, 16

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
-from coatcheck.cluster.address import split_address
-from coatcheck.cluster.counted import counted
-from coatcheck.cluster.foreign_flags import find_hint
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.cluster.config.address import split_address
+from coatcheck.cluster.flag_hints import find_hint
+from coatcheck.cluster.plural import counted
 from coatcheck.proto.errors import InvalidConfig
 from tests.cluster.serving import COMMAND, coatcheck
 

@@ -58,8 +58,8 @@ NOT_RUN: dict[str, dict[str, NotRun]] = {
         "helm test llm": _KUBERNETES,
         ".venv/bin/python bench/engine.py --json bench/results/engine.json": _MINUTES,
         ".venv/bin/python bench/serve.py --vllm PATH --json bench/results/serve.json": _MINUTES,
-        ".venv/bin/python bench/protocols.py": _MINUTES,
-        ".venv/bin/python bench/long_prompt.py": _MINUTES,
+        ".venv/bin/python bench/router_cases/protocols.py": _MINUTES,
+        ".venv/bin/python bench/engine_cases/long_prompt.py": _MINUTES,
     },
     "docs/quickstart.md": {
         "python3 -m venv env && . env/bin/activate": NotRun("makes an environment", instead=". env/bin/activate"),

@@ -98,7 +98,7 @@ UNSET = {
 
 def test_the_settings_table_is_what_serve_takes() -> None:
     """README lists each setting of `coatcheck serve`, no other, with the default that it has."""
-    from coatcheck.cluster.config import ServeConfig
+    from coatcheck.cluster.config.serve_config import ServeConfig
 
     fields = {f"--{name.replace('_', '-')}": field for name, field in ServeConfig.model_fields.items()}
     del fields["--model"]  # the argument
@@ -117,9 +117,9 @@ def test_the_settings_table_is_what_serve_takes() -> None:
 
 def test_defaults_that_depend_on_the_device() -> None:
     """Without a setting, steps and KV pools have the sizes that the table gives."""
-    from coatcheck.cluster.config import ServeConfig
-    from coatcheck.cluster.member_config import group_config, router_config
-    from coatcheck.cluster.placement import Placement
+    from coatcheck.cluster.config.serve_config import ServeConfig
+    from coatcheck.cluster.ray_cluster.rank_placement import Placement
+    from coatcheck.cluster.supervision.member_config import group_config, router_config
 
     config = ServeConfig(model="some/model")
     on_cpu, on_gpu = (group_config(config, "group-0", Placement(device, {}, ())) for device in ("cpu", "cuda"))

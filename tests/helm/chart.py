@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from tests.programs.find import need_program
 
 CHART = Path(__file__).parents[2] / "helm" / "coatcheck"

@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from coatcheck.cluster.config import ServeConfig
+from coatcheck.cluster.config.serve_config import ServeConfig
 from tests.helm.chart import CHART, VALUES, helm, refusal, render
 
 _OTHERS = {"RayCluster", "ServiceMonitor"}  # not Kubernetes' own kinds

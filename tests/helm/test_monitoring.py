@@ -8,12 +8,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from coatcheck.bench.metrics import busy_status, exercise
-from coatcheck.router.loss_metrics import LossMetrics
-from coatcheck.router.losses import Losses
-from coatcheck.router.measures import Measures
-from coatcheck.router.metrics import Metrics
-from coatcheck.router.retry_budget import RetryBudget
+from coatcheck.bench.router_cases.metrics import busy_status, exercise
+from coatcheck.router.groups.group_failures import Losses
+from coatcheck.router.groups.group_metrics import LossMetrics
+from coatcheck.router.groups.retry_budget import RetryBudget
+from coatcheck.router.telemetry.prometheus_page import Metrics
+from coatcheck.router.telemetry.request_metrics import Measures
 from tests.helm.chart import render
 
 ON = ("grafana.dashboard=true", "serviceMonitor.enabled=true")

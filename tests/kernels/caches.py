@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.kv_cache import KVCache
+from coatcheck.kernels.kv.kv_cache import KVCache
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 QUANTISED = [torch.float8_e4m3fn, torch.int8, torch.uint8]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coatcheck.kernels import quantise
+from coatcheck.kernels.kv import quantise
 
 BYTES = [[i, (i * 7 + 3) % 256, 255 - i, (i * 31 + 128) % 256] for i in range(256)]
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables
-from coatcheck.kernels.kv_cache import KVCache
+from coatcheck.kernels.attention.paged_attention import paged_attention
+from coatcheck.kernels.attention.rotary import rotary_and_store
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.store_kv import store_kv_reference
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear import PackedLinear
-from coatcheck.kernels.paged_attention import paged_attention
-from coatcheck.kernels.rms_norm import RmsNorm
-from coatcheck.kernels.rotary import rotary_and_store
-from coatcheck.kernels.silu_mul import silu_mul
-from coatcheck.kernels.store_kv import store_kv_reference
+from coatcheck.kernels.layers.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.rms_norm import RmsNorm
+from coatcheck.kernels.layers.silu_mul import silu_mul
 from tests.kernels.caches import pool_of, strided_cache
 from tests.kernels.processor import needs_avx512_bf16
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear import PackedLinear
+from coatcheck.kernels.layers.linear import PackedLinear
 from tests.kernels.processor import needs_avx512_bf16
 
 ROWS = [0, 1, 2, 3, 6, 7, 12, 13, 16, 24, 25, 33, 100]

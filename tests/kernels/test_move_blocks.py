@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.kernels import native
+from coatcheck.kernels.kv.move_blocks import move_blocks, move_blocks_reference, sum_blocks
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.move_blocks import move_blocks, move_blocks_reference, sum_blocks
 
 
 def pools(width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from coatcheck.kernels.kv.store_kv import store_kv_reference
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.paged_attention import paged_attention, paged_attention_reference
-from coatcheck.kernels.store_kv import store_kv_reference
 from tests.kernels.caches import QUANTISED, strided_cache
 
 

@@ -17,7 +17,7 @@ def test_one_openmp_pool_is_mapped() -> None:
     """torch and the native library share one libgomp: two pools on the same cores would spin against each other."""
     assert native.library() is not None, "the library is built where tests run"
     script = (
-        "import torch\nfrom coatcheck.kernels.rms_norm import rms_norm\n"
+        "import torch\nfrom coatcheck.kernels.layers.rms_norm import rms_norm\n"
         "rms_norm(torch.randn(600, 600), torch.ones(600), 1e-6); torch.randn(900, 900) @ torch.randn(900, 900)\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'omp5' in line}\n"
         "print(len(maps), maps)\n"
@@ -47,7 +47,7 @@ def test_a_foreign_library_is_refused(tmp_path: Path) -> None:
 @needs_avx512_bf16
 def test_thread_counts_are_torchs() -> None:
     """One thread or two, the result is the same bits."""
-    from coatcheck.kernels.linear import PackedLinear
+    from coatcheck.kernels.layers.linear import PackedLinear
 
     linear, x = PackedLinear(torch.randn(200, 64).bfloat16()), torch.randn(40, 64).bfloat16()
     before = torch.get_num_threads()

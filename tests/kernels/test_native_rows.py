@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from coatcheck.kernels.copy_blocks import copy_blocks
-from coatcheck.kernels.gather_blocks import gather_blocks, scatter_blocks
-from coatcheck.kernels.kv_cache import KVCache
+from coatcheck.kernels.attention.rotary import apply_rotary, apply_rotary_reference, rotary_and_store
+from coatcheck.kernels.kv.copy_blocks import copy_blocks
+from coatcheck.kernels.kv.gather_blocks import gather_blocks, scatter_blocks
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.quantise import quantise_reference, widen_reference
+from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.quantise import quantise_reference, widen_reference
-from coatcheck.kernels.rms_norm import rms_norm, rms_norm_reference
-from coatcheck.kernels.rotary import apply_rotary, apply_rotary_reference, rotary_and_store
-from coatcheck.kernels.silu_mul import silu_mul, silu_mul_reference
-from coatcheck.kernels.store_kv import store_kv, store_kv_reference
+from coatcheck.kernels.layers.rms_norm import rms_norm, rms_norm_reference
+from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
 from tests.kernels.caches import QUANTISED, pool_of, strided_cache
 
 SENTINEL = 7.0

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.copy_blocks import copy_blocks
-from coatcheck.kernels.gather_blocks import gather_blocks, scatter_blocks
-from coatcheck.kernels.kv_cache import KVCache
+from coatcheck.kernels.attention.paged_attention import paged_attention
+from coatcheck.kernels.attention.rotary import apply_rotary, rotary_and_store
+from coatcheck.kernels.kv.copy_blocks import copy_blocks
+from coatcheck.kernels.kv.gather_blocks import gather_blocks, scatter_blocks
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.move_blocks import move_blocks, sum_blocks
+from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.linear import PackedLinear
-from coatcheck.kernels.logit_bias import add_logit_bias
-from coatcheck.kernels.logprobs import logprobs
-from coatcheck.kernels.move_blocks import move_blocks, sum_blocks
-from coatcheck.kernels.paged_attention import paged_attention
-from coatcheck.kernels.penalties import apply_penalties
-from coatcheck.kernels.rms_norm import rms_norm
-from coatcheck.kernels.rotary import apply_rotary, rotary_and_store
-from coatcheck.kernels.sample import sample
-from coatcheck.kernels.silu_mul import silu_mul
-from coatcheck.kernels.store_kv import store_kv
-from coatcheck.kernels.token_mask import apply_token_mask
+from coatcheck.kernels.layers.linear import PackedLinear
+from coatcheck.kernels.layers.rms_norm import rms_norm
+from coatcheck.kernels.layers.silu_mul import silu_mul
+from coatcheck.kernels.sampling.logit_bias import add_logit_bias
+from coatcheck.kernels.sampling.logprobs import logprobs
+from coatcheck.kernels.sampling.penalties import apply_penalties
+from coatcheck.kernels.sampling.sample import sample
+from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from tests.kernels.caches import strided_cache
 
 I32, I64 = torch.int32, torch.int64

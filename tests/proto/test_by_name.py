@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cluster.cluster_state import ClusterState, GroupState
-from coatcheck.cluster.config import ServeConfig
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.supervision.cluster_state import ClusterState, GroupState
 from coatcheck.proto.by_name import by_name
-from coatcheck.workers.rank_progress import RankProgress
+from coatcheck.workers.core.rank_progress import RankProgress
 
 
 @by_name

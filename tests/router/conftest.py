@@ -1,39 +1,17 @@
 """What the router's tests share: a model directory, and a router in front of fake groups."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import pytest
 
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.server import Router
-from coatcheck.router.tokenizer import TokenizerJson
-
-from .fake_group import FakeGroup
-from .tiny_tokenizer import write_model
-
-
-class Door:
-    """A started router, a client's stubs, and the groups behind it."""
-
-    def __init__(self, router: Router, address: str, groups: list[FakeGroup]) -> None:
-        channel = grpc.aio.insecure_channel(address)
-        self.router = router
-        self.port = int(address.rpartition(":")[2])
-        self.channel = channel
-        self.groups = groups
-        self.generation = GenerationStub(channel)
-        self.admin = AdminStub(channel)
-
-    async def serving(self, count: int) -> None:
-        """Waits until that many groups are attached."""
-        while len(self.router.groups.serving()) != count:
-            await self.router.groups.next_change.wait()
-
-
-OpenDoor = Callable[..., Awaitable[Door]]
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.door import Door, OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.tiny_tokenizer import write_model
+from tests.router.web import OpenWeb, Web
 
 
 @pytest.fixture(scope="session")
@@ -74,3 +52,17 @@ async def open_door(tokenizer: TokenizerJson) -> AsyncIterator[OpenDoor]:
         await door.router.stop()
         for group in door.groups:
             await group.kill()
+
+
+@pytest.fixture
+async def open_web(open_door: OpenDoor) -> AsyncIterator[OpenWeb]:
+    """Starts one in front of the groups it is given."""
+    webs: list[Web] = []
+
+    async def opened(*groups: FakeGroup, **settings: object) -> Web:
+        webs.append(Web(await open_door(*groups, http_port=0, **settings)))
+        return webs[-1]
+
+    yield opened
+    for web in webs:
+        await web.openai.close()

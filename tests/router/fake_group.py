@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -39,7 +39,7 @@ from coatcheck.proto.worker_pb2 import (
     ToGroup,
 )
 from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupAddress
 
 EOS = 0
 VOCAB = 600

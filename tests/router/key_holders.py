@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from coatcheck.router.key_file import hash_key
+from coatcheck.router.access.key_file import hash_key
 
 SEARCH, OPS, EYES = "cc-search-key", "cc-ops-key", "cc-eyes-key"
 

@@ -4,8 +4,7 @@ import asyncio
 from collections import deque
 
 from coatcheck.proto.worker_pb2 import FromGroup, Submit
-
-from .fake_group import FakeGroup
+from tests.router.fake_group import FakeGroup
 
 
 class SeatedGroup(FakeGroup):

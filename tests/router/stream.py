@@ -1,9 +1,8 @@
 """A request whose tokens are known, and a stream that is read in pieces."""
 
 from coatcheck.proto.coatcheck_pb2 import GenerateEvent, GenerateRequest, SamplingParams
-
-from .conftest import Door, OpenDoor
-from .fake_group import FakeGroup
+from tests.router.door import Door, OpenDoor
+from tests.router.fake_group import FakeGroup
 
 
 def ask(**sampling: object) -> GenerateRequest:

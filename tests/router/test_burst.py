@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import Overloaded
-from coatcheck.router.tenant import ANYONE, Tenant
-
-from .conftest import Door, OpenDoor
-from .fake_group import FakeGroup
-from .seated_group import SeatedGroup
+from coatcheck.router.access.tenant import ANYONE, Tenant
+from tests.router.door import Door, OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.seated_group import SeatedGroup
 
 SEATS, READY = 8, 4  # at most so many run, and wait behind them
 PATIENCE = 100  # seconds that a busy machine may take

@@ -2,13 +2,12 @@
 
 import asyncio
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
-
-from .conftest import OpenDoor
-from .fake_group import FakeGroup
-from .stream import Stream, ask, undisturbed
+from tests.router.door import OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.stream import Stream, ask, undisturbed
 
 
 async def test_a_stream_moves_between_versions(open_door: OpenDoor) -> None:

@@ -21,12 +21,11 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenizeRequest,
 )
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.router.admission import prompt_token_ids
-from coatcheck.router.tokenizer import TokenizerJson
-
-from .conftest import OpenDoor
-from .fake_group import VOCAB, FakeGroup
-from .tiny_tokenizer import byte_level_tokenizer
+from coatcheck.router.serving.request_validation import prompt_token_ids
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.door import OpenDoor
+from tests.router.fake_group import VOCAB, FakeGroup
+from tests.router.tiny_tokenizer import byte_level_tokenizer
 
 
 def sampled(**sampling: object) -> GenerateRequest:

@@ -9,16 +9,15 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import DrainRequest, GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupAddress
 from coatcheck.router.server import Router
-from coatcheck.router.tokenizer import TokenizerJson
-
-from .conftest import Door, OpenDoor
-from .fake_group import FakeGroup
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.door import Door, OpenDoor
+from tests.router.fake_group import FakeGroup
 
 
 def ask() -> GenerateRequest:

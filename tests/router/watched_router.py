@@ -20,7 +20,7 @@ import time
 from typing import Final
 
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.group_address import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupAddress
 from coatcheck.router.server import Router
 
 _REFERENCE_ROUNDS: Final = 300_000

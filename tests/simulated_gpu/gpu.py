@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .graph import Graph
-from .memory import Clock, Hazard, Memory
-from .pinned import Pinned
-from .streams import Stream
-from .tensors import CudaTensor
+from tests.simulated_gpu.graph import Graph
+from tests.simulated_gpu.memory import Clock, Hazard, Memory
+from tests.simulated_gpu.pinned import Pinned
+from tests.simulated_gpu.streams import Stream
+from tests.simulated_gpu.tensors import CudaTensor
 
 aten = torch.ops.aten
 # What makes the host wait for a result, and operators that take their indices from either side.

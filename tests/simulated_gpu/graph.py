@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .memory import Hazard, Memory
-from .streams import Stream
+from tests.simulated_gpu.memory import Hazard, Memory
+from tests.simulated_gpu.streams import Stream
 
 if TYPE_CHECKING:
-    from .gpu import SimulatedGpu
+    from tests.simulated_gpu.gpu import SimulatedGpu
 
 RUBBISH = 0xAB
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-from .gpu import SimulatedGpu
-from .graph import Capture, Graph
-from .kernels import accessed, launch
-from .streams import Event, Stream
-from .tensors import CudaTensor, Mode
+from tests.simulated_gpu.gpu import SimulatedGpu
+from tests.simulated_gpu.graph import Capture, Graph
+from tests.simulated_gpu.kernels import accessed, launch
+from tests.simulated_gpu.streams import Event, Stream
+from tests.simulated_gpu.tensors import CudaTensor, Mode
 
 
 def install() -> SimulatedGpu:

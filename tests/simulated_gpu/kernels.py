@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .gpu import SimulatedGpu
-from .memory import Hazard
-from .tensors import CudaTensor
+from tests.simulated_gpu.gpu import SimulatedGpu
+from tests.simulated_gpu.memory import Hazard
+from tests.simulated_gpu.tensors import CudaTensor
 
 
 def launch(gpu: SimulatedGpu, kernel: Callable[..., None], name: str, args: Sequence[Any], kwargs: Any) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .graph import spoil
-from .memory import Clock, Hazard
+from tests.simulated_gpu.graph import spoil
+from tests.simulated_gpu.memory import Clock, Hazard
 
 
 class _Copy(NamedTuple):

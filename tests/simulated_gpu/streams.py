@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from .memory import Clock, Hazard
+from tests.simulated_gpu.memory import Clock, Hazard
 
 if TYPE_CHECKING:
-    from .gpu import SimulatedGpu
+    from tests.simulated_gpu.gpu import SimulatedGpu
 
 
 class Stream:

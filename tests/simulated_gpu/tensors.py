@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .memory import Memory
+from tests.simulated_gpu.memory import Memory
 
 if TYPE_CHECKING:
-    from .gpu import SimulatedGpu
+    from tests.simulated_gpu.gpu import SimulatedGpu
 
 DEVICE = torch.device("cuda", 0)
 

@@ -17,12 +17,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.attention_probe import probe_attention
-from coatcheck.workers.communicator import Communicator
-from coatcheck.workers.head import probe_head
-from coatcheck.workers.model import load_model
-from coatcheck.workers.rotary_scaling import choose_max_model_len
-from coatcheck.workers.skeleton import build_skeleton, read_config
+from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.lm_head import probe_head
+from coatcheck.workers.model.meta_model import build_skeleton, read_config
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.model.rope_scaling import choose_max_model_len
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.driver import Driver
 

@@ -1,9 +1,9 @@
 """Collector: an engine over FakeRunner, stepped to its end, and what every choice of its requests said."""
 
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.engine import Engine
-from coatcheck.workers.request import Request
-from coatcheck.workers.step_output import SequenceOutput
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.step_output import SequenceOutput
+from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
 
 

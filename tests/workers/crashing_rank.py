@@ -5,9 +5,9 @@ import os
 import signal
 from typing import Any
 
+from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.rank import Rank
-from coatcheck.workers.runner import DeviceStep, ModelRunner
-from coatcheck.workers.step_plan import StepPlan
+from coatcheck.workers.runner.model_runner import DeviceStep, ModelRunner
 
 # By a prompt's first token: the rank that ends by it, and how.
 RAISES = 11

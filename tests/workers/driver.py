@@ -9,12 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from coatcheck.workers.attention_metadata import AttentionMetadata
-from coatcheck.workers.block_layout import BlockLayout
-from coatcheck.workers.kv_dtype import choose_kv_dtype
-from coatcheck.workers.kv_pool import allocate_pool, layer_caches
-from coatcheck.workers.model import Model
-from coatcheck.workers.wanted import Wanted
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata
+from coatcheck.workers.attention.wanted import Wanted
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model
+from coatcheck.workers.runner.kv_memory import allocate_pool, layer_caches
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coatcheck.workers.copy_report import CopyReport, CopyStatus
-from coatcheck.workers.model_spec import LayerSpec, ModelSpec
-from coatcheck.workers.step_plan import StepPlan
-from coatcheck.workers.step_runner import StepResult
+from coatcheck.workers.core.copy_report import CopyReport, CopyStatus
+from coatcheck.workers.core.model_spec import LayerSpec, ModelSpec
+from coatcheck.workers.core.runner_protocol import StepResult
+from coatcheck.workers.core.step_plan import StepPlan
 
 SPEC = ModelSpec(
     name="fake",

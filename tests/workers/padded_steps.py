@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.block_layout import BlockLayout
-from coatcheck.workers.communicator import Communicator
-from coatcheck.workers.engine import Engine
-from coatcheck.workers.kv_dtype import choose_kv_dtype
-from coatcheck.workers.kv_pool import allocate_pool
-from coatcheck.workers.model import Model, load_model
-from coatcheck.workers.request import Request
-from coatcheck.workers.runner import ModelRunner
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
 
 SIZES = (2, 4, 8)
 PROMPTS = [[3, 4, 5], [9], [7] * 9, [11, 12] * 5, [5] * 8]

@@ -1,10 +1,10 @@
 """A request's way through a BlockPool, with the names of its blocks and an eviction: no engine, no tensors."""
 
 from coatcheck.proto.retention import Retention
-from coatcheck.workers.block_pool import BlockPool
-from coatcheck.workers.eviction import Eviction
-from coatcheck.workers.eviction_order import order_of
-from coatcheck.workers.prefix_book import PrefixBook
+from coatcheck.workers.kv.block_pool import BlockPool
+from coatcheck.workers.kv.eviction import Eviction
+from coatcheck.workers.kv.eviction_policy import order_of
+from coatcheck.workers.kv.prefix_registry import PrefixBook
 
 
 def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:

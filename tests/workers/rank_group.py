@@ -7,10 +7,10 @@ import threading
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
-from coatcheck.workers.group_config import GroupConfig
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.rank import Rank
-from coatcheck.workers.rank_progress import Phase, RankProgress
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["coatcheck.workers.rank"])

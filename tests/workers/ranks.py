@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
-from coatcheck.workers.communicator import Communicator
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.workers.distributed.communicator import Communicator
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["coatcheck.workers.model"])
+_context.set_forkserver_preload(["coatcheck.workers.model.model"])
 
 Work = Callable[[Communicator, Any], Any]
 

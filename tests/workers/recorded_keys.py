@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 
 from coatcheck.kernels import arch
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.communicator import Communicator
-from coatcheck.workers.decode_graphs import graph_sizes
-from coatcheck.workers.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.runner.cuda_graphs import graph_sizes
 from tests.workers.padded_steps import load, make_runner
 
 _SEQS, _LEN, _BLOCKS = 8, 64, 24

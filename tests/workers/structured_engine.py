@@ -10,18 +10,18 @@ import torch
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.block_layout import BlockLayout
-from coatcheck.workers.communicator import Communicator
-from coatcheck.workers.device_step import DeviceStep
-from coatcheck.workers.engine import Engine
-from coatcheck.workers.grammar_ledger import MOST_KEPT
-from coatcheck.workers.grammars import Grammars
-from coatcheck.workers.kv_dtype import KvDtype
-from coatcheck.workers.kv_pool import allocate_pool
-from coatcheck.workers.model import Model, load_model
-from coatcheck.workers.request import Request
-from coatcheck.workers.runner import ModelRunner
-from coatcheck.workers.step_plan import StepPlan
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.launched_step import DeviceStep
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_registry import MOST_KEPT
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 from tests.workers.checkpoints import tiny_checkpoint
 

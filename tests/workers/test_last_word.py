@@ -13,8 +13,8 @@ import pytest
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.coatcheck_pb2 import SamplingParams
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
-from coatcheck.workers.crash_record import crash_of
-from coatcheck.workers.group_config import GroupConfig
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.host.crash_record import crash_of
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.crashing_rank import FAULTS, LAST_FAULTS, LAST_IS_KILLED, LAST_RAISES, RAISES, CrashingRank
 from tests.workers.rank_group import RankGroup
@@ -110,7 +110,7 @@ def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
 def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
     """Who reads the log of a rank that has faulted finds the file there that says where in its code that was."""
     code = (
-        "import ctypes, logging, sys; from coatcheck.workers.crash_record import CrashRecord\n"
+        "import ctypes, logging, sys; from coatcheck.workers.host.crash_record import CrashRecord\n"
         "def at_fault(): ctypes.string_at(0)\n"
         "logging.basicConfig(level=logging.INFO)\n"
         "CrashRecord(sys.argv[1], 1, 2).keep(); at_fault()\n"

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from websockets.asyncio.client import ClientConnection, connect
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from tests.programs.find import need_program
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")

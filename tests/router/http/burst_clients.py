@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from coatcheck.router.open_files import raise_limit
+from coatcheck.router.access.connection_limits import raise_limit
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from typing import Self
 
 import pytest
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
-from coatcheck.router.key_file import hash_key
-from tests.router.http.conftest import OpenWeb
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.router.access.key_file import hash_key
 from tests.router.seated_group import SeatedGroup
+from tests.router.web import OpenWeb
 
 SEATS, READY = 8, 4
 ROOM = 2 * (SEATS + READY)  # of two groups

@@ -8,11 +8,10 @@ from urllib.parse import urlsplit
 
 from coatcheck.proto.coatcheck_pb2 import GroupStatus, RankStatus
 from coatcheck.proto.worker_pb2 import FromGroup, Load
-from coatcheck.router.key_file import hash_key
+from coatcheck.router.access.key_file import hash_key
 from tests.router.fake_group import FakeGroup
-
-from .browser import Browser
-from .conftest import OpenWeb
+from tests.router.http.browser import Browser
+from tests.router.web import OpenWeb
 
 PAGE = Path(__file__).parents[3] / "router" / "http" / "page"
 STATUS = GroupStatus(

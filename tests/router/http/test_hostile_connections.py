@@ -11,17 +11,16 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coatcheck.bench.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GetModelRequest
+from coatcheck.router.access.connection_limits import part_of
 from coatcheck.router.http.body_limit import BodyLimit
-from coatcheck.router.http.bounded_connection import HEAD_BYTES, BoundedConnection
 from coatcheck.router.http.host_check import is_ours
-from coatcheck.router.http.server import HttpServer
-from coatcheck.router.measures import REASONS, Measures
-from coatcheck.router.open_files import part_of
+from coatcheck.router.http.http_protocol import HEAD_BYTES, BoundedConnection
+from coatcheck.router.http.http_server import HttpServer
+from coatcheck.router.telemetry.request_metrics import REASONS, Measures
 from tests.router.fake_group import FakeGroup
-
-from .conftest import OpenWeb
+from tests.router.web import OpenWeb
 
 
 class _Hasty(BoundedConnection):

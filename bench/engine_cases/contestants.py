@@ -1,0 +1,122 @@
+"""The two that bench/engine.py compares: transformers' own model and cache, and our engine in this process.
+
+Each offers the same two measurements over the same checkpoint: seconds per decode step of a batch, and seconds of a
+prefill. Neither knows the other, nor the table they end up in.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+
+_BLOCK_SIZE, _NUM_BLOCKS, _MAX_SEQS, _BATCH_TOKENS = 16, 1024, 32, 2048
+
+
+class Contestant(Protocol):
+    """One way of running the checkpoint."""
+
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
+        """Seconds of each of `steps` greedy decode steps over all prompts at once, after their prefill."""
+
+    def prefill(self, prompt: Sequence[int]) -> float:
+        """Seconds from the prompt to its first token."""
+
+
+class Transformers:
+    """The model as transformers runs it: its attention, its cache, logits of the last position alone."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
+        cache = DynamicCache(config=self._model.config)
+        tokens = self._step(torch.tensor(prompts), cache)
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            tokens = self._step(tokens, cache)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int]) -> float:
+        started = time.perf_counter()
+        self._step(torch.tensor([prompt]), DynamicCache(config=self._model.config)).tolist()
+        return time.perf_counter() - started
+
+    def _step(self, input_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """int64 [B, T] -> int64 [B, 1], the likeliest next token of each row."""
+        logits = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        next_ids: torch.Tensor = logits[:, -1].argmax(-1, keepdim=True)
+        return next_ids
+
+
+class Coatcheck:
+    """Our engine, scheduler, pool and sampler included, without Ray and without gRPC."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        model = load_model(checkpoint, communicator=Communicator(), dtype="bfloat16", device="cpu")
+        layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
+        pool = allocate_pool(layout, _NUM_BLOCKS, torch.device("cpu"))
+        runner = ModelRunner(model, layout, pool, max_num_seqs=_MAX_SEQS, max_model_len=model.spec.max_model_len)
+        self.weight_bytes = model.spec.weight_bytes
+        self.kv_bytes_per_token = layout.bytes_per_token
+        self._requests = 0
+        self._engine = Engine(
+            model.spec,
+            runner,
+            num_blocks=_NUM_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            max_num_seqs=_MAX_SEQS,
+            max_batch_tokens=_BATCH_TOKENS,
+        )
+
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
+        for prompt in prompts:
+            self._submit(prompt, steps + 32)
+        # Everybody is decoding once a step computes no prompt token; the first such step is not counted.
+        while (out := self._engine.step()).num_prefill_tokens or out.num_decodes < len(prompts):
+            pass
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            out = self._engine.step()
+            seconds.append(time.perf_counter() - started)
+            if out.num_decodes != len(prompts):
+                raise RuntimeError(f"a step decoded {out.num_decodes} of {len(prompts)} sequences")
+        self._drain()
+        return seconds
+
+    def prefill(self, prompt: Sequence[int]) -> float:
+        started = time.perf_counter()
+        self._submit(prompt, 1)
+        while not self._engine.step().outputs:
+            pass
+        seconds = time.perf_counter() - started
+        self._drain()
+        return seconds
+
+    def _submit(self, prompt: Sequence[int], output_len: int) -> None:
+        self._requests += 1
+        sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0)
+        # A salt of its own keeps every prompt out of the prefix cache.
+        name = str(self._requests)
+        self._engine.submit(Request(name, tuple(prompt), sampling, cache_salt=name))
+
+    def _drain(self) -> None:
+        while self._engine.has_work:
+            self._engine.step()

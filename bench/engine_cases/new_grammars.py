@@ -1,0 +1,129 @@
+"""What somebody's new grammar costs those who are talking: ITL of running chats while large schemas come.
+
+    python bench/engine_cases/new_grammars.py [--schemas 20] [--properties 500]
+
+The 82M checkpoint of bench/engine.py. Chats decode alone for a while; then a request with a schema that nobody has sent
+before comes every so many steps. Every chat gets a token at every step, so a step's duration is every chat's
+inter-token latency; what stands between two steps (taking the request in) is part of it. At the end one tenant asks for
+so many schemas at once, and then another for a small grammar: when has it its first token? In process: no server.
+"""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch
+import typer
+
+from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.structured.grammar_backend import Grammars
+
+_BLOCK_SIZE, _BLOCKS, _ALONE_STEPS = 16, 2000, 200
+
+
+def main(
+    schemas: Annotated[int, typer.Option(min=1, help="How many come, one after another.")] = 20,
+    properties: Annotated[int, typer.Option(min=1, help="Optional properties of each.")] = 500,
+    chats: Annotated[int, typer.Option(min=1, help="Sequences that decode all the while.")] = 8,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one to the next.")] = 20,
+    checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
+) -> None:
+    """Measure inter-token latency beside new schemas."""
+    with TemporaryDirectory() as scratch:
+        engine = build(make_checkpoint((checkpoint or Path(scratch) / "llama-82m").resolve()), chats)
+    for chat in range(chats):
+        submit(engine, f"chat {chat}", None, max_tokens=3000)
+    while engine.scheduler.waiting or any(sequence.num_uncomputed > 1 for sequence in engine.scheduler.running):
+        engine.step()
+    alone = [timed_step(engine) for _ in range(_ALONE_STEPS)]
+    beside, asked, waits = list[float](), dict[str, float](), list[float]()
+    for number in range(schemas * every):
+        began = time.perf_counter()
+        if number % every == 0:
+            asked[name := f"schema {number}"] = began
+            submit(engine, name, large(f"field_{number}", properties), max_tokens=4)
+        output = engine.step()
+        beside.append(time.perf_counter() - began)
+        for part in output.outputs:
+            if part.request_id in asked:
+                waits.append(time.perf_counter() - asked.pop(part.request_id))
+    print(describe_machine())
+    print(f"{chats} chats; a schema of {properties} optional properties every {every} steps")
+    for what, seconds in (("alone", alone), ("beside new schemas", beside)):
+        cuts = statistics.quantiles(seconds, n=100)
+        middle, late, last = cuts[49] * 1e3, cuts[98] * 1e3, max(seconds) * 1e3
+        print(f"{what:20} ITL p50 {middle:6.1f} ms   p99 {late:6.1f} ms   largest {last:6.1f} ms")
+    print(f"first token of a schema's request after {statistics.median(waits) * 1e3:.0f} ms (median of {len(waits)})")
+    while engine.stats().waiting:
+        engine.step()
+    behind = seconds_behind(engine, [large(f"another_{number}", properties) for number in range(schemas)])
+    print(
+        f"first token of a small grammar's, behind {schemas} of another tenant's schemas: after {behind * 1e3:.0f} ms"
+    )
+
+
+def build(directory: Path, chats: int) -> Engine:
+    """An engine with room for the chats."""
+    model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
+    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
+    pool = allocate_pool(layout, _BLOCKS, torch.device("cpu"))
+    spec = model.spec
+    grammars = Grammars.load(directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+    most = min(spec.max_model_len, _BLOCKS * _BLOCK_SIZE)
+    runner = ModelRunner(model, layout, pool, max_num_seqs=chats + 8, max_model_len=most, grammars=grammars)
+    return Engine(
+        spec, runner, num_blocks=_BLOCKS, block_size=_BLOCK_SIZE, max_num_seqs=chats + 8, grammars=grammars
+    )  # fmt: skip
+
+
+def large(prefix: str, properties: int) -> Grammar:
+    """A schema of so many optional properties."""
+    named = {f"{prefix}_{place}": {"type": "string"} for place in range(properties)}
+    return Grammar(
+        "json_schema", json.dumps({"type": "object", "properties": named, "additionalProperties": False})
+    )  # fmt: skip
+
+
+def seconds_behind(engine: Engine, grammars: list[Grammar]) -> float:
+    """Until the first token of one tenant's small grammar, when another tenant has just asked for all these."""
+    for number, grammar in enumerate(grammars):
+        submit(engine, f"many {number}", grammar, max_tokens=4, tenant="many")
+    engine.step()
+    began = time.perf_counter()
+    submit(engine, "one", Grammar("regex", "[a-z]{1,20}"), max_tokens=4, tenant="one")
+    while not any(part.request_id == "one" for part in engine.step().outputs):
+        pass
+    return time.perf_counter() - began
+
+
+def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int, tenant: str = "") -> None:
+    """A short prompt that nothing else shares."""
+    prompt = torch.randint(3, VOCABULARY, (32,)).tolist()
+    free = grammar is None
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=free, structured=grammar)
+    engine.submit(Request(name, tuple(prompt), sampling, tenant=tenant))
+
+
+def timed_step(engine: Engine) -> float:
+    """Seconds of one step."""
+    started = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    typer.run(main)

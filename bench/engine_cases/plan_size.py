@@ -1,0 +1,107 @@
+"""What a step plan weighs whose new rows share a JSON schema, and what it takes to tell another rank of one host.
+
+    python bench/engine_cases/plan_size.py [--rows 32] [--letters 65536]
+
+The schema has been announced and compiled, as it always is before a row has it. Rounds alternate between gloo and
+shared memory. A send is what a group does: rank 0 encodes and broadcasts, rank 1 receives and decodes; a small sum
+behind it makes rank 0 wait until rank 1 has it. A figure is the median send of the best round, on rank 0.
+"""
+
+import json
+import multiprocessing
+import socket
+import statistics
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.sequence import Sequence
+from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
+from coatcheck.workers.structured.grammar_registry import GrammarLedger
+
+_PROMPT = tuple(range(100, 132))
+_ROUNDS, _CALLS = 5, 40
+
+
+def plans(rows: int, letters: int) -> dict[str, StepPlan]:
+    """So many new rows without a grammar, with one that ranks have, and the plan that has told them of it."""
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "description": "x" * letters}))
+    ledger, announces = GrammarLedger(), StepPlan()
+    sampling = SamplingParams(seed=7, structured=grammar)
+    request = Request("r", _PROMPT, sampling)
+    ledger.use([Sequence(request, 0, [*_PROMPT], 99, (0, 0), frozenset())])
+    ledger.announce(announces)
+    ledger.settle(tuple(int(lane == lane_of(grammar)) for lane in range(len(AT_ONCE))))
+    made = {"which announces the schema": announces}
+    for name, params in ((f"{rows} rows, free", SamplingParams(seed=7)), (f"{rows} rows, held to it", sampling)):
+        plan = StepPlan()
+        for slot in range(rows):
+            plan.new_rows.append(NewRow(slot, 0, len(_PROMPT), [*_PROMPT], params, ()))
+            plan.rows.append(Row(slot, 0, len(_PROMPT), True))
+        ledger.announce(plan)
+        made[name] = plan
+    return made
+
+
+def measure(rank: int, address: str, rows: int, letters: int, answer: Any) -> None:
+    """One rank's part; it answers with seconds by plan and transport."""
+    torch.set_num_threads(1)
+    communicator = Communicator.join(rank, 2, address, device=torch.device("cpu"))
+    assert communicator.transport == "shared memory", "these ranks share a host"
+    shared = communicator._shared
+    figures: dict[str, dict[str, float]] = {}
+    for name, plan in plans(rows, letters).items():
+        best = {"gloo": float("inf"), "shared memory": float("inf")}
+        for _ in range(_ROUNDS):
+            for transport, memory in (("gloo", None), ("shared memory", shared)):
+                communicator._shared = memory
+                times = []
+                for _ in range(_CALLS):
+                    began = time.perf_counter()
+                    if rank == 0:
+                        communicator.broadcast_ints(plan.encode())
+                    else:
+                        StepPlan.decode(communicator.broadcast_ints(None))
+                    communicator.all_reduce(torch.zeros(1))
+                    times.append(time.perf_counter() - began)
+                best[transport] = min(best[transport], statistics.median(times))
+        figures[name] = best
+    communicator._shared = shared
+    answer.send(figures)
+    communicator.close()
+
+
+def main(
+    rows: Annotated[int, typer.Option(min=1, help="New rows of one plan.")] = 32,
+    letters: Annotated[int, typer.Option(min=1, max=250_000, help="Of the schema.")] = 65_536,
+) -> None:
+    """Measure plans of rows that share a schema."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=measure, args=(rank, address, rows, letters, pipes[rank][1])) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    figures, _ = (receiver.recv() for receiver, _ in pipes)
+    for process in processes:
+        process.join()
+    print(describe_machine())
+    for name, plan in plans(rows, letters).items():
+        told = ", ".join(f"{seconds * 1e3:.2f} ms over {transport}" for transport, seconds in figures[name].items())
+        print(f"{name:27} {len(plan.encode()) * 4:9,} bytes; told in {told}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

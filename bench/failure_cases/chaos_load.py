@@ -1,0 +1,180 @@
+"""Streams for bench/chaos.py: every kind of sampling, each compared with what an undisturbed run has answered.
+
+A load keeps so many streams running through our own client and retries nothing. It does not know what is struck.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from coatcheck.cluster.client.client import Client
+from coatcheck.cluster.client.stream_result import Answer
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import CoatcheckError
+
+LOGPROB_TOLERANCE = 1e-4
+LONG_PROMPT = 1500  # tokens: three steps of prefill
+_KINDS: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "presence_penalty": 0.5, "n": 2, "top_k": 40},
+]
+
+
+def cases(vocabulary: int, tokens: int) -> list[pb.GenerateRequest]:
+    """One request of each kind with a short and with a long prompt, seeds given; `learn` adds stop strings."""
+    made = []
+    for number, (kind, length) in enumerate(itertools.product(_KINDS, (40, LONG_PROMPT))):
+        ids = [3 + (position * position * 7 + number * 31 + position) % (vocabulary - 3) for position in range(length)]
+        sampling = pb.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=2, seed=1000 + number, **kind)  # type: ignore[arg-type]
+        made.append(pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling))
+    return made
+
+
+def with_stop(request: pb.GenerateRequest, answer: Answer) -> pb.GenerateRequest | None:
+    """The same request with a stop string that first ends late in its answer; None where no text will do."""
+    text = answer.choices[0].text
+    for at in range(len(text) * 2 // 3, len(text) - 3):
+        stop = text[at : at + 3]
+        if text.find(stop) == at and "\ufffd" not in stop:
+            again = pb.GenerateRequest()
+            again.CopyFrom(request)
+            again.sampling.stop.append(stop)
+            return again
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A stream under way: `group` and `events` as they come."""
+
+    case: int
+    answer: Answer
+    group: str = ""
+    task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
+    events: int = 0
+    heard: float = field(default_factory=time.monotonic)
+    ended: bool = False
+
+    @property
+    def in_prefill(self) -> bool:
+        """Started, and nothing has come of its answer."""
+        return bool(self.group) and self.events == 1 and not self.ended
+
+
+class ChaosLoad:
+    """`counts`: started, ended, failed, changed, refused (turned away before they had begun), moved."""
+
+    def __init__(self, address: str, requests: list[pb.GenerateRequest]) -> None:
+        self.requests = requests
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self.running: set[Running] = set()
+        self.stalls: list[tuple[float, float]] = []  # (when it ended, seconds without an event) of over half a second
+        self.expected: list[Answer] = []
+        self._client = Client([address])
+        self._salts = itertools.count()
+        self._next = itertools.count()
+        self._stopping = False
+
+    async def learn(self) -> None:
+        """Runs every case undisturbed, one after another, and makes cases with stop strings of what they answer."""
+        self.expected = [await self._ask(request) for request in self.requests]
+        stopped = [with_stop(*pair) for pair in list(zip(self.requests, self.expected, strict=True))[:4]]
+        for request in stopped:
+            if request is not None:
+                self.requests.append(request)
+                self.expected.append(await self._ask(request))
+
+    async def keep(self, streams: int) -> None:
+        """Holds that many streams running until `stop`."""
+        await asyncio.gather(*(self._keep_one() for _ in range(streams)))
+
+    def stop(self) -> None:
+        """Those that run end; none begins."""
+        self._stopping = True
+
+    async def run(self, case: int, salt: str = "") -> None:
+        """One stream, counted and compared. Every other one shares no prefix with any, so that its prefill is whole."""
+        number = next(self._salts)
+        request = self.request(case, salt or (f"salt {number}" if number % 2 or self.is_long(case) else ""))
+        running = Running(case, Answer(time.monotonic()))
+        self.running.add(running)
+        try:
+            async for event in self._client.generate_stream(request):
+                self._note(running, event)
+        except CoatcheckError as error:
+            if not running.events:
+                self.counts["refused"] += 1
+                await asyncio.sleep(0.2)
+                return
+            self.counts["failed"] += 1
+            self.faults.append(f"case {case}: {type(error).__name__}: {error}")
+            return
+        finally:
+            running.ended = True
+            self.running.discard(running)
+        self.counts["ended"] += 1
+        self.counts["moved"] += running.answer.final.moves > 0
+        if change := difference(self.expected[case], running.answer):
+            self.counts["changed"] += 1
+            self.faults.append(f"case {case}: {change}")
+
+    def request(self, case: int, salt: str) -> pb.GenerateRequest:
+        """A case, as it is sent."""
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.requests[case])
+        request.cache_salt = salt
+        return request
+
+    def is_long(self, case: int) -> bool:
+        """Whether its prompt takes several steps."""
+        return len(self.requests[case].token_ids.ids) >= LONG_PROMPT
+
+    async def close(self) -> None:
+        """Ends the client's channel."""
+        await self._client.close()
+
+    async def _keep_one(self) -> None:
+        while not self._stopping:
+            await self.run(next(self._next) % len(self.requests))
+
+    def _note(self, running: Running, event: pb.GenerateEvent) -> None:
+        now = time.monotonic()
+        running.events += 1
+        if event.HasField("started"):
+            self.counts["started"] += 1
+            running.group = event.started.group
+        if now - running.heard > 0.5 and running.events > 1:
+            self.stalls.append((now, now - running.heard))
+        running.heard = now
+        running.answer.add(event, now)
+
+    async def _ask(self, request: pb.GenerateRequest) -> Answer:
+        answer = Answer(time.monotonic())
+        async for event in self._client.generate_stream(request):
+            answer.add(event, time.monotonic())
+        return answer
+
+
+def difference(one: Answer, other: Answer) -> str:
+    """What two answers differ in, in words; "" when text, token ids, ends and log-probabilities are the same."""
+    if one.choices.keys() != other.choices.keys():
+        return f"choices {sorted(other.choices)}, not {sorted(one.choices)}"
+    for index, expected in one.choices.items():
+        got = other.choices[index]
+        for name in ("token_ids", "text", "finish_reason", "stopped_by"):
+            if getattr(expected, name) != getattr(got, name):
+                return f"choice {index}: {name} is {getattr(got, name)!r}, not {getattr(expected, name)!r}"
+        if len(expected.logprobs) != len(got.logprobs):
+            return f"choice {index}: {len(got.logprobs)} log-probabilities, not {len(expected.logprobs)}"
+        for position, (a, b) in enumerate(zip(expected.logprobs, got.logprobs, strict=True)):
+            pairs = [(a.logprob, b.logprob), *((x.logprob, y.logprob) for x, y in zip(a.top, b.top, strict=True))]
+            worst = max(abs(x - y) for x, y in pairs)
+            if a.token_id != b.token_id or worst > LOGPROB_TOLERANCE:
+                return f"choice {index}: log-probabilities at {position} differ by {worst:.2g}"
+    return ""

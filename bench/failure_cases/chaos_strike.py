@@ -1,0 +1,197 @@
+"""Strikes for bench/chaos.py: which process is killed or stopped, and at what moment of the streams.
+
+A process may also be made to fault, as by a defect of its own. Between strikes every stream comes further: a request
+whose groups end by themselves twice, or are lost three times, without a token in between is refused as poison, by
+contract. It does not know what streams should answer.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
+from coatcheck.bench.failure_cases.chaos_load import LONG_PROMPT, ChaosLoad, Running
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto import coatcheck_pb2 as pb
+
+MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
+_SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # in which a kill comes, from the command on
+_LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
+_SHELVES = 8  # long prompts that come again and again, so that the host's memory holds some
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """What was done. `longest_stall`: seconds that a stream then was without an event, until all came further."""
+
+    kind: str
+    moment: str
+    longest_stall: float
+    alone: bool  # else the streams had just lost another group
+
+
+class Striker:
+    """Strikes one cluster under one load."""
+
+    def __init__(self, cluster: ChaosCluster, load: ChaosLoad, rng: random.Random) -> None:
+        self.found: list[float] = []  # seconds from each stop of a rank to its group's being lost
+        self._cluster = cluster
+        self._load = load
+        self._rng = rng
+        self._shelf = 0
+        self._long = [case for case in range(len(load.requests)) if load.is_long(case)]
+
+    async def strike(self, kind: str, moment: str) -> list[Strike]:
+        """One kill, or two for a failover; returns once every stream that ran has come further."""
+        await asyncio.to_thread(self._cluster.wait_whole, PATIENCE_SECONDS)
+        groups = await asyncio.to_thread(self._cluster.serving)
+        victim = self._rng.choice(groups)
+        made = [(kind, moment)]
+        mine: asyncio.Task[None] | None = None
+        begun = await self._begin_restore() if moment == "restore" else None
+        if moment == "restore" and begun is None:
+            made = [(kind, moment := "prefill")]
+        if moment in ("prefill", "restore"):
+            mine, running = begun or await self._begin_prefill()
+            victim = next((group for group in groups if group.name == running.group), victim)
+        began = time.monotonic()
+        if moment in _SCALING_SECONDS:
+            return await self._strike_scaling(kind, moment, victim)
+        if moment == "drain":
+            drained = self._rng.choice(groups).name
+            await asyncio.to_thread(self._cluster.drain, drained)
+        if moment == "failover":
+            # The group that streams leave first; they are then struck on their way, or where they arrive.
+            made.append(("rank", "any"))
+            await self._hit("rank", victim)
+            await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+            victim = next(group for group in groups if group is not victim)
+        await self._hit(kind, victim)
+        await self._settle()
+        if mine is not None:
+            await asyncio.wait_for(mine, PATIENCE_SECONDS)
+        if moment == "drain":
+            await asyncio.to_thread(self._cluster.drain, drained, undo=True)
+        stall = self._longest_stall(began)
+        return [Strike(name, when, stall, len(made) == 1 and moment != "drain") for name, when in made]
+
+    async def _strike_scaling(self, kind: str, moment: str, victim: pb.GroupStatus) -> list[Strike]:
+        """One kill while a group comes, or while one goes; in the end there are as many as before. The command may end
+        with the supervisor, but no stream may."""
+        few, many = self._cluster.groups, self._cluster.groups + 1
+        await asyncio.to_thread(self._cluster.add_spare)
+        if moment == "scale in":
+            await _until(lambda: self._cluster.scale(many), "there is one group more")
+            victim = self._rng.choice(await asyncio.to_thread(self._cluster.serving) or [victim])
+        began = time.monotonic()
+        scaling = asyncio.create_task(asyncio.to_thread(self._cluster.scale, few if moment == "scale in" else many))
+        await asyncio.sleep(self._rng.uniform(0.0, _SCALING_SECONDS[moment]))
+        await self._hit(kind, victim)
+        await scaling
+        await self._settle()
+        await _until(lambda: self._cluster.scale(few), "there are as many groups as before")
+        return [Strike(kind, moment, self._longest_stall(began), alone=False)]
+
+    def _longest_stall(self, began: float) -> float:
+        return max((seconds for when, seconds in self._load.stalls if when > began), default=0.0)
+
+    async def _hit(self, kind: str, group: pb.GroupStatus) -> None:
+        pids = [rank.pid for rank in group.ranks]
+        match kind:
+            case "rank":
+                _kill(self._rng.choice(pids[1:] or pids))
+            case "rank 0":
+                _kill(pids[0])
+            case "group":
+                for pid in pids:
+                    _kill(pid)
+            case "router" | "supervisor":
+                await _until(lambda: bool(self._cluster.pids(kind)), f"there is a {kind}")
+                for pid in self._cluster.pids(kind):
+                    _kill(pid)
+            case "serve":
+                self._cluster.kill_serve()
+            case "node":
+                self._cluster.kill_node(pids[0])
+            case "fault":
+                _kill(self._rng.choice(pids), signal.SIGSEGV)
+            case "stop":
+                await self._stop(self._rng.choice(pids), group.name)
+
+    async def _stop(self, pid: int, group: str) -> None:
+        """SIGSTOP, until the process is gone."""
+        began = time.monotonic()
+        try:
+            os.kill(pid, signal.SIGSTOP)
+        except ProcessLookupError:
+            return
+        await _until(lambda: all(serving.name != group for serving in self._cluster.serving()), f"{group} is lost")
+        self.found.append(time.monotonic() - began)
+        await _until(lambda: not _lives(pid), f"the stopped rank of {group} has ended")
+
+    async def _begin_prefill(self) -> tuple["asyncio.Task[None]", Running]:
+        """A stream whose prompt is being computed just now."""
+        while True:
+            if begun := await self._begin(self._rng.choice(self._long), ""):
+                return begun
+
+    async def _begin_restore(self) -> tuple["asyncio.Task[None]", Running] | None:
+        """A stream whose prompt is being fetched from host memory just now; None when none lies there for long."""
+        for _ in range(_SHELVES):
+            for shelf in range(_SHELVES):
+                case, salt = self._long[shelf % len(self._long)], f"shelf {shelf}"
+                lies_there = await self._cluster.host_tokens(self._load.request(case, salt)) >= LONG_PROMPT // 2
+                if lies_there and (begun := await self._begin(case, salt)):
+                    return begun
+            # The load itself moves it out of the pool in a while.
+            self._shelf = (self._shelf + 1) % _SHELVES
+            await self._load.run(self._long[self._shelf % len(self._long)], f"shelf {self._shelf}")
+        return None
+
+    async def _begin(self, case: int, salt: str) -> tuple["asyncio.Task[None]", Running] | None:
+        """A stream that has started and got nothing yet; None when its first token was faster than we look."""
+        before = set(self._load.running)
+        task = asyncio.create_task(self._load.run(case, salt))
+        while not task.done():
+            await asyncio.sleep(0.001)
+            mine = next((stream for stream in self._load.running - before if stream.task is task), None)
+            if mine is not None and mine.in_prefill:
+                return task, mine
+            if mine is not None and mine.events > 1:
+                await task
+        return None
+
+    async def _settle(self) -> None:
+        """Until each stream that runs has come further than it is now."""
+        await asyncio.sleep(_LOSS_SECONDS)
+        before = [(running, running.events) for running in self._load.running]
+        await _until(
+            lambda: all(running.ended or running.events > events for running, events in before), "streams go on"
+        )
+
+
+async def _until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not await asyncio.to_thread(holds):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {PATIENCE_SECONDS:g} s")
+        await asyncio.sleep(0.05)
+
+
+def _kill(pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+    try:
+        os.kill(pid, how)
+    except ProcessLookupError:
+        return  # an earlier strike has ended it meanwhile
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,82 @@
+"""Batches of sequences over a paged pool of any kind, for bench/gpu_cases/attention.py. It knows no clock."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.store_kv import store_kv
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.runner.kv_memory import allocate_pool, layer_caches
+
+BLOCK = 16
+
+
+class Batch:
+    """Sequences of (q_len, seq_len) with random keys and values, in shuffled blocks of one layer's pool."""
+
+    def __init__(
+        self, lengths: Sequence[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kv: KvDtype,
+        device: torch.device, *, window: int = 0, softcap: float = 0.0,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(len(lengths) + dim)
+        per_seq = [-(-seq_len // BLOCK) for _, seq_len in lengths]
+        layout = BlockLayout.of([LayerSpec(heads, kv_heads, dim, window, softcap)], BLOCK, kv)
+        self.pool = allocate_pool(layout, sum(per_seq), device)
+        self.cache: KVCache = layer_caches(layout, self.pool)[0]
+        self.kv_bytes = sum(seq_len for _, seq_len in lengths) * layout.bytes_per_token
+        blocks = torch.randperm(sum(per_seq), dtype=torch.int32).to(device)
+        self.tables = torch.zeros(len(lengths), max(per_seq), dtype=torch.int32, device=device)
+        used = 0
+        for row, ((_, seq_len), count) in enumerate(zip(lengths, per_seq, strict=True)):
+            self.tables[row, :count] = blocks[used : used + count]
+            used += count
+            at = torch.arange(seq_len, device=device)
+            slots = self.tables[row, at // BLOCK].long() * BLOCK + at % BLOCK
+            for part in slots.split(1 << 16):
+                k, v = torch.randn(2, len(part), kv_heads, dim, device=device).to(dtype)
+                store_kv(k, v, self.cache, part)
+        self.lengths = list(lengths)
+        self.seq_lens = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0)
+        self.starts = starts.to(device, torch.int32)
+        self.q = torch.randn(int(starts[-1]), heads, dim, device=device).to(dtype)
+        self.scale, self.window, self.softcap = dim**-0.5, window, softcap
+
+    def run(self, *, one_order: bool = False) -> Tensor:
+        """Through our kernels."""
+        return paged_attention(
+            self.q, self.cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.starts,
+            max_seqlen_q=max(q for q, _ in self.lengths), scale=self.scale, sliding_window=self.window,
+            softcap=self.softcap, one_order=one_order, total_seq_len=sum(seq_len for _, seq_len in self.lengths),
+            num_prefills=sum(q_len > 1 for q_len, _ in self.lengths),
+        )  # fmt: skip
+
+    def error(self, have: Tensor, rows: Sequence[int] | None = None) -> float:
+        """The largest difference from the float32 reference over the sequences of these rows, in units of the largest
+        value; the pool's own rounding is in both."""
+        worst = 0.0
+        for row in range(len(self.lengths)) if rows is None else rows:
+            first, last = int(self.starts[row]), int(self.starts[row + 1])
+            q = self.q[first:last].float()
+            want = torch.empty_like(q)
+            starts = torch.tensor([0, last - first], dtype=torch.int32)
+            paged_attention_reference(
+                q, self.cache, self.tables[row : row + 1], self.seq_lens[row : row + 1], starts, self.scale,
+                self.window, self.softcap, None, want,
+            )  # fmt: skip
+            difference = (have[first:last].float() - want).abs().max() / want.abs().max().clamp(min=1e-9)
+            worst = max(worst, float(difference))
+        return worst
+
+    def gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [batch, heads, q_len, dim], keys and values [batch, kv_heads, seq_len, dim], dense, of sequences that
+        are all alike: as torch's own attention wants them."""
+        (q_len, seq_len), count = self.lengths[0], len(self.lengths)
+        shape = (self.cache.kv_heads, seq_len, self.q.shape[2])
+        k, v = torch.randn(2, count, *shape, device=self.q.device, dtype=torch.float32).to(self.q.dtype)
+        return self.q.unflatten(0, (count, q_len)).transpose(1, 2).contiguous(), k, v

@@ -1,0 +1,250 @@
+"""The engine end to end for bench/gpu.py: random weights in known shapes, without Ray and without gRPC."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from coatcheck.bench.gpu_cases.clock import Roofs
+from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.cuda_block_copier import make_copier
+from coatcheck.workers.runner.cuda_graphs import graph_sizes
+from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+
+BLOCK = 16
+Said = dict[str, tuple[list[int], list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's, and the fewest features of the family that has it."""
+
+    name: str
+    config: Any
+    make: Any
+
+
+def shapes(*, quick: bool) -> list[Shape]:
+    """A 0.6B with heads of 128 and q and k norms, and a 1B with heads of 64."""
+    if quick:
+        return [Shape("tiny", tiny_config(), LlamaForCausalLM)]
+    common: dict[str, Any] = dict(
+        max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2
+    )
+    small = Qwen3Config(
+        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        intermediate_size=3072, vocab_size=151936, **common,
+    )  # fmt: skip
+    large = LlamaConfig(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128256, **common,
+    )  # fmt: skip
+    return [Shape("0.6B", small, Qwen3ForCausalLM), Shape("1B", large, LlamaForCausalLM)]
+
+
+def tiny_config() -> LlamaConfig:
+    """Of the runs whose tokens are compared in float32."""
+    return LlamaConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=256, vocab_size=512, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def write_checkpoint(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device) -> Path:
+    """Random weights, larger than usual, so that greedy tokens wander."""
+    path = directory / shape.name
+    if not path.exists():
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = shape.make(shape.config).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.08)
+        model.cpu().save_pretrained(path)
+    return path
+
+
+class Group:
+    """A model, a pool and a runner on one rank, and engines over them."""
+
+    def __init__(
+        self, model: Model, device: torch.device, *, num_blocks: int, max_num_seqs: int, max_model_len: int,
+        kv_dtype: str = "auto", host_blocks: int = 0, graphs: bool = True, communicator: Communicator | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.device, self.num_blocks, self.host_blocks = model, device, num_blocks, host_blocks
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.layout = BlockLayout.of(model.spec.layers, BLOCK, choose_kv_dtype(kv_dtype, model.spec.dtype))
+        pool = allocate_pool(self.layout, num_blocks, device)
+        host = allocate_host(host_blocks, self.layout.bytes_per_block, device) if host_blocks else None
+        sizes = graph_sizes(max_num_seqs) if graphs and model.capturable else ()
+        self.runner = ModelRunner(
+            model, self.layout, pool, max_num_seqs=max_num_seqs, max_model_len=max_model_len, graph_sizes=sizes,
+            copier=None if host is None else make_copier(pool, host, communicator or Communicator()),
+        )  # fmt: skip
+        self.runner.warm()
+
+    def engine(self, *, runner: Any = None, budget: int = 8192, num_blocks: int | None = None) -> Engine:
+        """A new one: nothing is cached in it."""
+        return Engine(
+            self.model.spec, runner or self.runner, num_blocks=num_blocks or self.num_blocks,
+            host_blocks=self.host_blocks, block_size=BLOCK, max_num_seqs=self.max_num_seqs, max_batch_tokens=budget,
+            max_model_len=self.max_model_len, pipeline_depth=1 if self.device.type == "cuda" else 0,
+        )  # fmt: skip
+
+
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, salt: str = "") -> Said:
+    """What each says: tokens, and log-probabilities where they are asked for."""
+    said: Said = {}
+    for index, prompt in enumerate(prompts):
+        said[str(index)] = ([], [])
+        engine.submit(Request(str(index), tuple(prompt), sampling, cache_salt=salt))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens, logprobs = said[output.request_id]
+            tokens += output.token_ids
+            logprobs += [one.logprob for one in output.logprobs]
+    return said
+
+
+def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
+    """Random ones, the same at every call."""
+    generator = torch.Generator().manual_seed(count + length)
+    found: list[list[int]] = torch.randint(3, vocab, (count, length), generator=generator).tolist()
+    return found
+
+
+def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+    """Decode steps of 64 sequences at 2k, with graphs and without, over bf16 and fp8 pools; prefill; late kernels."""
+    batch, context, steps = (4, 48, 6) if quick else (64, 2048, 48)
+    with TemporaryDirectory() as scratch:
+        for shape in shapes(quick=quick):
+            path = write_checkpoint(Path(scratch), shape, torch.bfloat16, device)
+            model = load_model(path, communicator=Communicator(), dtype="bfloat16", device=device)
+            for kv, graphs in (("auto", True), ("auto", False), ("fp8", True)):
+                watch = CompileWatch()
+                watch.start()
+                started = time.perf_counter()
+                group = _sized(model, device, batch, context, steps, kv_dtype=kv, graphs=graphs)
+                watch.ready()
+                warm = time.perf_counter() - started
+                prefill, step = measure_steps(group, batch, context, steps)
+                weights = model.spec.weight_bytes
+                roof = (weights + batch * context * group.layout.bytes_per_token) / roofs.copy
+                what = f"{shape.name}, batch {batch}, context {context}, kv {kv}, graphs {'on' if graphs else 'off'}"
+                share = roof / step
+                judged = graphs and shape.name == "1B" and kv == "auto"
+                yield Row("engine", f"decode step, {what}", step * 1e3, share, target="share >= 75%" if judged else "",
+                          met=share >= 0.75 if judged else None, note=f"warm in {warm:.0f} s")  # fmt: skip
+                floor = 2 * weights / 2 * batch * context / roofs.matrix
+                yield Row("engine", f"prefill, {what}", prefill * 1e3, floor / prefill)
+                yield Row("engine", f"kernels compiled while serving, {what}", error=watch.late(), target="0",
+                          met=watch.late() == 0, note="; ".join(watch.kernels[-watch.late() :])[:500]
+                          if watch.late() else "")  # fmt: skip
+                watch.stop()
+                del group
+            yield _graphs_change_nothing(model, device, shape.name, quick)
+            del model
+
+
+def _outputs(batch: int, context: int, steps: int) -> int:
+    """Tokens that every sequence has to say: some while others are still computed, then those that are measured."""
+    return steps + 16 + 2 * -(-batch * context // 8192)
+
+
+def _sized(model: Model, device: torch.device, batch: int, context: int, steps: int, **options: Any) -> Group:
+    """With room for such a measurement."""
+    longest = context + _outputs(batch, context, steps) + 1
+    blocks = batch * (-(-longest // BLOCK) + 1)
+    return Group(model, device, num_blocks=blocks, max_num_seqs=batch, max_model_len=longest, **options)
+
+
+def measure_steps(group: Group, batch: int, context: int, steps: int) -> tuple[float, float]:
+    """Seconds of the prefill of all, and of one decode step of all, on the wall."""
+    engine = group.engine(budget=min(8192, batch * context))
+    length = context - steps // 2
+    sampling = SamplingParams(max_tokens=_outputs(batch, context, steps), temperature=0.0, ignore_eos=True, seed=0)
+    for round_ in ("warm", "measured"):
+        started = time.perf_counter()
+        for index, prompt in enumerate(prompts_of(batch, length, group.model.spec.vocab_size)):
+            engine.submit(Request(f"{round_} {index}", tuple(prompt), sampling, cache_salt=f"{round_} {index}"))
+        while engine.step().num_decodes < batch:
+            pass
+        prefill = time.perf_counter() - started
+        for _ in range(4):
+            engine.step()
+        started = time.perf_counter()
+        for _ in range(steps):
+            if (decoded := engine.step().num_decodes) != batch:
+                raise RuntimeError(f"a step decoded {decoded} of {batch} sequences")
+        step = (time.perf_counter() - started) / steps
+        while engine.has_work:
+            engine.step()
+    return prefill, step
+
+
+def _graphs_change_nothing(model: Model, device: torch.device, name: str, quick: bool) -> Row:
+    """The same prompts with graphs and without: tokens equal but for what rounding alone may turn."""
+    prompts = prompts_of(5, 20 if quick else 300, model.spec.vocab_size)
+    sampling = SamplingParams(max_tokens=8 if quick else 32, temperature=0.0, ignore_eos=True, seed=0)
+    make = partial(Group, model, device, num_blocks=5 * 24 + 8, max_num_seqs=8, max_model_len=368)
+    said = [serve(make(graphs=graphs).engine(), prompts, sampling) for graphs in (True, False)]
+    pairs = [pair for key in said[0] for pair in zip(said[0][key][0], said[1][key][0], strict=True)]
+    differ = sum(one != other for one, other in pairs) / len(pairs)
+    return Row("engine", f"{name}: tokens with graphs unlike those without", error=differ, target="error <= 0.2",
+               met=differ <= 0.2, note="bf16: padding picks other kernels of cuBLAS")  # fmt: skip
+
+
+def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+    """--deterministic: tokens and logprobs, bit for bit, alone, in company, in chunks and cached; what a step costs."""
+    batch, context, steps = (4, 48, 6) if quick else (64, 2048, 32)
+    shape = shapes(quick=quick)[0]
+    with TemporaryDirectory() as scratch:
+        path = write_checkpoint(Path(scratch), shape, torch.bfloat16, device)
+        costs = []
+        for kept in (False, True):
+            if kept and device.type == "cpu":
+                return  # what a CPU promises has tests of its own
+            model = load_model(
+                path, communicator=Communicator(), dtype="bfloat16", device=device, deterministic=kept
+            )  # fmt: skip
+            group = _sized(model, device, batch, context, steps)
+            prefill, step = measure_steps(group, batch, context, steps)
+            costs.append((prefill, step))
+            mode = "on" if kept else "off"
+            yield Row("deterministic", f"decode step, {shape.name}, batch {batch}, {mode}", step * 1e3,
+                      beside="off" if kept else "", beside_ms=costs[0][1] * 1e3 if kept else None)  # fmt: skip
+            yield Row("deterministic", f"prefill, {shape.name}, {mode}", prefill * 1e3,
+                      beside="off" if kept else "", beside_ms=costs[0][0] * 1e3 if kept else None)  # fmt: skip
+        shortest, more = (20, 5) if quick else (150, 61)
+        prompts = [all_[: shortest + more * i] for i, all_ in enumerate(prompts_of(6, 600, model.spec.vocab_size))]
+        sampling = SamplingParams(max_tokens=24, temperature=0.8, seed=9, ignore_eos=True, logprobs=0)
+        cold = {str(i): serve(group.engine(), [prompt], sampling)["0"] for i, prompt in enumerate(prompts)}
+        ways = {
+            "in company": serve(group.engine(), prompts, sampling),
+            "in chunks of 97": serve(group.engine(budget=97), prompts, sampling),
+        }
+        cached = group.engine(budget=700)  # the last: all engines write to one pool
+        serve(cached, prompts, sampling, "salt")
+        ways["cached"] = serve(cached, prompts, sampling, "salt")
+        for way, said in ways.items():
+            unlike = sum(said[key] != cold[key] for key in cold)
+            yield Row("deterministic", f"requests {way} unlike themselves alone", error=unlike, target="0",
+                      met=unlike == 0)  # fmt: skip

@@ -1,0 +1,127 @@
+"""The parts of bench/gpu.py, one after the other, each by itself. It does not know what a part measures."""
+
+import argparse
+import gc
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton  # type: ignore[import-untyped]
+
+from coatcheck.bench.gpu_cases import attention as gpu_attention
+from coatcheck.bench.gpu_cases import engine as gpu_engine
+from coatcheck.bench.gpu_cases import ranks as gpu_ranks
+from coatcheck.bench.gpu_cases import rows as gpu_rows
+from coatcheck.bench.gpu_cases import tune as gpu_tune
+from coatcheck.bench.gpu_cases.children import DEVICE_LOST, run_in_children
+from coatcheck.bench.gpu_cases.clock import Roofs, measure_roofs
+from coatcheck.bench.gpu_cases.table import Row, Table
+
+Part = Callable[..., Iterator[Row]]
+# What says most comes first, should the time run out.
+PARTS: dict[str, Part] = {
+    "correct": gpu_attention.correct,
+    "decode": gpu_attention.decode,
+    "prefill": gpu_attention.prefill,
+    "rows": gpu_rows.rows,
+    "sampling": gpu_rows.sampling,
+    "engine": gpu_engine.engine,
+    "tiers": gpu_ranks.tiers,
+    "ranks": gpu_ranks.ranks,
+    "deterministic": gpu_engine.deterministic,
+    "flex": gpu_attention.flex,
+    "tune": gpu_tune.tune,
+}
+# Not unless they are asked for: they judge nothing.
+ASKED_FOR = {"tune"}
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: 1 where a part failed, 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="bench/gpu.py")
+    parser.add_argument("--out", type=Path, default=Path("bench/out"), help="where gpu.json and gpu.md go")
+    parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small shapes, whose times mean nothing")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no part begins later than this")
+    parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.as_rank:
+        gpu_ranks.as_rank(options.as_rank)
+        return 0
+    wanted = [name for name in options.only.split(",") if name] or [name for name in PARTS if name not in ASKED_FOR]
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, "this host has no usable GPU; --device cpu --quick tries the script itself\n")
+    if options.device == "cuda" and not options.child:
+        command = [sys.executable, str(Path(__file__).parents[1] / "gpu.py"), *arguments, "--child"]
+        return run_in_children(command, wanted, options.out)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    torch.manual_seed(0)
+    roofs = measure_roofs(device, quick=options.quick)
+    table = Table.resumed(options.out) if options.resume else Table(options.out, facts(device, roofs, options.quick))
+    table.print_head()
+    for name in wanted:
+        run_part(name, table, device, roofs, quick=options.quick, minutes=options.minutes)
+        if device.type == "cuda" and not _answers(device):
+            return DEVICE_LOST
+    table.facts["seconds"] = round(table.seconds)
+    table.save()
+    return int(table.failed)
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether calls on the device still succeed: after a kernel's fault none does."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_part(
+    name: str, table: Table, device: torch.device, roofs: Roofs, *, quick: bool, minutes: float
+) -> None:  # fmt: skip
+    """Its rows, or what broke it; what came before that stays."""
+    began = table.seconds
+    if began > 60 * minutes:
+        table.add(Row(name, "not begun", note=f"{minutes} minutes were over"))
+        return
+    table.begin(name)
+    try:
+        with torch.no_grad():  # not inference mode: the copier's thread writes to tensors that are made here
+            for row in PARTS[name](device, roofs, quick=quick):
+                table.add(row)
+                if table.seconds > 60 * (minutes + 1):
+                    table.add(Row(name, "the rest of it", note="time was over"))
+                    break
+    except Exception:  # whatever it is must not keep the others from running
+        table.add(Row(name, "the rest of it", failure=traceback.format_exc()))
+    table.end(name, table.seconds - began)
+    gc.collect()
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # a device that is lost is told of by whoever asks next
+            torch.cuda.empty_cache()
+
+
+def facts(device: torch.device, roofs: Roofs, quick: bool) -> dict[str, Any]:
+    """On what it ran; no host name, no path."""
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": f"python {platform.python_version()}, {versions}",
+        "copy": f"{roofs.copy / 1e9:.0f} GB/s read and written",
+        "matrix": f"{roofs.matrix / 1e12:.1f} TFLOP/s of bfloat16",
+        "quick": quick,
+    }

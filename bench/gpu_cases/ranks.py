@@ -1,0 +1,196 @@
+"""The host tier and several ranks for bench/gpu.py: checksums over CUDA streams, gloo and NCCL."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from coatcheck.bench.gpu_cases.clock import Roofs
+from coatcheck.bench.gpu_cases.engine import Group, Said, Shape, prompts_of, serve, tiny_config, write_checkpoint
+from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.copy_report import CopyStatus
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.block_copier import Copier
+from coatcheck.workers.runner.cuda_block_copier import make_copier
+from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+
+_GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, seed=3)
+_WAIT = 120
+
+
+def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+    """Blocks to pinned memory and back on a stream of their own: bytes, bandwidth, and a block that was spoilt."""
+    count, size = (8, 4096) if quick else (256, 2 << 20)
+    pool = torch.randint(0, 255, (count, size), dtype=torch.uint8, device=device)
+    before = pool.clone()
+    host = allocate_host(count, size, device)
+    copier = make_copier(pool, host, Communicator())
+    pairs = [(i, count - 1 - i) for i in range(count)]
+    back = [(slot, block) for block, slot in pairs]
+    for way, plan in (("to the host", StepPlan(demotes=pairs)), ("back", StepPlan(restores=back))):
+        equal = True
+        for _ in range(2):  # the first is slower: pages and streams are new
+            started = time.perf_counter()
+            copier.start(plan)
+            if way == "to the host":
+                pool.zero_()  # in the computing stream, as a step would that takes the blocks
+            statuses = _settle(copier, count)
+            took = time.perf_counter() - started
+            equal &= way == "to the host" or torch.equal(pool, before)
+            pool.copy_(before) if way == "to the host" else pool.zero_()
+        pool.zero_()
+        good = equal and set(statuses) == {CopyStatus.DONE}
+        rate = f"{count * size / took / 1e9:.1f} GB/s with checksums"
+        yield Row("tiers", f"{count} blocks of {size >> 10} KiB {way}", took * 1e3, error=float(not good),
+                  target="equal bytes", met=good, note=rate)  # fmt: skip
+    host[3, 100] ^= 1
+    copier.start(StepPlan(restores=back))
+    statuses = _settle(copier, count)
+    broken = [index for index, status in enumerate(statuses) if status is CopyStatus.BROKEN]
+    right = [slot for slot, _ in back].index(3)
+    yield Row("tiers", "a bit turned in host memory is found", error=float(broken != [right]), target="one block",
+              met=broken == [right])  # fmt: skip
+    yield _tiered_tokens(device)
+
+
+def _settle(copier: Copier, count: int) -> list[CopyStatus]:
+    """How each of the copies begun ended, in order."""
+    statuses: list[CopyStatus] = []
+    deadline = time.monotonic() + _WAIT
+    while len(statuses) < count:
+        assert time.monotonic() < deadline, "copies do not end"
+        report = copier.report()
+        statuses += [] if report is None else [s for s in report.statuses if s is not CopyStatus.UNDER_WAY]
+    return statuses
+
+
+def _tiered_tokens(device: torch.device) -> Row:
+    """Prompts that come again through a pool too small for all of them, beside a pool that holds them."""
+    with TemporaryDirectory() as scratch:
+        path = write_checkpoint(Path(scratch), _tiny(), torch.float32, device)
+        model = load_model(path, communicator=Communicator(), dtype="float32", device=device)
+        prompts = prompts_of(6, 100, 512)
+        small = Group(model, device, num_blocks=24, host_blocks=64, max_num_seqs=4, max_model_len=256)
+        engine, want = small.engine(budget=128), _tokens(serve(_large(model, device).engine(), prompts, _GREEDY))
+        unlike = sum(_tokens(serve(engine, prompts, _GREEDY)) != want for _ in range(3))
+        restored = engine.stats().restores
+        return Row("tiers", "tokens through a small pool and the host, three times", error=unlike, target="equal",
+                   met=unlike == 0 and restored > 0, note=f"{restored} blocks came back")  # fmt: skip
+
+
+def ranks(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+    """float32 tokens of two ranks on one device over the host's memory and over gloo, and of one rank over NCCL."""
+    with TemporaryDirectory() as scratch:
+        path = write_checkpoint(Path(scratch), _tiny(), torch.float32, device)
+        model = load_model(path, communicator=Communicator(), dtype="float32", device=device)
+        want = _tokens(serve(_large(model, device).engine(), prompts_of(5, 90, 512), _GREEDY))
+        del model
+        for share in (False, True):
+            transport, have = _run_ranks(path, device, share)
+            yield Row("ranks", f"tp 2 on one device over {transport}: tokens unlike tp 1's", error=float(have != want),
+                      target="equal", met=have == want,
+                      note="no C library here to share memory" if share and "gloo" in transport else "")  # fmt: skip
+    if device.type == "cuda":
+        yield _nccl_alone(device)
+
+
+def _nccl_alone(device: torch.device) -> Row:
+    """NCCL in a world of one: it starts, adds and gathers, eagerly and in a graph."""
+    import torch.distributed as dist
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, 1, is_master=True)  # type: ignore[attr-defined]  # as in communicator.py
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        x = torch.arange(4096, device=device, dtype=torch.float32)
+        want = x.clone()
+        dist.all_reduce(x)
+        parts = [torch.empty_like(x)]
+        dist.all_gather(parts, x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            dist.all_reduce(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        good = torch.equal(x, want) and torch.equal(parts[0], want)
+    finally:
+        dist.destroy_process_group()
+    return Row("ranks", "NCCL in a world of one, eager and in a graph", error=float(not good), target="equal", met=good)
+
+
+def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list[list[int]]]:
+    """(how tensors went, what rank 0 of two says); each is this script again, in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    script = Path(__file__).parents[1] / "gpu.py"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), "--as-rank", f"{rank},{address},{path},{device.type},{int(share)}"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    deadline = time.monotonic() + _WAIT
+    # One that breaks leaves the other waiting: what it said counts, not the wait.
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.returncode for process in processes):
+            break
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    said = [process.communicate() for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("\n".join(errors[-3000:] for _, errors in said))
+    answer = json.loads(said[0][0].splitlines()[-1])
+    return answer["transport"], answer["tokens"]
+
+
+def as_rank(words: str) -> None:
+    """One of two; rank 0 prints what was said."""
+    rank, address, path, kind, share = words.split(",")
+    device = torch.device(kind)
+    communicator = Communicator.join(
+        int(rank), 2, address, device=device, share_memory=bool(int(share)), over_host=True
+    )  # fmt: skip
+    model = load_model(path, communicator=communicator, dtype="float32", device=device)
+    communicator.meet()
+    group = _large(model, device, communicator)
+    if communicator.rank:
+        follow(group.runner, communicator)
+    else:
+        leader = GroupRunner(group.runner, communicator)
+        tokens = _tokens(serve(group.engine(runner=leader), prompts_of(5, 90, 512), _GREEDY))
+        print(json.dumps({"transport": communicator.transport, "tokens": tokens}))
+        leader.stop()
+    communicator.close()
+
+
+def _large(model: object, device: torch.device, communicator: Communicator | None = None) -> Group:
+    return Group(
+        model, device, num_blocks=96, max_num_seqs=8, max_model_len=256, communicator=communicator  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _tiny() -> Shape:
+    from transformers import LlamaForCausalLM
+
+    return Shape("tiny", tiny_config(), LlamaForCausalLM)
+
+
+def _tokens(said: Said) -> list[list[int]]:
+    return [said[key][0] for key in sorted(said)]

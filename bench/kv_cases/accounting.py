@@ -1,0 +1,81 @@
+"""What a plan foretells and what `coatcheck serve` then is: blocks, bytes of a block, and the memory of its processes.
+
+    python bench/kv_cases/accounting.py [--json bench/results/kv_accounting.json]
+
+The demo model, once for each kv-dtype and number of ranks, with a pool and a host tier of so many bytes a rank; beside
+each number of ranks one server with hardly any. What the ranks' processes hold more than that one's is what their
+pools and host tiers say they have reserved, within 1%.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.bench.setup.servers import CoatcheckServer
+from coatcheck.proto import coatcheck_pb2 as pb
+
+_MODEL = Path(__file__).parents[2] / "demo" / "model"
+_KV_DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
+
+
+def main(
+    gib: Annotated[float, typer.Option(help="Of the pool, and of the host tier, of each rank.")] = 0.5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure it, and fail where a figure is off."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # and the server with it
+    size, rows = int(gib * 2**30), []
+    for tp in (1, 2):
+        bare = serve(tp, "bf16", 4 << 20, 0)[1]
+        for kv_dtype in _KV_DTYPES:
+            rows.append(measure(tp, kv_dtype, size, bare))
+            print(json.dumps(rows[-1]), flush=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps({**describe_machine(), "gib": gib, "rows": rows}, indent=1) + "\n")
+    wrong = [row for row in rows if not row["as_planned"] or abs(row["held_over_reserved"] - 1) > 0.01]
+    sys.exit(f"{len(wrong)} of {len(rows)} are off: {wrong}" if wrong else 0)
+
+
+def measure(tp: int, kv_dtype: str, size: int, bare: float) -> dict[str, Any]:
+    """One server beside its plan."""
+    command: list[str | Path] = [Path(sys.executable).with_name("coatcheck"), "plan", _MODEL, "--json", "--tp", str(tp)]
+    command += ["--kv-dtype", kv_dtype, "--kv-memory", str(size)]
+    plan = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    group, resident = serve(tp, kv_dtype, size, size)
+    reserved = (group.blocks_total + group.host_blocks_total) * group.bytes_per_block
+    planned = plan["num_blocks"], plan["rank_bytes_per_block"]
+    return {
+        "tp": tp,
+        "kv_dtype": kv_dtype,
+        "blocks": group.blocks_total,
+        "host_blocks": group.host_blocks_total,
+        "bytes_per_block": group.bytes_per_block,
+        "as_planned": planned == (group.blocks_total, group.bytes_per_block),
+        "held_over_reserved": (resident - bare) / reserved,
+    }
+
+
+def serve(tp: int, kv_dtype: str, size: int, host: int) -> tuple[pb.GroupStatus, float]:
+    """A server's status once it serves, and what each of its ranks holds of memory of its own, on average."""
+    flags = f"--tp {tp} --kv-dtype {kv_dtype} --kv-memory {size} --host-kv-memory {host}"
+    with TemporaryDirectory() as scratch, CoatcheckServer(_MODEL, Path(scratch), flags) as server:
+        while not (group := server.status()).ranks:  # the router has yet to hear from them
+            time.sleep(0.1)
+        return group, sum(_resident(rank.pid) for rank in group.ranks) / tp
+
+
+def _resident(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,107 @@
+"""What the host tier costs where nobody's prefix is ever wanted again: two engines over one model, asked in turn.
+
+    python bench/kv_cases/host_tier_steps.py [--pairs 24] [--json bench/results/host_tier.json]
+
+One process, no server, so that what else the machine does falls on both alike: every round asks both engines for the
+same prompts, that neither has seen, in alternating order. The engine with the tier demotes every block that it evicts.
+"""
+
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch
+import typer
+
+from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.cuda_block_copier import make_copier
+from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 200  # of 192 KiB each
+_CLIENTS, _PROMPT, _REPLY = 4, 512, 32
+
+
+def main(
+    pairs: Annotated[int, typer.Option(help="Rounds, each of both engines.")] = 24,
+    checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Add the figures to this file.")] = None,
+) -> None:
+    """Measure the pairs."""
+    with TemporaryDirectory() as scratch:
+        directory = make_checkpoint((checkpoint or Path(scratch) / "llama-82m").resolve())
+        model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
+    engines = {"off": make_engine(model, 0), "on": make_engine(model, 1000)}
+    for seed in range(2):  # the pools are full from here on
+        for engine in engines.values():
+            serve(engine, -1 - seed)
+    taken: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
+    demoted = engines["on"].stats().demotions
+    for seed in range(pairs):
+        for name in sorted(engines, reverse=seed % 2 == 1):
+            taken[name].append(serve(engines[name], seed))
+    pairwise = list(zip(taken["off"], taken["on"], strict=True))
+    figures = {
+        "pairs": pairs,
+        "tokens_a_round": _CLIENTS * (_PROMPT + _REPLY),
+        "seconds_off": statistics.median(wall for wall, _ in taken["off"]),
+        "throughput_on_over_off": statistics.median(off[0] / on[0] for off, on in pairwise),
+        "processor_on_over_off": statistics.median(on[1] / off[1] for off, on in pairwise),
+        "demoted_blocks_a_round": (engines["on"].stats().demotions - demoted) / pairs,
+        "demote_seconds_a_block": engines["on"].stats().demote_seconds,
+    }
+    print(json.dumps(figures, indent=1))
+    if json_path is not None:
+        known = json.loads(json_path.read_text()) if json_path.exists() else {}
+        known |= {"steps": {**describe_machine(), **figures}}
+        json_path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def make_engine(model: Model, host_blocks: int) -> Engine:
+    """One engine with a pool of its own."""
+    layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
+    device = torch.device("cpu")
+    pool = allocate_pool(layout, _NUM_BLOCKS, device)
+    host = allocate_host(host_blocks, layout.bytes_per_block, device) if host_blocks else None
+    copier = make_copier(pool, host, Communicator()) if host is not None else None
+    max_model_len = model.spec.max_model_len
+    runner = ModelRunner(model, layout, pool, max_num_seqs=_CLIENTS, max_model_len=max_model_len, copier=copier)
+    return Engine(
+        model.spec,
+        runner,
+        num_blocks=_NUM_BLOCKS,
+        host_blocks=host_blocks,
+        block_size=_BLOCK_SIZE,
+        max_num_seqs=_CLIENTS,
+    )
+
+
+def serve(engine: Engine, seed: int) -> tuple[float, float]:
+    """(seconds, seconds of processor) that one round takes."""
+    rng = random.Random(seed)
+    began, busy = time.perf_counter(), time.process_time()
+    for client in range(_CLIENTS):
+        prompt = tuple(rng.randrange(2, VOCABULARY) for _ in range(_PROMPT))
+        sampling = SamplingParams(max_tokens=_REPLY, temperature=0.0, ignore_eos=True, seed=0)
+        engine.submit(Request(f"{seed} {client}", prompt, sampling))
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - began, time.process_time() - busy
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,125 @@
+"""How many prompt blocks are found, by eviction and pool size, when real arrivals run through the server's own pool.
+
+A request looks its blocks up, takes those that are held, computes and names the others, and gives all up: what a
+BlockPool goes through, with the trace's clock. The clairvoyant optimum (Belady: the block wanted again last goes first,
+and one that is not worth it is not even stored) bounds every policy from above.
+"""
+
+import gzip
+import heapq
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from coatcheck.bench.setup.public_traces import CONVERSATION, SYNTHETIC
+from coatcheck.workers.kv.block_pool import BlockPool, max_ghosts
+from coatcheck.workers.kv.eviction import Eviction
+from coatcheck.workers.kv.eviction_policy import order_of
+from coatcheck.workers.kv.prefix_registry import PrefixBook
+
+CAPACITIES = (250, 1000, 3000, 10000)
+TRACES = tuple(file.removesuffix(".jsonl.gz") for file in (CONVERSATION, SYNTHETIC))
+# A block of the traces has 512 tokens; attention doubles a token's cost at some 32,000 in models of 8 billion weights.
+CROSSOVER_BLOCKS = 64.0
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: when, and the id of each prompt block."""
+
+    seconds: float
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Found, of the blocks asked for, and of the time that computing them takes."""
+
+    blocks: float
+    cost: float
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """A Mooncake trace."""
+    with gzip.open(path, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    return [Arrival(row["timestamp"] / 1000, tuple(row["hash_ids"])) for row in rows]
+
+
+def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
+    """Without those whose prompt the pool could not hold even alone: a server refuses them."""
+    return [arrival for arrival in trace if len(arrival.blocks) <= capacity]
+
+
+def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | None = None, start: int = 0) -> Hits:
+    """Every arrival through a pool of so many blocks; only those from number `start` on are counted."""
+    book = PrefixBook(ghosts or max_ghosts(capacity))
+    pool = BlockPool(capacity, Eviction(book, order_of(eviction, book.table), capacity))
+    hits = asked = 0
+    saved = cost = 0.0
+    for number, arrival in enumerate(trace):
+        names = [struct.pack("<Q", block) for block in arrival.blocks]
+        book.advance(arrival.seconds)
+        book.want(names)
+        found: list[int] = []
+        for name in names:
+            block = pool.lookup(name)
+            if block is None:
+                break
+            found.append(block)
+        pool.share(found)
+        computed = pool.allocate(len(names) - len(found))
+        for depth, block in enumerate(computed, len(found)):
+            pool.register(block, names[depth], names[depth - 1] if depth else b"", depth)
+        pool.release([*found, *computed])
+        pool.drain_events()
+        if number >= start:
+            hits += len(found)
+            asked += len(names)
+            saved += _cost(len(found))
+            cost += _cost(len(names))
+    return Hits(hits / asked, saved / cost)
+
+
+def optimum(trace: list[Arrival], capacity: int, start: int = 0) -> Hits:
+    """What a policy that knew the future would find."""
+    wanted_next: list[list[int]] = []
+    following: dict[int, int] = {}
+    for number in range(len(trace) - 1, -1, -1):
+        wanted_next.append([following.get(block, _NEVER) for block in trace[number].blocks])
+        following.update(dict.fromkeys(trace[number].blocks, number))
+    wanted_next.reverse()
+    held: dict[int, int] = {}
+    queue: list[tuple[int, int, int]] = []
+    hits = asked = 0
+    saved = cost = 0.0
+    for number, arrival in enumerate(trace):
+        found = next((i for i, block in enumerate(arrival.blocks) if block not in held), len(arrival.blocks))
+        for depth, (block, later) in enumerate(zip(arrival.blocks, wanted_next[number], strict=True)):
+            if later == _NEVER:
+                held.pop(block, None)
+            else:
+                held[block] = later
+                heapq.heappush(queue, (-later, -depth, block))
+        while len(held) > capacity:
+            later, _, block = heapq.heappop(queue)
+            if held.get(block) == -later:
+                del held[block]
+        if number >= start:
+            hits += found
+            asked += len(arrival.blocks)
+            saved += _cost(found)
+            cost += _cost(len(arrival.blocks))
+    return Hits(hits / asked, saved / cost)
+
+
+def closed(hits: Hits, lru: Hits, best: Hits) -> float:
+    """The part of the gap from LRU to the optimum, in blocks, that is closed."""
+    return (hits.blocks - lru.blocks) / (best.blocks - lru.blocks) if best.blocks > lru.blocks else 0.0
+
+
+def _cost(blocks: int) -> float:
+    """Of computing a prompt's first blocks, in the time that one takes where it attends to nothing."""
+    return blocks + blocks * (blocks - 1) / 2 / CROSSOVER_BLOCKS

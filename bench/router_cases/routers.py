@@ -1,0 +1,97 @@
+"""What another router adds: tokens relayed by one, two and four routers of one group, each with a share of a core.
+
+The share (a cgroup's quota) makes each router the bottleneck, as its own core would on a larger machine; the scripted
+group and the clients, one for each router, have what is left. Routers share nothing but the group.
+
+    python bench/router_cases/routers.py [--routers 1 --routers 2 --routers 4]
+        [--share 0.2] [--streams 32] [--json out.json]
+"""
+
+import asyncio
+import json
+import multiprocessing
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
+from coatcheck.bench.setup.cpu_share import cpu_share
+from coatcheck.bench.setup.machine import describe_machine
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.server import Router
+
+
+def run_router(pipe: Connection, port: int) -> None:
+    """Sends its address when it has the group; ends when it is told to."""
+
+    async def serve() -> None:
+        router = Router(RouterConfig(model="m"), byte_tokenizer())
+        address = await router.start()
+        await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
+        while not router.groups.serving():
+            await router.groups.next_change.wait()
+        pipe.send(address)
+        await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+        await router.stop()
+
+    asyncio.run(serve())
+
+
+def measure(routers: int, share: float, streams: int, tokens: int) -> dict[str, float]:
+    """All streams of all routers at once, from the first that begins to the last that ends."""
+    processes = multiprocessing.get_context("spawn")
+
+    def start(target: Any, *args: object) -> tuple[Any, Connection]:
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=target, args=(theirs, *args), daemon=True)
+        process.start()
+        return process, ours
+
+    group, group_pipe = start(run_group, streams, 0.0, None)
+    port = group_pipe.recv()
+    doors = [start(run_router, port) for _ in range(routers)]
+    addresses = [pipe.recv() for _, pipe in doors]
+    with ExitStack() as shares:
+        for door, _ in doors:
+            shares.enter_context(cpu_share(door.pid, share))
+        clients = [start(run_client, address, streams, tokens, None) for address in addresses]
+        answers = [pipe.recv() for _, pipe in clients]
+        for process, _ in clients:
+            process.join()
+    for process, pipe in (*doors, (group, group_pipe)):
+        pipe.send("stop")
+        process.join()
+    count = sum(counted for counted, _, _ in answers)
+    assert count == routers * streams * tokens, "a token was lost"
+    return {
+        "routers": routers,
+        "cores_each": share,
+        "streams_each": streams,
+        "tokens_per_second": sum(counted / seconds for counted, _, seconds in answers),
+        "slowest_over_fastest": max(answer[2] for answer in answers) / min(answer[2] for answer in answers),
+    }
+
+
+def main(
+    routers: Annotated[list[int] | None, typer.Option(min=1, help="How many; may be given again.")] = None,
+    share: Annotated[float, typer.Option(min=0.05, max=1.0, help="Of a core, for each router.")] = 0.2,
+    streams: Annotated[int, typer.Option(min=1, help="Through each router.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 1500,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Prints a row per number of routers, and its ratio to the first."""
+    rows: list[dict[str, float]] = []
+    for count in routers or (1, 2, 4):
+        row = measure(count, share, streams, tokens)
+        rows.append(row | {"ratio": row["tokens_per_second"] / (rows[0] if rows else row)["tokens_per_second"]})
+        print("  ".join(f"{name} {value:,.2f}" for name, value in rows[-1].items()), flush=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

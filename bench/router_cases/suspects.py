@@ -1,0 +1,68 @@
+"""What it costs to let requests that may end groups run one after the other: the router's CPU time for each of them.
+
+There is one scripted group, and so many requests wait for it, each very suspect: it is sent, is answered a little, and
+makes way for the next one.
+
+    python bench/router_cases/suspects.py [--waiting 1000]
+"""
+
+import asyncio
+import multiprocessing
+import time
+from typing import Annotated
+
+import typer
+
+from coatcheck.bench.router_cases.front_door import run_group
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.request import Request
+from coatcheck.router.serving.admission_queue import Line
+from coatcheck.router.serving.dispatcher import Dispatch
+
+
+async def _measure(waiting: int) -> float:
+    processes = multiprocessing.get_context("spawn")
+    pipe, end = processes.Pipe()
+    group = processes.Process(target=run_group, args=(end, 10 * waiting, 1.0, None), daemon=True)  # it answers nobody
+    group.start()
+    port = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+    line = Line(0)
+    groups = Groups(RouterConfig(model="m"), eased=line.move, groups_changed=line.reclassify)
+    dispatch = Dispatch(groups, line)
+    await groups.set([GroupAddress("g", f"127.0.0.1:{port}")])
+    while not groups.serving():
+        await groups.next_change.wait()
+
+    async def run(number: int, release: asyncio.Event) -> None:
+        request = Request(f"r{number}", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
+        placement = await dispatch.place(request, 1, wait_seconds=600.0, suspicion=2)
+        await release.wait()
+        for _ in range(3):  # its answer takes a while
+            await asyncio.sleep(0)
+        placement.suspect(0)
+        placement.close(finished=True)
+
+    release = asyncio.Event()
+    runs = [asyncio.create_task(run(number, release)) for number in range(waiting)]
+    for _ in range(10):  # until one has the group and all others wait
+        await asyncio.sleep(0)
+    before = time.process_time()
+    release.set()
+    await asyncio.gather(*runs)
+    spent = time.process_time() - before
+    await groups.close()
+    group.terminate()
+    return spent
+
+
+def main(waiting: Annotated[int, typer.Option(min=2, help="Requests that wait.")] = 1000) -> None:
+    """Prints CPU seconds in all, and for each."""
+    spent = asyncio.run(_measure(waiting))
+    print(f"{waiting} suspects: {spent:.3f} s of CPU, {spent / waiting * 1e6:.0f} us each")
+
+
+if __name__ == "__main__":
+    typer.run(main)

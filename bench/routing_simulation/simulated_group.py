@@ -1,0 +1,215 @@
+"""SimulatedGroup: one group as the routing benchmark sees it: a queue, and steps that take time.
+
+Prompts are computed in order of arrival, in chunks beside the decodes; one whose next block is being computed for
+another waits for it. What the host tier alone has comes back at the restore rate. It speaks to the router as a group
+does, in KvEvents and Load. It does not know other groups, nor how it was chosen, nor which block goes where.
+"""
+
+import math
+from collections import deque
+from heapq import heappop, heappush
+
+from coatcheck.bench.routing_simulation.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.routing_simulation.simulated_tiers import SimulatedTiers
+from coatcheck.proto.coatcheck_pb2 import GroupStatus
+from coatcheck.proto.worker_pb2 import KvEvents, Load
+
+
+class SimulatedGroup:
+    """`submit` and `advance` move it on; `until` is when it must next be advanced."""
+
+    def __init__(self, name: str, model: ServiceModel) -> None:
+        self.name = name
+        self.model = model
+        self.until = math.inf
+        self.tiers = SimulatedTiers(name, model.blocks, model.host_blocks)
+        self.queue: deque[Job] = deque()
+        self.queued_tokens = 0
+        self.work = 0.0
+        self.prefill_seconds = 0.0
+        self.prompt_tokens = self.cached_device = self.cached_host = 0
+        self.started: list[Job] = []  # got their first token since the last look
+        self.finished: list[Job] = []  # ended since then
+        self._prefilling: list[Job] = []  # in order of arrival; admitted, and without their first token
+        self._decoding: list[tuple[int, int, Job]] = []
+        self._context = 0
+        self._order = 0
+        self._steps = 0  # made since the start
+        # The stretch of equal steps under way.
+        self._began = 0.0
+        self._stretch_steps = 0
+        self._stretch: list[tuple[Job, int]] = []  # whose prompts, and how many tokens of each
+        self._step_seconds = 0.0
+        self._changed_at = 0.0
+        self._reported = self._observe(0.0)
+
+    @property
+    def running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def outstanding(self) -> int:
+        return self.running + len(self.queue)
+
+    def submit(self, job: Job, now: float) -> None:
+        """A request has come."""
+        self._remember(now)
+        device, host = self.tiers.match(job.chain)
+        job.waits_for = job.prompt - (device + host) * BLOCK
+        self.queued_tokens += job.waits_for
+        self.queue.append(job)
+        if self.until == math.inf:
+            self._begin(now)
+        elif not self._prefilling:  # decoding: the prompt joins at the next step
+            steps = max(math.ceil((now - self._began) / self._step_seconds - 1e-9), 1)
+            if steps < self._stretch_steps:
+                self._stretch_steps = steps
+                self.until = self._began + steps * self._step_seconds
+
+    def advance(self) -> None:
+        """The stretch of steps ends, now."""
+        now = self.until
+        self._remember(now)
+        self._steps += self._stretch_steps
+        if self._stretch:
+            self.prefill_seconds += now - self._began
+        while self._decoding and self._decoding[0][0] <= self._steps:
+            job = heappop(self._decoding)[2]
+            self._context -= job.prompt + job.output // 2
+            self._finish(job, now)
+        for job, tokens in self._stretch:
+            job.left -= tokens
+            if job.left <= 0:
+                self._prefilling.remove(job)
+                self._answer(job, now)
+        self._begin(now)
+
+    def load(self, now: float) -> Load:
+        """As reported last: at the last whole multiple of the report's period."""
+        period = self.model.report_seconds
+        tick = math.floor(now / period) * period
+        if tick >= self._changed_at:
+            self._reported = self._observe(tick)
+        return self._reported
+
+    def queued_now(self, now: float) -> float:
+        """Prompt tokens still to be computed, exactly."""
+        return self.queued_tokens + self._left_at(now)
+
+    def drain_events(self) -> KvEvents | None:
+        """What was stored and removed since the last call."""
+        return self.tiers.drain_events()
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        self.tiers.check([*(job for _, _, job in self._decoding), *self._prefilling])
+
+    def _begin(self, now: float) -> None:
+        self._began = now
+        decodes = len(self._decoding)
+        step = self.model.step(decodes, self._context)
+        horizon = self._decoding[0][0] - self._steps if decodes else 1 << 40
+        room = self.model.chunk - decodes
+        if not self._prefilling:
+            self._admit_next()
+        self._stretch = []
+        if self._prefilling and self._prefilling[0].left >= room:  # whole chunks of one prompt
+            head = self._prefilling[0]
+            self._stretch_steps = min(head.left // room, horizon)
+            self._stretch = [(head, self._stretch_steps * room)]
+            self._step_seconds = step + room / self.model.prefill_rate
+        elif self._prefilling:  # the end of it, and what else the step has room for
+            chunk = 0
+            place = 0
+            while chunk < room and (place < len(self._prefilling) or self._admit_next()):
+                job = self._prefilling[place]
+                tokens = min(job.left, room - chunk)
+                self._stretch.append((job, tokens))
+                chunk += tokens
+                place += 1
+            self._stretch_steps = 1
+            self._step_seconds = step + chunk / self.model.prefill_rate
+        elif decodes:
+            self._stretch_steps, self._step_seconds = horizon, step
+        else:
+            self._stretch_steps, self.until = 0, math.inf
+            return
+        self.until = now + self._stretch_steps * self._step_seconds
+
+    def _admit_next(self) -> bool:
+        """The next of the queue, if it has room and is not better served by what is being computed."""
+        if not self.queue or self.running >= self.model.max_sequences:
+            return False
+        job = self.queue[0]
+        device, host = self.tiers.match(job.chain)
+        matched = device + host
+        if matched < len(job.chain) and any(job.chain[matched] in other.promised for other in self._prefilling):
+            return False
+        fresh = -(-(job.prompt + job.output) // BLOCK) - device
+        room = self.tiers.room_beside(job.chain[:matched])
+        if fresh > room:
+            if self.running:
+                return False
+            fresh = room  # alone, it gets what there is: such a pool is too small for it
+        self.queue.popleft()
+        self.queued_tokens -= job.waits_for
+        self._prefilling.append(job)
+        job.promised = frozenset(job.chain[matched:])
+        self.tiers.hold(job, matched, fresh)
+        job.cached, job.restored = matched * BLOCK, host * BLOCK
+        job.left = job.prompt - job.cached
+        self.prompt_tokens += job.prompt
+        self.cached_device += device * BLOCK
+        self.cached_host += job.restored
+        self.work += self.model.work(job.left, job.restored, job.prompt + job.output // 2, job.output)
+        job.left += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
+        return True
+
+    def _answer(self, job: Job, now: float) -> None:
+        """Its prompt is computed: the first token."""
+        job.first_token = now
+        self.started.append(job)
+        self.tiers.name(job)
+        if job.output <= 1:
+            self._finish(job, now)
+        else:
+            self._order += 1
+            self._context += job.prompt + job.output // 2
+            heappush(self._decoding, (self._steps + job.output - 1, self._order, job))
+
+    def _finish(self, job: Job, now: float) -> None:
+        job.ended = now
+        self.finished.append(job)
+        self.tiers.release(job)
+
+    def _left_at(self, when: float) -> float:
+        left = sum(job.left for job in self._prefilling)
+        if not self._stretch:
+            return left
+        done = (when - self._began) / (self._step_seconds * self._stretch_steps)
+        return left - sum(tokens for _, tokens in self._stretch) * min(max(done, 0.0), 1.0)
+
+    def _remember(self, now: float) -> None:
+        """Before a change: keeps what a report since the last change would have said."""
+        self.load(now)
+        self._changed_at = now
+
+    def _observe(self, when: float) -> Load:
+        decodes = len(self._decoding)
+        return Load(
+            status=GroupStatus(
+                running=self.running,
+                waiting=len(self.queue),
+                blocks_total=self.model.blocks,
+                blocks_used=self.tiers.in_use,
+                blocks_cached=self.tiers.cold,
+                prompt_tokens=self.prompt_tokens,
+                cached_device_tokens=self.cached_device,
+                cached_host_tokens=self.cached_host,
+                prefill_tokens_per_second=self.model.prefill_rate,
+                restore_tokens_per_second=self.model.restore_rate,
+                step_seconds=self.model.step(decodes, self._context),
+            ),
+            queued_prefill_tokens=int(self.queued_tokens + self._left_at(when)),
+            prefill_seconds=self.prefill_seconds + (when - self._began if self._stretch else 0.0),
+        )

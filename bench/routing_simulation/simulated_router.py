@@ -1,0 +1,176 @@
+"""SimulatedRouter: a rule in front of simulated groups: another's, or our router's own index, loads, line and choose().
+
+With several routers each takes requests in turn, hears every group, and knows only its own part of what is on its way,
+and its own line. Whoever asks moves it on in time; it does not know who comes next.
+"""
+
+import math
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from coatcheck.bench.routing_simulation.rules import Rule
+from coatcheck.bench.routing_simulation.service_model import BLOCK, Job
+from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
+from coatcheck.bench.routing_simulation.simulated_tiers import block_name
+from coatcheck.proto.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.worker_pb2 import Registration, SnapshotChunk
+from coatcheck.router.access.tenant import ANYONE
+from coatcheck.router.groups.group_load import GroupLoad, Submission
+from coatcheck.router.routing.pending_prefixes import Expectation
+from coatcheck.router.routing.prefix_index import PrefixIndex
+from coatcheck.router.routing.prefix_match import NOTHING
+from coatcheck.router.routing.routing_cost import Decision, choose
+from coatcheck.router.serving.admission_queue import due_at
+from coatcheck.router.serving.fair_queue import FairQueue
+
+Placed = Iterator[tuple[Job, SimulatedGroup]]
+
+
+class SimulatedRouter:
+    """`arrive` in order; `move` when somebody may have room; `hear` after whatever a group does."""
+
+    def __init__(
+        self, groups: Sequence[SimulatedGroup], rule: Rule | None, rng: random.Random, routers: int = 1
+    ) -> None:
+        self._groups = {group.name: group for group in groups}
+        self._rule = rule
+        self._rng = rng
+        self._views = [_View(groups, rng) for _ in range(routers)]
+        self._turn = 0
+
+    def arrive(self, job: Job) -> Placed:
+        """A request comes: whoever is placed now, and where."""
+        view = self._views[self._turn % len(self._views)]
+        self._turn += 1
+        if self._rule is None:
+            yield from view.arrive(job)
+            return
+        matched = {name: (m.device, m.host) for name, m in view.index.matched_blocks(_chain(job)).items()}
+        group = self._rule(job, list(self._groups.values()), matched, job.at, self._rng)
+        job.group = group.name
+        yield job, group
+
+    def move(self, now: float) -> Placed:
+        """Those in line whose turn has come."""
+        for view in self._views:
+            yield from view.move(now)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return sum(len(view.line) for view in self._views)
+
+    def hear(self, group: SimulatedGroup) -> None:
+        """Takes its events, then what it has begun to answer and what has ended."""
+        events = group.drain_events()
+        for view in self._views:
+            if events is not None:
+                view.index.apply(group.name, events)
+            for job in group.started:
+                view.answered(job)
+            for job in group.finished:
+                view.ended(job)
+        group.started.clear()
+        group.finished.clear()
+
+    @property
+    def indexed_entries(self) -> int:
+        """Blocks by group and tier that the first router knows of."""
+        return self._views[0].index.stats().entries
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant: once all is answered nothing is expected any more."""
+        for view in self._views:
+            view.check()
+
+
+class _View:
+    """What one router knows, and who waits with it."""
+
+    def __init__(self, groups: Sequence[SimulatedGroup], rng: random.Random) -> None:
+        self.index = PrefixIndex()
+        self.line: FairQueue[Job] = FairQueue(1 << 30)  # nothing is refused
+        self._groups = {group.name: group for group in groups}
+        self._rng = rng
+        self._loads: dict[str, GroupLoad] = {}
+        self._sent: dict[int, tuple[Submission, Expectation | None]] = {}
+        # Times of the submissions that no report contains yet, and the number of those that the last report contains.
+        self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
+        self._reported = dict.fromkeys(self._groups, 0)
+        for group in groups:
+            most = group.model
+            registration = Registration(
+                model=GetModelResponse(block_size=BLOCK),
+                num_blocks=most.blocks,
+                max_batch_tokens=most.chunk,
+                max_num_seqs=most.max_sequences,
+            )
+            self.index.add_group(group.name, group.name, most.blocks + most.host_blocks)
+            self.index.apply_snapshot(group.name, SnapshotChunk(epoch=group.name, first=True, last=True))
+            self._loads[group.name] = GroupLoad(registration)
+
+    def arrive(self, job: Job) -> Placed:
+        self._listen(job.at)
+        if not len(self.line) and self._has_room:
+            yield self._place(job, job.at)
+        else:
+            seconds = min(terms.prefill + terms.restore for terms in self._decide(job, self._loads).terms)
+            self.line.put(job, ANYONE, due=due_at(job.at, seconds))
+
+    def move(self, now: float) -> Placed:
+        self._listen(now)
+        while len(self.line) and self._has_room:
+            yield self._place(self.line.take()[0], now)
+
+    def answered(self, job: Job) -> None:
+        if (known := self._sent.get(id(job))) is None:
+            return
+        sent, expectation = known
+        sent.begin()
+        if expectation is not None:
+            self.index.settle(expectation)
+
+    def ended(self, job: Job) -> None:
+        if (known := self._sent.pop(id(job), None)) is not None:
+            known[0].end()
+
+    def check(self) -> None:
+        self.index.check()
+        self.line.check()
+        assert not self.index.stats().expected, "an answered prompt is still expected"
+
+    @property
+    def _has_room(self) -> bool:
+        return any(load.has_room for load in self._loads.values())
+
+    def _listen(self, now: float) -> None:
+        """The reports until now."""
+        for name, load in self._loads.items():
+            group = self._groups[name]
+            if (report := group.load(now)) is not load.last:
+                period = group.model.report_seconds
+                tick = math.floor(now / period) * period
+                sent_at = self._sent_at[name]
+                while sent_at and sent_at[0] <= tick:
+                    sent_at.popleft()
+                    self._reported[name] += 1
+                report.submissions = self._reported[name]  # each router has its own stream, and its own count
+                load.report(report, tick)
+
+    def _decide(self, job: Job, loads: Mapping[str, GroupLoad]) -> Decision:
+        matched = self.index.matched_blocks(_chain(job))
+        candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
+        return choose(candidates, job.prompt, self._rng, regret=self.index.regret.rate, in_line=len(self.line))
+
+    def _place(self, job: Job, now: float) -> tuple[Job, SimulatedGroup]:
+        decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})
+        job.group = decision.group
+        self._sent_at[job.group].append(now)
+        sent = self._loads[job.group].add_submission(job.prompt - decision.chosen.cached_tokens)
+        self._sent[id(job)] = sent, self.index.expect(job.group, _chain(job))
+        return job, self._groups[job.group]
+
+
+def _chain(job: Job) -> list[bytes]:
+    return [block_name(block) for block in job.chain]

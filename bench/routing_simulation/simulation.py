@@ -1,0 +1,165 @@
+"""Simulation: one rule in one cell, a trace at one size of cache and one load, run to its end. Discrete events.
+
+Arrivals of a trace are sped up until the work that one pooled cache of all groups would leave is a given share of what
+the groups can do: a load of 0.95 can only just be served by perfect routing. Deterministic by seed. Nothing is refused
+and nothing times out. It does not know files, nor which rules are compared.
+"""
+
+import heapq
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coatcheck.bench.routing_simulation.rules import Rule, rules
+from coatcheck.bench.routing_simulation.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
+from coatcheck.bench.routing_simulation.simulated_router import Placed, SimulatedRouter
+from coatcheck.cluster.benchmark.request_trace import TraceEntry
+
+GROUPS = 8
+OURS = "coatcheck"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One trace at one size of cache and one load."""
+
+    trace: str
+    blocks: int
+    load: float
+    host_blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        host = f"+{self.host_blocks} host" if self.host_blocks else ""
+        return f"{self.trace}/{self.blocks}{host}/{self.load:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one rule in one cell. TTFT in seconds; `goodput` and `success` are shares of all requests.
+
+    Good is a first token within 2 s and twice what its whole prompt takes alone, then at most 100 ms a token; a success
+    is a first token within 60 s. `imbalance` is the largest group's work over the mean.
+    """
+
+    hit_ratio: float
+    imbalance: float
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    goodput: float
+    success: float
+
+
+def simulate(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], router: SimulatedRouter) -> None:
+    """Runs every job to its end."""
+    by_name = {group.name: group for group in groups}
+    period = groups[0].model.report_seconds
+    due: list[tuple[float, str]] = []
+    report = math.inf  # when the router next looks whether some group has room: with the groups' next reports
+
+    def moved(group: SimulatedGroup) -> None:
+        router.hear(group)
+        if group.until < math.inf:
+            heapq.heappush(due, (group.until, group.name))
+
+    def submit(placed: Placed, now: float) -> None:
+        nonlocal report
+        for job, group in placed:
+            group.submit(job, now)
+            moved(group)
+        report = (math.floor(now / period + 1e-6) + 1) * period if router.waiting else math.inf
+
+    def run_until(limit: float) -> None:
+        while (when := min(due[0][0] if due else math.inf, report)) <= limit and when < math.inf:
+            if due and due[0][0] == when:
+                _, name = heapq.heappop(due)
+                group = by_name[name]
+                if group.until != when:  # it was cut short, and is due again elsewhere
+                    continue
+                group.advance()
+                moved(group)
+            if router.waiting:
+                submit(router.move(when), when)
+
+    for job in jobs:
+        run_until(job.at)
+        submit(router.arrive(job), job.at)
+    run_until(math.inf)
+
+
+def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
+    """Prompt tokens of each request that one cache of so many blocks would have, least recently used going first."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for entry in entries:
+        blocks_of = _chain(entry)
+        hits.append(next((place for place, block in enumerate(blocks_of) if block not in held), len(blocks_of)) * BLOCK)
+        for block in reversed(blocks_of):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > blocks:
+            held.popitem(last=False)
+    return hits
+
+
+def speed_up(
+    entries: Sequence[TraceEntry], hits: Sequence[int], model: ServiceModel, groups: int, load: float
+) -> float:
+    """What arrivals must be sped up by for that load."""
+    work = sum(
+        model.work(entry.input_len - hit, 0, entry.input_len + entry.output_len // 2, entry.output_len)
+        for entry, hit in zip(entries, hits, strict=True)
+    )
+    return load * groups * entries[-1].at / work
+
+
+def run(
+    cell: Cell,
+    rule: str,
+    entries: Sequence[TraceEntry],
+    *,
+    groups: int = GROUPS,
+    routers: int = 1,
+    seed: int = 0,
+    hits: Sequence[int] | None = None,
+) -> tuple[Outcome, float]:
+    """One rule in one cell, and the pooled cache's hit ratio; `hits` are those of `pooled_hits`, if they are known."""
+    model = ServiceModel(blocks=cell.blocks, host_blocks=cell.host_blocks)
+    hits = hits or pooled_hits(entries, (cell.blocks + cell.host_blocks) * groups)
+    speed = speed_up(entries, hits, model, groups, cell.load)
+    jobs = [Job(entry.at / speed, entry.input_len, max(entry.output_len, 1), _chain(entry)) for entry in entries]
+    members = [SimulatedGroup(f"g{place}", model) for place in range(groups)]
+    theirs: Rule | None = rules()[rule] if rule != OURS else None
+    simulate(jobs, members, SimulatedRouter(members, theirs, random.Random(seed), routers))
+    for member in members:
+        member.check()
+    return _outcome(jobs, members, model), sum(hits) / sum(job.prompt for job in jobs)
+
+
+def _chain(entry: TraceEntry) -> tuple[int, ...]:
+    # A prompt's last token is always computed, so a block that ends with it is never looked up.
+    return entry.blocks[: (entry.input_len - 1) // BLOCK]
+
+
+def _outcome(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], model: ServiceModel) -> Outcome:
+    waits = sorted(job.first_token - job.at for job in jobs)
+    p50, p90, p99 = (waits[round(share * (len(waits) - 1))] for share in (0.5, 0.9, 0.99))
+    good = sum(
+        job.first_token - job.at <= 2 + 2 * job.prompt / model.prefill_rate
+        and job.ended - job.first_token <= 0.1 * (job.output - 1)
+        for job in jobs
+    )
+    work = [group.work for group in groups]
+    return Outcome(
+        hit_ratio=sum(job.cached for job in jobs) / sum(job.prompt for job in jobs),
+        imbalance=max(work) * len(work) / sum(work),
+        ttft_p50=p50,
+        ttft_p90=p90,
+        ttft_p99=p99,
+        goodput=good / len(jobs),
+        success=sum(wait <= 60 for wait in waits) / len(waits),
+    )

@@ -1,0 +1,202 @@
+"""RayNodes: a Ray of several nodes on this machine, each a `ray start --block` that can be killed with all it holds.
+
+Every node is 127.0.0.1 and has resources of its own. It does not know what runs on them.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.servers import free_port
+from coatcheck.cluster.ray_cluster.process_tree import descendants
+
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # A lost node is detected after about five seconds instead of half a minute. A node that is merely slow on a busy
+    # machine is not taken for lost: it fails only after ten health checks of two seconds each.
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "10",
+}
+_ALIVE = 0  # GcsNodeInfo.ALIVE
+# In the output of `ray start` when its processes have not started within 30 s, a limit without a setting.
+_GAVE_UP = "timed out during startup"
+
+
+class RayNode:
+    """One node."""
+
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], log: Path, *, remove_first: Path | None = None
+    ) -> None:
+        """`remove_first`: a file that is removed before each start."""
+        self._command, self._environment, self._log = command, {**os.environ, **environment}, log
+        self._remove_first = remove_first
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of `ray start`, which leads a process group of its own."""
+        return self._process.pid
+
+    def processes(self) -> dict[int, str]:
+        """Everything that runs on it, by process, with its command line."""
+        return descendants(self._process.pid)
+
+    def kill(self) -> None:
+        """kill -9 of all of it at once, as when the power goes."""
+        if self._process.poll() is not None and self._process.returncode == -signal.SIGKILL:
+            return
+        for pid in [self._process.pid, *self.processes()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def runs(self) -> bool:
+        """False once `ray start` has ended."""
+        return self._process.poll() is None
+
+    def wait_started(self) -> None:
+        """Raises RuntimeError when it ends instead, TimeoutError."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while "Ray runtime started" not in self._log.read_text():
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a Ray node does not start: {self.said()}")
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        """The last that it has printed."""
+        return self._log.read_text()[-2000:]
+
+    def check(self) -> None:
+        """Restarts the node if `ray start` gave up on a busy machine. Raises RuntimeError if it ended otherwise."""
+        if self.runs():
+            return
+        if _GAVE_UP not in self.said():
+            raise RuntimeError(f"a Ray node ended with {self._process.returncode}: {self.said()}")
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if self._remove_first is not None:
+            self._remove_first.unlink(missing_ok=True)
+        with self._log.open("wb") as output:
+            return subprocess.Popen(
+                self._command, stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
+
+
+class RayNodes:
+    """A context manager whose head, without CPUs unless told, is there when it is entered."""
+
+    def __init__(self, scratch: Path, *, head_cpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.nodes: list[RayNode] = []
+        self.environment = {**ENVIRONMENT, **(environment or {})}
+        self._scratch = scratch
+        # A folder of its own, with a short name for the sake of sockets.
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        self._head_cpus = head_cpus
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start_head()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self.nodes:
+            self.kill(self.nodes[-1])
+        if hasattr(self, "head"):
+            self.head.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start_head(self) -> None:
+        """Starts it, or starts it again at the same address."""
+        port = self.address.rpartition(":")[2]
+        flags = [f"--port={port}", f"--num-cpus={self._head_cpus}", f"--temp-dir={self._folder}"]
+        # Ray refuses to start while nodes that wait for a head still name its address; it only checks if this file
+        # exists.
+        note = Path(self._folder) / "ray_current_cluster"
+        self.head = self._start("--head", "--include-dashboard=false", *flags, remove_first=note)
+        self.head.wait_started()
+
+    def add(self, cpus: int, resources: Mapping[str, float] | None = None, *, wait: bool = True) -> RayNode:
+        """A node more. Without `wait` the next one must not be added too soon: two that start at once on one machine
+        choose the same name for their sockets."""
+        said = json.dumps(dict(resources or {}))
+        node = self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={said}")
+        self.nodes.append(node)
+        if wait:
+            node.wait_started()
+        return node
+
+    def kill(self, node: RayNode) -> None:
+        """The node is gone."""
+        self.nodes.remove(node)
+        node.kill()
+
+    def check(self) -> None:
+        """Raises RuntimeError when a node has ended by itself."""
+        for node in [*self.nodes, self.head]:
+            node.check()
+
+    def count(self) -> int:
+        """Nodes that Ray's head holds for alive, the head with them; raises RuntimeError when one ended by itself."""
+        self.check()
+        return int(self._ask(f"print(sum(node.state == {_ALIVE} for node in gcs.get_all_node_info().values()))"))
+
+    def pretend(self, metadata: Mapping[str, str]) -> None:
+        """What the head says of its own versions, to whoever comes from now on."""
+        self._ask(f"gcs.internal_kv_put(b'CLUSTER_METADATA', {json.dumps(metadata).encode()!r}, True, b'cluster')")
+
+    def processes(self) -> dict[int, str]:
+        """Of all nodes."""
+        found: dict[int, str] = {}
+        for node in [*self.nodes, self.head]:
+            found |= node.processes()
+        return found
+
+    def _ask(self, code: str) -> str:
+        """In a process of its own: this one may have no use for Ray."""
+        client = f"from ray._raylet import GcsClient; gcs = GcsClient(address={self.address!r}); "
+        command = [sys.executable, "-c", client + code]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=self._env()).stdout
+
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, **self.environment}
+
+    def _start(self, *flags: str, remove_first: Path | None = None) -> RayNode:
+        plain = ["--block", "--node-ip-address=127.0.0.1", "--object-store-memory=83886080"]
+        agent = f"--dashboard-agent-listen-port={free_port()}"
+        command = [str(Path(sys.executable).with_name("ray")), "start", *plain, agent, *flags]
+        log = self._scratch / f"ray-{next(self._numbers)}.log"
+        return RayNode(command, self.environment, log, remove_first=remove_first)
+
+
+def listens(address: str) -> bool:
+    """Whether anything does."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0

@@ -1,0 +1,173 @@
+"""The servers that bench/serve.py measures: ours and a peer, each started, loaded and ended by its own commands.
+
+Both run as a user would run them, with their own load generators. Neither knows the scenarios' targets.
+
+Both cache prefixes, as they do by default, and neither finds one of an earlier run: theirs has seeds of its own for
+every run, ours a salt besides. What a scenario's own requests share is found by both.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.scenario import Figures, Scenario
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
+
+KV_GIB = 2
+
+
+class Server(ABC):
+    """A server process in a session of its own, so that ending it ends what it started. A context manager."""
+
+    name: str
+
+    def __init__(self, command: Sequence[str | Path], log: Path, environment: dict[str, str] | None = None) -> None:
+        self._log = log
+        started = time.perf_counter()
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}, start_new_session=True
+            )
+        try:
+            self._wait_until_ready(started + PATIENCE_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+        self.seconds_to_ready = time.perf_counter() - started
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Asks it to end, then ends it."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    @abstractmethod
+    def run(self, scenario: Scenario, seed: int) -> Figures:
+        """One run of a scenario; another seed shares no prompt with it."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether it would answer a request now."""
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while not self.is_ready():
+            if self._process.poll() is not None or time.perf_counter() > deadline:
+                last = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+                raise RuntimeError(f"{self.name} did not become ready:\n{last}")
+            time.sleep(0.1)
+
+
+class CoatcheckServer(Server):
+    """`coatcheck serve`, loaded by `coatcheck bench`."""
+
+    name = "coatcheck"
+
+    def __init__(self, checkpoint: Path, scratch: Path, flags: str = f"--kv-memory {KV_GIB}GiB") -> None:
+        self._command = Path(sys.executable).with_name("coatcheck")
+        self.address = f"127.0.0.1:{free_port()}"
+        self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
+        self.http_address = f"127.0.0.1:{free_port()}"
+        ports = [address.rpartition(":")[2] for address in (self.address, self.http_address)]
+        words = f"--groups 1 --tp 1 --grpc-port {ports[0]} --http-port {ports[1]} {flags}".split()
+        super().__init__([self._command, "serve", checkpoint, *words], scratch / "coatcheck.log")
+
+    def is_ready(self) -> bool:
+        try:
+            stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
+            return bool(stub.Status(pb.StatusRequest(), timeout=2.0).state == "serving")
+        except grpc.RpcError:
+            return False
+
+    def status(self) -> pb.GroupStatus:
+        """What the one group says of itself."""
+        stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
+        group: pb.GroupStatus = stub.Status(pb.StatusRequest(), timeout=10.0).groups[0]
+        return group
+
+    def run(self, scenario: Scenario, seed: int) -> Figures:
+        command: list[str | Path] = [self._command, "bench", "--address", self.address, "--json"]
+        command += f"--concurrency {scenario.clients} --num-requests {scenario.requests} --seed {2 * seed}".split()
+        command += f"--input-len {scenario.input_len} --output-len {scenario.output_len}".split()
+        if scenario.prefixes:
+            command += f"--prompts shared-prefix --num-prefixes {scenario.prefixes}".split()
+            command += f"--prefix-len {scenario.prefix_len}".split()
+        report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        if report["succeeded"] != report["requests"]:
+            raise RuntimeError(f"not every request was answered: {report['errors']}")
+        return Figures(report["ttft_ms"]["p50"], report["tpot_ms"]["p50"], report["output_tokens_per_second"])
+
+    def stop(self) -> None:
+        self.channel.close()
+        super().stop()
+
+
+class VllmServer(Server):
+    """`vllm serve` from a virtual environment of its own, loaded by `vllm bench serve`."""
+
+    name = "vllm"
+
+    def __init__(self, environment: Path, checkpoint: Path, scratch: Path) -> None:
+        self._command, self._checkpoint, self._scratch = environment / "bin" / "vllm", checkpoint, scratch
+        self._url = f"http://127.0.0.1:{free_port()}"
+        flags = ["--host", "127.0.0.1", "--port", self._url.rpartition(":")[2], "--dtype", "bfloat16"]
+        # The variables that its documentation of the CPU build asks to set; no telemetry from a benchmark.
+        settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        super().__init__([self._command, "serve", checkpoint, *flags], scratch / "vllm.log", settings)
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=2.0) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def run(self, scenario: Scenario, seed: int) -> Figures:
+        command: list[str | Path] = [self._command, "bench", "serve", "--backend", "vllm", "--base-url", self._url]
+        command += ["--model", self._checkpoint, "--ignore-eos", "--save-result", "--seed", str(seed)]
+        command += ["--temperature", "0"]  # greedy, as our own load is
+        command += ["--result-dir", self._scratch, "--result-filename", "vllm.json"]
+        command += f"--num-prompts {scenario.requests} --max-concurrency {scenario.clients}".split()
+        if scenario.prefixes:
+            command += ["--dataset-name", "prefix_repetition"]
+            command += f"--prefix-repetition-num-prefixes {scenario.prefixes}".split()
+            command += f"--prefix-repetition-prefix-len {scenario.prefix_len}".split()
+            command += f"--prefix-repetition-suffix-len {scenario.input_len}".split()
+            command += f"--prefix-repetition-output-len {scenario.output_len}".split()
+        else:
+            command += f"--dataset-name random --random-input-len {scenario.input_len}".split()
+            command += f"--random-output-len {scenario.output_len}".split()
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        report = json.loads((self._scratch / "vllm.json").read_text())
+        if report["completed"] != scenario.requests:
+            raise RuntimeError(f"vllm answered {report['completed']} of {scenario.requests} requests")
+        return Figures(report["median_ttft_ms"], report["median_tpot_ms"], report["output_throughput"])
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

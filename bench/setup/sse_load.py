@@ -1,0 +1,75 @@
+"""SseLoad: streams of /v1/completions over plain sockets, with the time of each piece that came.
+
+It shares two cores with the server that it measures, so it does as little as the gRPC load generator does: bytes are
+kept as they come and read only after the run.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coatcheck.cluster.benchmark.load_generator import Recording
+from coatcheck.cluster.benchmark.workload import Job
+from coatcheck.proto import coatcheck_pb2 as pb
+
+
+@dataclass(slots=True)
+class Stream(asyncio.Protocol):
+    """One request on a connection of its own."""
+
+    request: bytes
+    began: float
+    recording: Recording
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Asks."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        """Notes what came, and when."""
+        self.recording.times.append(time.perf_counter() - self.began)
+        self.recording.messages.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server closes after the answer, as it was asked to."""
+        self.recording.ended = time.perf_counter() - self.began
+        self.done.set()
+
+
+async def run_sse(address: str, jobs: Sequence[Job], concurrency: int) -> list[Recording]:
+    """Keeps `concurrency` streams running until all are answered; raises RuntimeError for one that was not."""
+    host, _, port = address.rpartition(":")
+    loop, began, waiting = asyncio.get_running_loop(), time.perf_counter(), iter(jobs)
+    recordings: list[Recording] = []
+
+    async def client() -> None:
+        for job in waiting:
+            now = time.perf_counter() - began
+            recording = Recording(now, now, job.output_len)
+            stream = Stream(_request(address, job), began, recording)
+            await loop.create_connection(lambda stream=stream: stream, host, int(port))  # type: ignore[misc]
+            await stream.done.wait()
+            recordings.append(recording)
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    for recording in recordings:
+        whole = b"".join(recording.messages)
+        if not whole.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in whole:
+            raise RuntimeError(f"a stream was not answered: {whole[-300:]!r}")
+    return recordings
+
+
+def _request(address: str, job: Job) -> bytes:
+    asked = pb.GenerateRequest.FromString(job.request)
+    body = json.dumps({
+        "prompt": list(asked.token_ids.ids), "max_tokens": asked.sampling.max_tokens, "stream": True,
+        "temperature": asked.sampling.temperature, "ignore_eos": True,
+    }).encode()  # fmt: skip
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

@@ -1,0 +1,190 @@
+"""`coatcheck bench`: puts load on running routers and prints what its users would have felt.
+
+Closed loop (so many clients, each sending its next request when the last is answered) or open loop (Poisson arrivals,
+or a trace's own). It knows the public service alone, as any client does.
+"""
+
+import asyncio
+import json
+import secrets
+import signal
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from coatcheck.cluster.benchmark.load_generator import INTERRUPTED, Load, Recording
+from coatcheck.cluster.benchmark.report import Report, Sample, measure, summarize
+from coatcheck.cluster.benchmark.report_plot import check_plot, plot_report
+from coatcheck.cluster.benchmark.report_table import report_table
+from coatcheck.cluster.benchmark.request_trace import read_trace
+from coatcheck.cluster.benchmark.workload import Job, Prompts, Workload
+from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
+from coatcheck.cluster.client.credentials import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import InvalidConfig, error_of
+
+_EXIT_INTERRUPTED = 130
+
+
+_LOAD = partial(typer.Option, rich_help_panel="Load")
+_PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
+
+
+def bench(
+    address: Annotated[
+        list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
+    ] = None,
+    concurrency: Annotated[
+        int | None, _LOAD(min=1, help="Clients in a closed loop (default 1); in an open loop, most at once.")
+    ] = None,
+    num_requests: Annotated[
+        int | None, _LOAD(min=1, help="Requests to send. Default: 10 a client, or the whole trace.")
+    ] = None,
+    rate: Annotated[float | None, _LOAD(min=0.001, help="Open loop: requests a second, Poisson.")] = None,
+    trace: Annotated[Path | None, _LOAD(help="Open loop: a trace's times and lengths (.jsonl, .csv, .gz).")] = None,
+    time_scale: Annotated[float, _LOAD(min=0.0, help="Multiplies the trace's times: 0.5 is twice as fast.")] = 1.0,
+    length_scale: Annotated[float, _LOAD(min=0.0001, help="Multiplies the trace's lengths.")] = 1.0,
+    prompts: Annotated[Prompts, _PROMPTS(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
+    prompt: Annotated[str | None, _PROMPTS(help="This text as every prompt.")] = None,
+    input_len: Annotated[int, _PROMPTS(min=1, help="Prompt tokens (after the prefix, where one is shared).")] = 512,
+    output_len: Annotated[int, _PROMPTS(min=1, max=2**31, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
+    num_prefixes: Annotated[int, _PROMPTS(min=1, help="Different shared prefixes, taken in turn.")] = 4,
+    prefix_len: Annotated[int, _PROMPTS(min=1, help="Tokens of each shared prefix.")] = 1024,
+    temperature: Annotated[float, _PROMPTS(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, _PROMPTS(min=0, max=2**63 - 1, help="Of prompts and arrivals.")] = 0,
+    warmup: Annotated[int, _LOAD(min=0, help="Requests sent first and not counted, with prompts of their own.")] = 1,
+    reuse_cache: Annotated[
+        bool,
+        _PROMPTS(
+            "--reuse-cache",
+            help="Find prompts that an earlier run of the same seed left in the cache. Default: a fresh salt keeps runs"
+            " apart.",
+        ),
+    ] = False,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts answers with at most this TTFT.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput counts answers with at most this TPOT.")] = None,
+    timeout: Annotated[
+        float | None, _LOAD(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until a request is given up.")
+    ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the run to this file.")] = None,
+) -> None:
+    """Put load on a server and measure it."""
+    if rate is not None and trace is not None:
+        raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own times")
+    addresses = check_addresses(address or [DEFAULT_ADDRESS])
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    if plot is not None:
+        check_plot(plot)  # now, and not when the run is over
+    entries = read_trace(trace, num_requests) if trace is not None else None
+    model = asyncio.run(_model(addresses, access))
+    salt = "" if reuse_cache else secrets.token_hex(8)
+    workload = Workload(
+        vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
+        num_prefixes=num_prefixes, prefix_len=prefix_len, text=prompt, temperature=temperature, cache_salt=salt,
+    )  # fmt: skip
+    if entries is not None:
+        jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
+    else:
+        jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
+    # Its prompts come from another seed, so that they leave nothing in a cache for those that count.
+    warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
+    open_loop = rate is not None or trace is not None
+    report, samples = asyncio.run(
+        _run(addresses, access, jobs, warm, open_loop, concurrency, timeout, (slo_ttft_ms, slo_tpot_ms))
+    )
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        Console().print(report_table(report))
+    if plot is not None:
+        plot_report(report, samples, plot)
+        print(f"a picture of it is in {plot}", file=sys.stderr)
+    if report.unfinished:
+        raise typer.Exit(_EXIT_INTERRUPTED)
+    if not report.succeeded:
+        raise typer.Exit(1)
+
+
+async def _model(addresses: list[str], access: Access) -> pb.GetModelResponse:
+    """What is served, from the first router; the others must answer too, or they would measure as errors."""
+    answers = []
+    for address in addresses:
+        async with Client([address], access) as client:
+            answers.append(await client.get_model(timeout=20.0))
+    if len({answer.fingerprint for answer in answers}) > 1:
+        raise InvalidConfig("the addresses serve different models; measure one at a time")
+    return answers[0]
+
+
+async def _run(
+    addresses: list[str],
+    access: Access,
+    jobs: list[Job],
+    warm: list[Job],
+    open_loop: bool,
+    concurrency: int | None,
+    timeout: float | None,
+    objectives: tuple[float | None, float | None],
+) -> tuple[Report, list[Sample]]:
+    async with Load(addresses, access, timeout=timeout) as load:
+        await load.closed(warm, concurrency=len(addresses))
+        _require_answers(load.recordings)
+        load.recordings, load.finished = [], 0
+        began, cpu = time.perf_counter(), time.process_time()
+        bar = asyncio.create_task(_show_progress(load, len(jobs)))
+        run = asyncio.ensure_future(load.open(jobs, concurrency) if open_loop else load.closed(jobs, concurrency or 1))
+        # What has been measured until then is worth a table.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.cancel)
+        try:
+            seconds = await run
+        except asyncio.CancelledError:
+            if not run.cancelled():
+                raise
+            seconds = time.perf_counter() - began
+        finally:
+            bar.cancel()
+            with suppress(asyncio.CancelledError):
+                await bar
+        cpu = time.process_time() - cpu
+        measured = [measure(recording) for recording in load.recordings if recording.status != INTERRUPTED]
+    ttft, tpot = objectives
+    unfinished = len(jobs) - len(measured)
+    report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu, unfinished=unfinished)
+    return report, [sample for sample in measured if isinstance(sample, Sample)]
+
+
+def _require_answers(recordings: list[Recording]) -> None:
+    """Raises the error of a warm-up request that failed: the run would only measure errors."""
+    for recording in recordings:
+        if recording.status != "OK":
+            code = grpc.StatusCode[recording.status]
+            said = "was not answered" if code is grpc.StatusCode.UNAVAILABLE else f"was refused ({recording.status})"
+            raise error_of(code.value[0], f"the warm-up {said}: {recording.details}")
+
+
+async def _show_progress(load: Load, total: int) -> None:
+    """Draws twice a second, on stderr, if a person is watching: never once per token."""
+    console = Console(stderr=True)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
+        task = progress.add_task("requests", total=total)
+        try:
+            while True:
+                progress.update(task, completed=load.finished, refresh=True)
+                await asyncio.sleep(0.5)
+        finally:
+            progress.update(task, completed=load.finished, refresh=True)

@@ -1,0 +1,178 @@
+"""Report: what a run's recordings say: latencies, throughput, goodput, errors, what was cached.
+
+    TTFT  first token, since the request was due       TPOT  (last token - first) / (tokens - 1), per request
+    ITL   gap between two messages of one answer       E2E   last token, since the request was due
+
+In an open loop a request is due at its arrival time, even if the client was late to send it. It does not know how the
+load was made.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from coatcheck.cluster.benchmark.load_generator import Recording
+from coatcheck.proto import coatcheck_pb2 as pb
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request, measured. Times in seconds; the usage is the server's own."""
+
+    due: float
+    first: float
+    last: float
+    gaps: tuple[float, ...]
+    arrivals: tuple[tuple[float, int], ...]
+    prompt_tokens: int
+    output_tokens: int
+    cached_device_tokens: int
+    cached_host_tokens: int
+    group: str
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.due
+
+    @property
+    def e2e(self) -> float:
+        return self.last - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run. `goodput` is requests a second that kept every objective given (None: none was).
+
+    `unfinished` requests were running or still to be sent when the run was interrupted; nothing else counts them.
+    """
+
+    requests: int
+    succeeded: int
+    errors: dict[str, int]
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_device_tokens: int
+    cached_host_tokens: int
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    ttft_ms: Latency | None
+    tpot_ms: Latency | None
+    itl_ms: Latency | None
+    e2e_ms: Latency | None
+    goodput: float | None
+    within_slo: float | None
+    groups: dict[str, int]
+    client_cpu_us_per_token: float
+    unfinished: int
+
+    @property
+    def success_rate(self) -> float:
+        """Share of requests that were answered whole."""
+        return self.succeeded / self.requests if self.requests else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, names with their units."""
+        return {**asdict(self), "success_rate": self.success_rate}
+
+
+def measure(recording: Recording) -> Sample | str:
+    """The sample of a whole answer, or the name of what it ended with instead."""
+    if recording.status != "OK":
+        return recording.status
+    arrivals: list[tuple[float, int]] = []
+    final = None
+    for at, message in zip(recording.times, recording.messages, strict=True):
+        event = pb.GenerateEvent.FromString(message)
+        if event.HasField("delta"):
+            # Text alone may come later than its tokens; only tokens count.
+            if event.delta.token_ids:
+                arrivals.append((at, len(event.delta.token_ids)))
+        elif event.HasField("final"):
+            final = event.final
+    tokens = sum(count for _, count in arrivals)
+    if final is None or not tokens:
+        return "INCOMPLETE"
+    if tokens != recording.output_len:
+        return "WRONG_LENGTH"
+    times = [at for at, _ in arrivals]
+    gaps = tuple(later - earlier for earlier, later in pairwise(times))
+    return Sample(
+        due=recording.due, first=times[0], last=times[-1], gaps=gaps, arrivals=tuple(arrivals),
+        prompt_tokens=final.usage.prompt_tokens, output_tokens=tokens,
+        cached_device_tokens=final.usage.cached_device_tokens, cached_host_tokens=final.usage.cached_host_tokens,
+        group=final.group,
+    )  # fmt: skip
+
+
+def summarize(
+    measured: Sequence[Sample | str],
+    seconds: float,
+    *,
+    slo_ttft_ms: float | None = None,
+    slo_tpot_ms: float | None = None,
+    cpu_seconds: float = 0.0,
+    unfinished: int = 0,
+) -> Report:
+    """One run's report; an answer of one token has no TPOT and keeps any objective on it."""
+    samples = [sample for sample in measured if isinstance(sample, Sample)]
+    output = sum(sample.output_tokens for sample in samples)
+    prompt = sum(sample.prompt_tokens for sample in samples)
+    kept = [
+        sample
+        for sample in samples
+        if (slo_ttft_ms is None or sample.ttft * 1000 <= slo_ttft_ms)
+        and (slo_tpot_ms is None or (sample.tpot or 0.0) * 1000 <= slo_tpot_ms)
+    ]
+    judged = slo_ttft_ms is not None or slo_tpot_ms is not None
+    return Report(
+        requests=len(measured),
+        succeeded=len(samples),
+        errors=dict(Counter(error for error in measured if isinstance(error, str))),
+        seconds=seconds,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        cached_device_tokens=sum(sample.cached_device_tokens for sample in samples),
+        cached_host_tokens=sum(sample.cached_host_tokens for sample in samples),
+        requests_per_second=len(samples) / seconds,
+        output_tokens_per_second=output / seconds,
+        total_tokens_per_second=(prompt + output) / seconds,
+        ttft_ms=latency(sample.ttft for sample in samples),
+        tpot_ms=latency(sample.tpot for sample in samples if sample.tpot is not None),
+        itl_ms=latency(gap for sample in samples for gap in sample.gaps),
+        e2e_ms=latency(sample.e2e for sample in samples),
+        goodput=len(kept) / seconds if judged else None,
+        within_slo=len(kept) / len(measured) if judged and measured else None,
+        groups=dict(Counter(sample.group for sample in samples)),
+        client_cpu_us_per_token=cpu_seconds / output * 1e6 if output else 0.0,
+        unfinished=unfinished,
+    )
+
+
+def latency(seconds: Iterable[float]) -> Latency | None:
+    """Mean and percentiles in milliseconds; None when there is nothing to measure."""
+    values = np.fromiter(seconds, float) * 1000
+    if not values.size:
+        return None
+    return Latency(float(values.mean()), *(float(value) for value in np.percentile(values, PERCENTILES)))

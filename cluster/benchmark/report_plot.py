@@ -1,0 +1,88 @@
+"""The picture of a run: who waited how long, and what came out over time. Needs matplotlib, the `plot` extra."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coatcheck.cluster.benchmark.report import Report, Sample
+from coatcheck.proto.errors import InvalidConfig
+
+
+def check_plot(path: Path) -> None:
+    """Raises InvalidConfig where `plot_report` would: without matplotlib, or with a path that it cannot write."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise InvalidConfig("--plot needs matplotlib: pip install 'coatcheck[plot]'") from None
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise InvalidConfig(f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}")
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise InvalidConfig(f"--plot {path} cannot be written; name a file in a directory that is there")
+
+
+def plot_report(report: Report, samples: Sequence[Sample], path: Path) -> None:
+    """Writes a picture of four panels; `check_plot` comes first."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    ((first, gaps), (rate, running)) = figure.subplots(2, 2)
+    _distribution(first, "time to the first token", [sample.ttft for sample in samples])
+    _distribution(gaps, "gap between messages (ITL)", [gap for sample in samples for gap in sample.gaps])
+    _throughput(rate, samples, report.seconds)
+    _in_flight(running, samples, report.seconds)
+    figure.suptitle(
+        f"{report.succeeded} of {report.requests} requests · {report.output_tokens_per_second:.0f} output tokens/s · "
+        f"TTFT p50 {report.ttft_ms.p50:.0f} ms, p99 {report.ttft_ms.p99:.0f} ms"
+        if report.ttft_ms
+        else "no request was answered"
+    )
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"cannot write the plot {path}: {error}") from None
+
+
+def _distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
+    axes.set(title=title, xlabel="milliseconds", ylabel="share of all", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if not seconds:
+        return
+    values = np.sort(np.asarray(seconds)) * 1000
+    axes.step(values, np.arange(1, values.size + 1) / values.size, where="post")
+    for share in (50, 99):
+        at = float(np.percentile(values, share))
+        axes.axvline(at, linestyle=":", color="grey")
+        # To the left of the highest, which may stand at the frame.
+        side = "right" if share == 99 else "left"
+        axes.annotate(f" p{share}: {at:.{0 if at >= 10 else 1}f} ", (at, 0.04), color="dimgrey", ha=side)
+
+
+def _throughput(axes: Any, samples: Sequence[Sample], seconds: float) -> None:
+    axes.set(title="output", xlabel="seconds", ylabel="tokens/s")
+    axes.grid(alpha=0.3)
+    arrivals = [arrival for sample in samples for arrival in sample.arrivals]
+    # About sixty bars, none shorter than a tenth of a second.
+    width = max(0.1, seconds / 60)
+    edges = np.arange(0.0, seconds + width, width)
+    counts, _ = np.histogram([at for at, _ in arrivals], bins=edges, weights=[count for _, count in arrivals])
+    axes.stairs(counts / width, edges, fill=True, alpha=0.6)
+    axes.set_ylim(bottom=0)
+
+
+def _in_flight(axes: Any, samples: Sequence[Sample], seconds: float) -> None:
+    axes.set(title="requests in flight", xlabel="seconds", ylabel="requests")
+    axes.grid(alpha=0.3)
+    for label, ends in (("answered", [s.last for s in samples]), ("first token came", [s.first for s in samples])):
+        times = np.concatenate([[s.due for s in samples], ends])
+        steps = np.concatenate([np.ones(len(samples)), -np.ones(len(samples))])
+        order = np.argsort(times, kind="stable")
+        name = "waiting or decoding" if label == "answered" else "waiting for the first token"
+        axes.step(np.append(times[order], seconds), np.append(np.cumsum(steps[order]), 0), where="post", label=name)
+    axes.set_ylim(bottom=0)
+    axes.legend()

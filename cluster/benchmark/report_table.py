@@ -1,0 +1,53 @@
+"""The table in which a person reads a Report. It computes nothing."""
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from coatcheck.cluster.benchmark.report import Latency, Report
+from coatcheck.cluster.plural import counted
+
+ROWS = (
+    ("TTFT, time to the first token", "ttft_ms"),
+    ("TPOT, time per further token", "tpot_ms"),
+    ("ITL, gap between messages", "itl_ms"),
+    ("E2E, whole answer", "e2e_ms"),
+)
+
+
+def report_table(report: Report) -> Group:
+    """Latencies as a table, everything else in lines under it."""
+    table = Table(title_justify="left")
+    table.add_column("milliseconds")
+    for name in ("mean", "p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for title, attribute in ROWS:
+        latency: Latency | None = getattr(report, attribute)
+        if latency is not None:
+            table.add_row(title, *(f"{value:.1f}" for value in (latency.mean, latency.p50, latency.p90, latency.p99)))
+    return Group(table, *(Text(line) for line in _lines(report)))
+
+
+def _lines(report: Report) -> list[str]:
+    lines = [
+        f"{report.succeeded} of {report.requests} requests answered in {report.seconds:.1f} s "
+        f"({report.success_rate:.1%}), {report.requests_per_second:.2f} requests/s",
+        f"{report.output_tokens_per_second:.1f} output tokens/s, {report.total_tokens_per_second:.1f} tokens/s in all",
+    ]
+    if report.prompt_tokens:
+        device, host = (
+            cached / report.prompt_tokens for cached in (report.cached_device_tokens, report.cached_host_tokens)
+        )
+        lines.append(f"prompt tokens cached: {device:.1%} on the device, {host:.1%} in host memory")
+    if report.goodput is not None and report.within_slo is not None:
+        lines.append(f"goodput {report.goodput:.2f} requests/s ({report.within_slo:.1%} within the objectives)")
+    if len(report.groups) > 1:
+        lines.append("requests per group: " + ", ".join(f"{name} {n}" for name, n in sorted(report.groups.items())))
+    if report.unfinished:
+        lines.append(
+            f"interrupted: {counted(report.unfinished, 'request')} had not ended, and nothing here counts them"
+        )
+    if report.errors:
+        lines.append("not answered: " + ", ".join(f"{name} {n}" for name, n in sorted(report.errors.items())))
+    lines.append(f"the client's own CPU: {report.client_cpu_us_per_token:.0f} µs a token")
+    return lines

@@ -1,0 +1,72 @@
+"""Trace: arrival times and lengths of real requests, read from the published files of Mooncake and Azure.
+
+Both come plain or gzipped. A Mooncake line names its 512-token prefix blocks by id, so shared prefixes survive; an
+Azure row has lengths alone. It does not know tokens: which ones stand for a block is the workload's affair.
+"""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from coatcheck.proto.errors import InvalidConfig
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One request: `at` in seconds since the first one; `blocks` names its prefix blocks (empty: shares nothing)."""
+
+    at: float
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
+    """The first `limit` requests of a .jsonl (Mooncake) or .csv (Azure) file; raises InvalidConfig with the line."""
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind not in (".jsonl", ".csv"):
+        raise InvalidConfig(f"{path.name} is neither .jsonl (Mooncake) nor .csv (Azure), plain or .gz")
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            entries = list(islice(_mooncake(file) if kind == ".jsonl" else _azure(file), limit))
+    except OSError as error:
+        raise InvalidConfig(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise InvalidConfig(f"cannot read the trace {path}: {error}; fetch it again") from None
+    if not entries:
+        raise InvalidConfig(f"the trace {path} holds no request")
+    first = min(entry.at for entry in entries)
+    shifted = [TraceEntry(e.at - first, e.input_len, e.output_len, e.blocks) for e in entries]
+    return sorted(shifted, key=lambda entry: entry.at)
+
+
+def _mooncake(file: io.TextIOBase) -> Iterator[TraceEntry]:
+    for number, line in enumerate(file, 1):
+        try:
+            row: dict[str, Any] = dict(json.loads(line))
+            blocks = tuple(map(int, row.get("hash_ids", ())))
+            yield TraceEntry(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), blocks)
+        except (ValueError, KeyError, TypeError) as error:
+            fields = "timestamp, input_length, output_length"
+            raise InvalidConfig(f"line {number} of the trace is not a Mooncake request ({fields}): {error!r}") from None
+
+
+def _azure(file: io.TextIOBase) -> Iterator[TraceEntry]:
+    for number, row in enumerate(csv.DictReader(file), 2):
+        try:
+            # Seven digits of a second are one more than datetime reads.
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            yield TraceEntry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (ValueError, KeyError, TypeError) as error:
+            fields = "TIMESTAMP, ContextTokens, GeneratedTokens"
+            raise InvalidConfig(f"line {number} of the trace is not an Azure row ({fields}): {error!r}") from None

@@ -1,0 +1,113 @@
+"""Access: how a client's command comes in at a router: which authority it believes, and what it shows of itself.
+
+It does not know what is asked then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+import grpc
+import typer
+
+from coatcheck.proto.errors import InvalidConfig
+
+_SYSTEM: Final = "system"
+
+_ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
+
+# The options of every command that speaks to a router. Arguments can be read by everybody on the host.
+TlsCa = Annotated[
+    str | None,
+    _ACCESS(envvar="COATCHECK_TLS_CA", help="Speak TLS, and believe this authority (a PEM file; system: the host's)."),
+]
+TlsCert = Annotated[
+    str | None, _ACCESS(envvar="COATCHECK_TLS_CERT", help="Our own certificate, where the router asks for one.")
+]
+TlsKey = Annotated[str | None, _ACCESS(envvar="COATCHECK_TLS_KEY", help="Its key.")]
+ApiKey = Annotated[
+    str | None,
+    _ACCESS(
+        envvar="COATCHECK_API_KEY", help="Our key. Better in the environment: others see arguments.", show_envvar=True
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Plain and without a key unless given."""
+
+    roots: bytes | None = None  # None with `tls`: the host's own
+    tls: bool = False
+    pair: tuple[bytes, bytes] | None = field(default=None, repr=False)  # key and certificate, in PEM
+    api_key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def build(cls, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Self:
+        """From the options; raises InvalidConfig for files that cannot be read."""
+        if bool(tls_cert) != bool(tls_key):
+            raise InvalidConfig("--tls-cert and --tls-key belong together; give both")
+        if tls_cert and not tls_ca:
+            raise InvalidConfig("--tls-cert needs --tls-ca: the authority that has signed the router's certificate")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidConfig("the API key has characters that no key has; was it copied whole, and alone?")
+        roots = _read(tls_ca) if tls_ca and tls_ca != _SYSTEM else None
+        pair = (_read(tls_key), _read(tls_cert)) if tls_cert and tls_key else None
+        if tls_ca:
+            _check_certificates(tls_ca, tls_cert, tls_key)
+        return cls(roots, bool(tls_ca), pair, api_key)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of every call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        """For coroutines."""
+        if not self.tls:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self._credentials(), options=options)
+
+    def blocking_channel(self, address: str) -> grpc.Channel:
+        """For one call and its answer."""
+        return grpc.secure_channel(address, self._credentials()) if self.tls else grpc.insecure_channel(address)
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        key, certificate = self.pair or (None, None)
+        return grpc.ssl_channel_credentials(self.roots, key, certificate)
+
+
+def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Access:
+    """As `Access.build`; what cannot be used is wrong usage of the command."""
+    try:
+        return Access.build(tls_ca, tls_cert, tls_key, api_key)
+    except InvalidConfig as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:
+    """Raises InvalidConfig for files that are not valid PEM; with them gRPC only fails to connect, without a reason."""
+    import ssl  # imported here because commands without TLS do not need it
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls_ca != _SYSTEM:
+        try:
+            context.load_verify_locations(Path(tls_ca).expanduser())
+        except ssl.SSLError:
+            raise InvalidConfig(f"--tls-ca {tls_ca} holds no certificate in PEM") from None
+    if tls_cert and tls_key:
+        try:
+            # Without a password OpenSSL would ask for one on the terminal; with an empty one it refuses encrypted keys.
+            context.load_cert_chain(Path(tls_cert).expanduser(), Path(tls_key).expanduser(), password="")
+        except ssl.SSLError:
+            pair = f"--tls-cert {tls_cert} and --tls-key {tls_key}"
+            raise InvalidConfig(f"{pair} are not a certificate and its key, unencrypted and in PEM") from None
+
+
+def _read(file: str) -> bytes:
+    try:
+        return Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidConfig(f"{file}: {error.strerror or error}") from None

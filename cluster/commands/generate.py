@@ -1,0 +1,187 @@
+"""`coatcheck generate`: one request to a running server, its text as it comes, or one JSON object.
+
+Thin: flags become a GenerateRequest, `Client` streams it, `Answer` puts it together. It knows no model; what a field
+may be is said by SamplingParams, and by the server's status.
+"""
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
+from coatcheck.cluster.client.credentials import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.stream_result import Answer
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention
+from coatcheck.proto.sampling import SamplingParams
+
+_PROMPT = partial(typer.Option, rich_help_panel="Prompt")
+_SAMPLING = partial(typer.Option, rich_help_panel="Sampling")
+_LENGTH = partial(typer.Option, rich_help_panel="Answers and their end")
+_CACHE = partial(typer.Option, rich_help_panel="Cache")
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    address: Annotated[
+        list[str] | None, typer.Option(help=f"A router, HOST:PORT; repeat for several. Default: {DEFAULT_ADDRESS}")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, _LENGTH(help="Most tokens to generate; default: the model's own, else what fits.")
+    ] = None,
+    min_tokens: Annotated[int | None, _LENGTH(help="Do not stop before this many.")] = None,
+    temperature: Annotated[float | None, _SAMPLING(help="0 is greedy; default: the model's own, else 1.")] = None,
+    top_k: Annotated[int | None, _SAMPLING(help="Sample among this many likeliest tokens; 0 is off.")] = None,
+    top_p: Annotated[float | None, _SAMPLING(help="Sample from this much probability mass, in (0, 1].")] = None,
+    min_p: Annotated[float | None, _SAMPLING(help="Drop tokens below this share of the likeliest's.")] = None,
+    repetition_penalty: Annotated[float | None, _SAMPLING(help="Over prompt and output; 1 is off.")] = None,
+    presence_penalty: Annotated[float | None, _SAMPLING(help="In [-2, 2].")] = None,
+    frequency_penalty: Annotated[float | None, _SAMPLING(help="In [-2, 2].")] = None,
+    logit_bias: Annotated[list[str] | None, _SAMPLING(metavar="ID=VALUE", help="Repeatable.")] = None,
+    seed: Annotated[int | None, _SAMPLING(help="The same seed gives the same tokens.")] = None,
+    stop: Annotated[list[str] | None, _LENGTH(help="End before this text; repeatable.")] = None,
+    stop_token_id: Annotated[list[int] | None, _LENGTH(help="End with this token; repeatable.")] = None,
+    ignore_eos: Annotated[bool, _LENGTH("--ignore-eos", help="Go on past end-of-sequence.")] = False,
+    n: Annotated[int | None, _LENGTH("--n", help="Number of answers.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Log-probabilities, of this many likeliest tokens too.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
+    model: Annotated[str, typer.Option(help="The served model's name; default: whatever is served.")] = "",
+    chat: Annotated[bool, _PROMPT("--chat", help="PROMPT is a user's message for the chat template.")] = False,
+    system: Annotated[str | None, _PROMPT(help="A system message before it (with --chat).")] = None,
+    token_ids: Annotated[bool, _PROMPT("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
+    cache_salt: Annotated[str, _CACHE(help="Prefixes are shared only under the same salt.")] = "",
+    retain: Annotated[
+        int | None,
+        _CACHE(help="Keep the prompt cached: priority 0 (first to go) to 100; default: by worth."),
+    ] = None,
+    retain_seconds: Annotated[
+        float | None, _CACHE(help=f"How many seconds --retain holds. Default {DEFAULT_TTL_SECONDS:g}.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until the request is given up.")
+    ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> None:
+    """Generate from PROMPT and stream the text."""
+    given: dict[str, Any] = dict(
+        max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=_parse_bias(logit_bias), seed=seed, stop=tuple(stop or ()) or None,
+        stop_token_ids=tuple(stop_token_id or ()) or None, ignore_eos=ignore_eos or None, n=n, logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )  # fmt: skip
+    request = pb.GenerateRequest(model=model, cache_salt=cache_salt)
+    if not as_json and (logprobs is not None or prompt_logprobs is not None):
+        raise typer.BadParameter("--logprobs and --prompt-logprobs need --json, which has a place for them")
+    addresses = check_addresses(address or [DEFAULT_ADDRESS])
+    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
+    if retain_seconds is not None and retain is None:
+        raise typer.BadParameter("--retain-seconds needs --retain")
+    streams_text = not as_json and (n is None or n == 1)
+    request.sampling.CopyFrom(build_sampling(given))
+    if retain is not None:
+        ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
+        request.retention.CopyFrom(Retention(retain, ttl).to_message())
+    try:
+        show: Callable[[str], None] = _write if streams_text else lambda text: None
+        answer = asyncio.run(_stream(addresses, access, request, timeout, show))
+        if as_json:
+            wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
+            _write(json.dumps(wanted, ensure_ascii=False) + "\n")
+        else:
+            _write("\n" if streams_text else _labelled(answer))
+            typer.secho(answer.summary(), err=True, dim=True)  # beside the text in a terminal, and not of it
+    except BrokenPipeError:
+        # The reader has left (`| head`); Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+
+
+async def _stream(
+    addresses: list[str],
+    access: Access,
+    request: pb.GenerateRequest,
+    timeout: float | None,
+    show: Callable[[str], None],
+) -> Answer:
+    answer = Answer(time.perf_counter())
+    async with Client(addresses, access) as client:
+        async for event in client.generate_stream(request, timeout=timeout):
+            answer.add(event, time.perf_counter())
+            if event.HasField("delta"):
+                show(event.delta.text)
+    return answer
+
+
+def build_sampling(given: dict[str, Any]) -> pb.SamplingParams:
+    """The message with the values that are not None. Raises InvalidRequest, so that wrong values never reach a
+    server."""
+    present = {name: value for name, value in given.items() if value is not None}
+    SamplingParams(**present)
+    try:
+        return pb.SamplingParams(**present)
+    except ValueError as error:
+        raise InvalidRequest(f"a number does not fit its field: {error}") from None
+
+
+def put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str | None, token_ids: bool) -> None:
+    if token_ids and chat:
+        raise typer.BadParameter("--token-ids and --chat exclude each other")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    if token_ids:
+        request.token_ids.ids.extend(_parse_ids(prompt))
+        request.token_ids.SetInParent()
+    elif chat:
+        if system is not None:
+            request.chat.messages.add(role="system", content=system)
+        request.chat.messages.add(role="user", content=prompt)
+    else:
+        request.text = prompt
+
+
+def _parse_ids(written: str) -> list[int]:
+    ids = []
+    for word in filter(None, re.split(r"[\s,\[\]]+", written)):
+        if not word.isdecimal() or int(word) >= 2**32:
+            raise typer.BadParameter(f"{word!r} is not a token id; write ids as 1,2,3 or '1 2 3'")
+        ids.append(int(word))
+    return ids
+
+
+def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
+    bias = {}
+    for entry in written or ():
+        match = re.fullmatch(r"\s*(\d{1,9})\s*[=:]\s*(\S+)\s*", entry)
+        try:
+            token, value = (int(match[1]), float(match[2])) if match else (None, None)
+        except ValueError:
+            token = value = None
+        if token is None or value is None:
+            raise typer.BadParameter(f"--logit-bias {entry!r} is not ID=VALUE, as in 42=-5.0")
+        bias[token] = value
+    return bias or None
+
+
+def _labelled(answer: Answer) -> str:
+    return "".join(f"[{index}] {choice.text}\n" for index, choice in sorted(answer.choices.items()))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

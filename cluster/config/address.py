@@ -1,0 +1,33 @@
+"""Address: HOST:PORT as people write it, and what to answer them when it is something else. It opens no connection."""
+
+import re
+from collections.abc import Sequence
+
+import typer
+
+from coatcheck.cluster.config.serve_config import DEFAULT_PORT
+from coatcheck.proto.errors import InvalidConfig
+
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # of a router on this host
+
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[\w.-]+):(?P<port>\d{1,5})")
+
+
+def split_address(written: str, example: str = DEFAULT_ADDRESS) -> tuple[str, int]:
+    """(host, port); raises InvalidConfig with what it should look like. An IPv6 host stands in brackets."""
+    if "://" in written:
+        raise InvalidConfig(f"{written} has a scheme; write HOST:PORT alone, such as {example}")
+    match = _HOST_PORT.fullmatch(written)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise InvalidConfig(f"{written!r} is not HOST:PORT; write it like {example}")
+    return match["host"], int(match["port"])
+
+
+def check_addresses(given: Sequence[str]) -> list[str]:
+    """The routers that --address names; raises what Typer makes wrong usage of."""
+    for address in given:
+        try:
+            split_address(address)
+        except InvalidConfig as error:
+            raise typer.BadParameter(str(error), param_hint="--address") from None
+    return list(given)

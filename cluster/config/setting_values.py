@@ -1,0 +1,75 @@
+"""SettingValues: what operators write for a setting, as the value that it means; ValueError says what to write."""
+
+import math
+import re
+
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.tracing import check_endpoint
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)(?P<is_bytes>b?)\s*", re.IGNORECASE)
+
+
+# Names of other engines' and of torch's, and ours for them.
+_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+_KV_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8"}
+_NO_MEMORY = "write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)"
+
+
+def parse_dtype(value: object) -> object:
+    """Our name of a dtype; anything else stays what it is."""
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def parse_kv_dtype(value: object) -> object:
+    """Our name of a KV pool's dtype; anything else stays what it is."""
+    return _KV_DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def parse_memory(value: object) -> object:
+    """Bytes from '4GiB', '512MB' or 4294967296; a share of the device from '0.5', 0.5 or '50%'. None stays None.
+
+    Up to 1 it is a share, above it bytes: so a number between, which could be either, is refused.
+    """
+    if isinstance(value, float) and value > 1 and not value.is_integer():
+        raise ValueError(f"{value:g} is neither a share, which is at most 1, nor a number of bytes; {_NO_MEMORY}")
+    if not isinstance(value, str):
+        return value
+    if value.strip().endswith("%"):
+        share = float(value.strip()[:-1]) / 100
+        if not 0 < share <= 1:  # above 1 it would be taken for bytes
+            raise ValueError("a share of the free memory is above 0% and at most 100%")
+        return share
+    match = _MEMORY.fullmatch(value)
+    if match is None:
+        raise ValueError(_NO_MEMORY)
+    if not match["unit"] and not match["is_bytes"]:
+        return parse_memory(float(match["number"]))
+    size = float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
+    if not math.isfinite(size):
+        raise ValueError(f"no host has so much; {_NO_MEMORY}")
+    if 0 < size < 2:  # up to 1 it would be taken for a share
+        raise ValueError(f"so few bytes hold nothing; {_NO_MEMORY}")
+    return float(int(size))
+
+
+def parse_http_port(value: object) -> object:
+    """A port, 0 for any free one, 'none' for no HTTP."""
+    if value in ("none", "off"):
+        return "none"
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or not 0 <= value <= 65535:
+        raise ValueError("write a port from 0 (any free one) to 65535, or none for no HTTP")
+    return value
+
+
+def parse_otlp_endpoint(value: object) -> object:
+    """Where spans can be sent, or None."""
+    if isinstance(value, str):
+        try:
+            check_endpoint(value)
+        except InvalidConfig as error:
+            raise ValueError(str(error).partition("; ")[2]) from None
+    return value

@@ -1,0 +1,167 @@
+"""Capacity: what a model's KV cache takes, how much of it fits, and how fast a step can be at best. Pure arithmetic.
+
+Every byte comes from the layout and the sharding that ranks use themselves, so that what is said here is what a
+running group reports. It knows neither files nor terminals.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from coatcheck.cluster.planner.model_shape import ModelShape
+from coatcheck.cluster.planner.weight_count import WeightCount
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.core.kv_dtype import KV_DTYPES, KvDtype
+from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.kv.pool_size import choose_num_blocks
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Layers as they lie in blocks: `whole` with all heads once, `rank` as each of `tp` ranks holds them."""
+
+    layers: tuple[LayerSpec, ...]
+    whole: BlockLayout
+    rank: BlockLayout
+    tp: int
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self:
+        """Raises InvalidConfig where tp does not divide the heads, or a kv-dtype does not suit them."""
+        part = [Shard(0, tp).cut_layer(layer) for layer in layers]
+        whole = BlockLayout.of(layers, block_size, kv_dtype)
+        return cls(tuple(layers), whole, BlockLayout.of(part, block_size, kv_dtype), tp)
+
+    @property
+    def block_size(self) -> int:
+        return self.whole.block_size
+
+    @property
+    def copies(self) -> float:
+        """How often the ranks together hold what the model stores once: above 1 with more ranks than KV heads."""
+        return self.rank.bytes_per_block * self.tp / self.whole.bytes_per_block
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks of a sequence."""
+        return -(-tokens // self.block_size)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Of one sequence, all heads once."""
+        return self.blocks(tokens) * self.whole.bytes_per_block
+
+    def rank_sequence_bytes(self, tokens: int) -> int:
+        """Of one sequence, on each rank."""
+        return self.blocks(tokens) * self.rank.bytes_per_block
+
+    def windowed_sequence_bytes(self, tokens: int) -> int:
+        """What a cache would take, all heads once, that dropped blocks out of every window. Ours keeps them."""
+        total = 0
+        for layer in self.layers:
+            blocks = self.blocks(tokens)
+            if layer.sliding_window:  # that many tokens may begin at the last slot of a block
+                blocks = min(blocks, (layer.sliding_window + self.block_size - 2) // self.block_size + 1)
+            total += blocks * BlockLayout.of([layer], self.block_size, self.whole.kv_dtype).bytes_per_block
+        return total
+
+    def rank_bytes_read(self, tokens: int) -> float:
+        """What a rank reads of one sequence for its next token: what each layer attends to."""
+        shard = Shard(0, self.tp)
+        return sum(
+            min(tokens, layer.sliding_window or tokens)
+            * BlockLayout.of([shard.cut_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
+            for layer in self.layers
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A rank's memory. `kv_memory` as `coatcheck serve` has it: bytes, or a share of what the weights leave."""
+
+    gpu_memory: float
+    rank_weight_bytes: float
+    kv_memory: float
+
+    def num_blocks(self, cache: Cache) -> int:
+        """The pool of a group; raises InvalidConfig where weights or a block do not fit."""
+        free = int(self.gpu_memory - self.rank_weight_bytes)
+        if free <= 0:
+            least = -(-self.rank_weight_bytes * cache.tp // self.gpu_memory)
+            raise InvalidConfig(
+                f"the weights take {self.rank_weight_bytes / 2**30:,.1f} GiB on each of {cache.tp} ranks, and "
+                f"gpu-memory is {self.gpu_memory / 2**30:,.1f} GiB; raise tp (to {least:.0f} at the very least) or "
+                "gpu-memory"
+            )
+        return choose_num_blocks(
+            self.kv_memory,
+            free_bytes=free,
+            sharing_ranks=1,
+            bytes_per_block=cache.rank.bytes_per_block,
+            block_size=cache.block_size,
+            max_model_len=None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The same model with other KV heads, or its keys and values stored in another way."""
+
+    name: str
+    kv_heads: int
+    cache: Cache | None  # None: tp does not divide these heads
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least that a decode step takes: every byte of weights and KV that it reads, once, over the bandwidth."""
+
+    batch: int
+    weights_seconds: float
+    kv_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.weights_seconds + self.kv_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def variants(shape: ModelShape, tp: int, block_size: int, kv_dtype: KvDtype) -> list[Variant]:
+    """MHA, GQA-8 and MQA beside the model's own; for a latent cache, beside every head's keys and values."""
+    heads, own = shape.expanded[0].num_heads, shape.expanded[0].num_kv_heads
+    if shape.is_latent:
+        names = [("MLA, every head", heads, shape.expanded), ("MLA, latent", 1, shape.layers)]
+    else:
+        numbers = {heads, own, 1} | ({8} if heads > 8 and heads % 8 == 0 else set())
+        names = [
+            (_attention_name(n, heads) + (", its own" if n == own else ""), n, shape.with_kv_heads(n))
+            for n in sorted(numbers, reverse=True)
+        ]
+    return [Variant(name, n, _cache_or_none(layers, tp, block_size, kv_dtype)) for name, n, layers in names]
+
+
+def by_kv_dtype(layers: Sequence[LayerSpec], tp: int, block_size: int) -> dict[str, Cache | None]:
+    """The same layers in every kv-dtype; None where one does not suit them."""
+    return {name: _cache_or_none(layers, tp, block_size, kv_dtype) for name, kv_dtype in KV_DTYPES.items()}
+
+
+def floor(cache: Cache, weights: WeightCount, weight_bytes: float, bandwidth: float, batch: int, context: int) -> Floor:
+    """`weight_bytes`: of one weight."""
+    kv = batch * cache.rank_bytes_read(context)
+    return Floor(batch, weights.read_by(batch) * weight_bytes / bandwidth, kv / bandwidth)
+
+
+def _attention_name(kv_heads: int, heads: int) -> str:
+    return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
+
+
+def _cache_or_none(layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Cache | None:
+    try:
+        return Cache.of(layers, tp, block_size, kv_dtype)
+    except InvalidConfig:
+        return None

@@ -1,0 +1,156 @@
+"""ModelShape: what a model's attention layers store for every token, as its config.json describes them.
+
+The same LayerSpecs that a rank finds when it loads the model, all ranks' heads together, but from the config alone.
+It does not know how many ranks there will be, nor what an element takes.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.workers.core.model_spec import LayerSpec
+
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+# Where families say that some of their layers keep another state than keys and values.
+_OTHER_STATE: Final = (
+    "attn_layer_indices",
+    "attn_layer_period",
+    "attn_type_list",
+    "block_types",
+    "cross_attention_layers",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "mamba_d_state",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+)
+# One layer in so many attends to everything, where a family's config.json may leave its layers' kinds unsaid.
+_PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """`layers` as this server's pool would hold them, latent where the model has a latent; `expanded`: every head's."""
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    expanded: tuple[LayerSpec, ...]
+    dtype: str
+    max_model_len: int | None
+    notes: tuple[str, ...]
+    names_dtype: bool = True  # whether config.json says what `dtype` is
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self:
+        """Raises InvalidModel where fields are missing, or the model keeps state of another kind."""
+        _refuse_other_state(config)
+        notes = []
+        if config.is_multimodal:
+            notes.append("only the text part is counted; `coatcheck serve` takes text-only checkpoints")
+        heads = config.count("num_attention_heads", "n_head")
+        windows = _windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
+        if config.values.get("kv_lora_rank") is not None:
+            notes.append("`coatcheck serve` does not serve latent attention (MLA) yet; these figures are the model's")
+            nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+            latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0)
+            layer, expanded = latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)
+        else:
+            layer = expanded = LayerSpec(heads, _kv_heads(config, heads), _head_dim(config, heads))
+        dtype = str(config.values.get("dtype") or config.values.get("torch_dtype") or "")
+        names_dtype = dtype in _DTYPES
+        if not names_dtype:
+            notes.append(f"config.json names {f'dtype {dtype}' if dtype else 'no dtype'}; counted as bfloat16")
+            dtype = "bfloat16"
+        if config.values.get("quantization_config") is not None:
+            notes.append(
+                f"`coatcheck serve` refuses quantised checkpoints; the weights are counted as {dtype} unless --weights "
+                "says more"
+            )
+        return cls(
+            name=config.name,
+            layers=tuple(replace(layer, sliding_window=window) for window in windows),
+            expanded=tuple(replace(expanded, sliding_window=window) for window in windows),
+            dtype=dtype,
+            max_model_len=config.number("max_position_embeddings", "n_positions", "n_ctx", default=0) or None,
+            notes=tuple(notes),
+            names_dtype=names_dtype,
+        )
+
+    @property
+    def is_latent(self) -> bool:
+        return self.layers != self.expanded
+
+    def with_kv_heads(self, num_kv_heads: int) -> tuple[LayerSpec, ...]:
+        """The layers as they would be with so many KV heads each."""
+        return tuple(replace(layer, num_kv_heads=num_kv_heads) for layer in self.expanded)
+
+
+def _kv_heads(config: ModelConfig, heads: int) -> int:
+    # falcon's older models say only that there is one; its newer ones say how many, whatever multi_query says.
+    if config.values.get("multi_query") and not config.values.get("new_decoder_architecture"):
+        return 1
+    kv_heads = config.count("num_key_value_heads", "num_kv_heads", default=heads)
+    if heads % kv_heads:
+        raise InvalidModel(
+            f"{config.name}: config.json has {kv_heads} num_key_value_heads for {heads} attention heads; "
+            "they must divide them"
+        )
+    return kv_heads
+
+
+def _head_dim(config: ModelConfig, heads: int) -> int:
+    if config.values.get("head_dim") is not None:
+        return config.count("head_dim")
+    hidden = config.count("hidden_size", "n_embd", "d_model")
+    if hidden % heads:
+        raise InvalidModel(
+            f"{config.name}: config.json has no head_dim, and {heads} heads do not divide hidden_size {hidden}; add it"
+        )
+    return hidden // heads
+
+
+def _windows(config: ModelConfig, num_layers: int) -> list[int]:
+    """Each layer's sliding window, 0 where it attends to everything."""
+    values = config.values
+    # null, 0, or switched off: no layer has one.
+    window = config.number("sliding_window", default=0)
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list):
+        if len(kinds) != num_layers:
+            raise InvalidModel(f"{config.name}: config.json has {len(kinds)} layer_types for {num_layers} layers")
+        if "chunked_attention" in kinds:
+            window = config.count("attention_chunk_size")
+        return [0 if kind == "full_attention" else window for kind in kinds]
+    if not window or values.get("use_sliding_window") is False:
+        return [0] * num_layers
+    if "max_window_layers" in values:  # qwen's: the first so many attend to everything
+        return [0 if i < config.number("max_window_layers") else window for i in range(num_layers)]
+    pattern = values.get("sliding_window_pattern", _PATTERNS.get(config.model_type))
+    if isinstance(pattern, str):  # exaone4's: LLLG
+        pattern = len(pattern)
+    if isinstance(pattern, int) and pattern > 0:
+        return [window if (i + 1) % pattern else 0 for i in range(num_layers)]
+    return [window] * num_layers
+
+
+def _refuse_other_state(config: ModelConfig) -> None:
+    """Raises InvalidModel for what is not one cache of keys and values for every layer and token."""
+    if config.values.get("is_encoder_decoder"):
+        raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
+    if config.values.get("num_kv_shared_layers"):
+        raise InvalidModel(f"{config.name}: some of its layers share keys and values, which this pool does not do")
+    if said := next((name for name in _OTHER_STATE if config.values.get(name)), None):
+        raise InvalidModel(
+            f"{config.name}: config.json has {said}, so some of its layers keep their state outside of a KV cache; "
+            "such models are not served"
+        )
+    kinds = config.values.get("layer_types")
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    strange = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
+    if strange:
+        raise InvalidModel(
+            f"{config.name}: layers of kind {', '.join(strange)} keep their state outside of a KV cache; "
+            "such models are not served"
+        )

@@ -1,0 +1,86 @@
+"""`coatcheck plan`: what of a model will fit, before there is a GPU. It reads config.json and starts nothing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coatcheck.cluster.planner.plan_settings import PlanSettings
+from coatcheck.cluster.planner.sizing import Sizing
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A model's directory, its config.json, or a hub id.")],
+    tp: Annotated[int | None, typer.Option(help="Ranks of a group, one GPU each. Default 1.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="What a rank finds free on its GPU at its start. Default 80GiB.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="As for serve: bytes of each rank's pool, or a share of what weights leave. Default 0.85."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of all weights, where the count from config.json is not right.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence, prompt and answer. Default: 8192, or what the model has.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Sequences at once. Default 16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As for serve. Default auto: the config's.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="auto (default: the model's), bf16, fp16, fp8, int8 or int4.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16 (default), 32, 64, 128.")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Memory bandwidth of a GPU. Default 3.35TB/s, an H100's.")
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="A trace of real lengths (.csv, .jsonl, .gz). Default: evenly spread.")
+    ] = None,
+    latent: Annotated[
+        bool, typer.Option(help="Of a model with latent attention (MLA): its cache is latent, or holds every head.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes and seconds.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+) -> None:
+    """Say beforehand how much of MODEL's KV cache fits, from its config.json alone.
+
+    Every token of a sequence leaves a key and a value in each layer, that is
+    2 × layers × KV heads × head_dim elements, and they stay until the sequence
+    ends. Beside the weights this is what caps how many sequences run at once.
+    The figures come from the layout that a running group uses: they are those
+    that it reports.
+
+    More sequences fit with a smaller --kv-dtype (fp8 and int8 halve, int4
+    quarters; two fp16 scales per token and head come on top), with more --tp
+    (each rank holds its share of the KV heads, and one at least), or with a
+    shorter --context. A decode step reads the weights and every sequence's KV
+    once: these bytes over --bandwidth are the floor under its time.
+
+    Examples:
+
+    coatcheck plan meta-llama/Llama-3.1-8B --context 32768 --kv-dtype fp8
+
+    coatcheck plan config.json --tp 8 --gpu-memory 141GB --bandwidth 4.8TB/s
+
+    coatcheck plan my-model --lengths trace.csv.gz --plot plan.png
+    """
+    flags = dict(locals())
+    as_json, plot = flags.pop("as_json"), flags.pop("plot")
+    sizing = Sizing.of(PlanSettings.build(flags))
+    if plot is not None:
+        from coatcheck.cluster.planner.plan_plot import plot_sizing
+
+        plot_sizing(sizing, plot)
+    if as_json:
+        print(json.dumps(sizing.to_json()))
+    else:
+        from rich.console import Console
+
+        from coatcheck.cluster.planner.plan_table import plan_tables
+
+        Console(highlight=False).print(plan_tables(sizing))
+    if plot is not None:
+        print(f"a picture of it is in {plot}", file=sys.stderr)

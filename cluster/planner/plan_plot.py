@@ -1,0 +1,92 @@
+"""The picture of a Sizing: what fits, what is wasted, what other heads would take, how fast a step can be.
+
+Needs matplotlib, the `plot` extra.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from coatcheck.cluster.planner.sizing import Sizing
+from coatcheck.proto.errors import InvalidConfig
+
+_STEPS = 24  # points along a logarithmic axis
+
+
+def plot_sizing(sizing: Sizing, path: Path) -> None:
+    """Writes a picture of four panels; raises InvalidConfig without matplotlib, or where it cannot write."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InvalidConfig("--plot needs matplotlib: pip install 'coatcheck[plot]'") from None
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    ((fits, heads), (waste, floors)) = figure.subplots(2, 2)
+    _fits(fits, sizing)
+    _heads(heads, sizing)
+    _waste(waste, sizing)
+    _floors(floors, sizing)
+    figure.suptitle(
+        f"{sizing.shape.name} · tp {sizing.cache.tp} · {sizing.settings.gpu_memory / 2**30:,.0f} GiB a GPU · "
+        f"{sizing.sequences:,} sequences of {sizing.context:,} tokens in {sizing.cache.whole.kv_dtype}"
+    )
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"cannot write the plot {path}: {error}") from None
+
+
+def _fits(axes: Any, sizing: Sizing) -> None:
+    axes.set(title="sequences that fit, by kv-dtype", xlabel="tokens of each", xscale="log", yscale="log")
+    axes.grid(alpha=0.3)
+    longest = max(sizing.context, sizing.shape.max_model_len or 0)
+    contexts = _steps(min(256, longest), longest)
+    names: dict[int, list[str]] = {}  # of one size, one line
+    for name, _, num_blocks in sizing.by_kv_dtype():
+        names.setdefault(num_blocks, []).append(name)
+    for num_blocks, same in names.items():
+        counts = [sizing.sequences_of(num_blocks, context) or float("nan") for context in contexts]
+        axes.plot(contexts, counts, label=", ".join(same))
+    axes.axvline(sizing.context, linestyle=":", color="grey")
+    axes.axhline(sizing.settings.concurrency, linestyle=":", color="grey")
+    axes.legend()
+
+
+def _heads(axes: Any, sizing: Sizing) -> None:
+    concurrency, context = sizing.settings.concurrency, sizing.context
+    axes.set(title=f"KV of {concurrency:,} × {context:,} tokens", xlabel="GiB, all heads once")
+    axes.grid(alpha=0.3, axis="x")
+    known = [(variant.name, variant.cache) for variant in reversed(sizing.variants()) if variant.cache is not None]
+    sizes = [concurrency * cache.sequence_bytes(context) / 2**30 for _, cache in known]
+    bars = axes.barh([name.replace(", ", ",\n") for name, _ in known], sizes, alpha=0.7)
+    axes.bar_label(bars, fmt="{:,.1f}", padding=3)
+    axes.margins(x=0.15)
+
+
+def _waste(axes: Any, sizing: Sizing) -> None:
+    rows = sizing.by_block_size()
+    axes.set(title=f"slots wasted, lengths {sizing.lengths.source}", xlabel="block size", ylabel="percent")
+    axes.grid(alpha=0.3, axis="y")
+    bars = axes.bar([str(block_size) for block_size, _, _ in rows], [waste * 100 for _, waste, _ in rows], alpha=0.7)
+    axes.bar_label(bars, fmt="{:.2g}%")
+    axes.margins(y=0.1)
+
+
+def _floors(axes: Any, sizing: Sizing) -> None:
+    axes.set(
+        title=f"the least a decode step takes, {sizing.settings.bandwidth / 1e12:g} TB/s", xlabel="sequences",
+        ylabel="milliseconds", xscale="log",
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    batches = _steps(1, max(sizing.sequences, sizing.settings.concurrency, 2))
+    floors = [sizing.floor(batch) for batch in batches]
+    weights, kv = ([getattr(f, name) * 1e3 for f in floors] for name in ("weights_seconds", "kv_seconds"))
+    axes.stackplot(batches, weights, kv, labels=["weights", f"KV of {sizing.context:,} tokens each"], alpha=0.7)
+    if 0 < sizing.sequences < batches[-1]:
+        axes.axvline(sizing.sequences, linestyle=":", color="red", label="what fits")
+    axes.legend(loc="upper left")
+
+
+def _steps(first: int, last: int) -> list[int]:
+    ratio = last / first
+    return sorted({round(first * ratio ** (step / _STEPS)) for step in range(_STEPS + 1)})

@@ -1,0 +1,124 @@
+"""WeightCount: about how many weights a model has, from its config.json: what one rank holds and what a step reads.
+
+Matrices only: norms, biases and whatever a family adds are left out, which is below 1% of a real model. It knows
+which matrices a group divides; the dividing itself is the ranks' own arithmetic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.core.model_spec import LayerSpec
+
+# Families whose MLP is two matrices, not three.
+_UNGATED: Final = frozenset(
+    {
+        "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt",
+        "phi", "starcoder2",
+    }
+)  # fmt: skip
+# Families whose head is the embedding table where config.json does not say.
+_TIED: Final = frozenset(
+    {
+        "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2",
+        "gpt_bigcode", "gpt_neo", "minicpm3", "mpt", "opt", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCount:
+    """Weights of one rank. `lookup`: a table of which a step reads only rows; `experts`: of all experts together."""
+
+    dense: int
+    lookup: int
+    experts: int
+    num_experts: int
+    experts_per_token: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: Shard) -> Self:
+        """`layers` with all ranks' heads and every head's keys; raises InvalidConfig for a tp that does not divide."""
+        hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
+        first, last = shard.vocabulary(vocab) if shard.size > 1 else (0, vocab)
+        table = (last - first) * hidden
+        tied = config.values.get("tie_word_embeddings")
+        if tied is None:
+            tied = config.model_type in _TIED
+        dense, experts = table, 0  # the head, which every step reads
+        for index, layer in enumerate(layers):
+            dense += _attention(config, layer, shard, hidden) + 2 * hidden
+            if _has_experts(config, index):
+                shared, apart = _experts(config, shard, hidden)
+                dense, experts = dense + shared, experts + apart
+            else:
+                dense += _mlp(config, _inner_size(config, hidden), shard, hidden)
+        num_experts = _num_experts(config)
+        return cls(
+            dense=dense,
+            lookup=0 if tied else table,
+            experts=experts,
+            num_experts=num_experts,
+            experts_per_token=config.count("num_experts_per_tok", default=1) if num_experts else 0,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.lookup + self.experts
+
+    def read_by(self, batch: int) -> float:
+        """Weights that a decode step of so many sequences reads: of experts those that are chosen, at random."""
+        if not self.num_experts:
+            return float(self.dense)
+        untouched = (1 - min(1.0, self.experts_per_token / self.num_experts)) ** batch
+        return self.dense + self.experts * (1 - untouched)
+
+
+def _attention(config: ModelConfig, layer: LayerSpec, shard: Shard, hidden: int) -> int:
+    heads, kv_heads = shard.local_heads(layer)
+    if config.values.get("kv_lora_rank") is None:
+        return hidden * layer.head_dim * 2 * (heads + kv_heads)
+    # Down to the latents on every rank; up from them, and out, by heads.
+    rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+    nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
+    queries = hidden * q_rank + q_rank * heads * layer.head_dim if q_rank else hidden * heads * layer.head_dim
+    return queries + hidden * (rank + rope) + rank * heads * (nope + layer.value_dim) + heads * layer.value_dim * hidden
+
+
+def _mlp(config: ModelConfig, inner: int, shard: Shard, hidden: int) -> int:
+    start, stop = shard.even(inner, "the MLP's inner size")
+    return (2 if config.model_type in _UNGATED else 3) * hidden * (stop - start)
+
+
+def _inner_size(config: ModelConfig, hidden: int) -> int:
+    return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=_usual(config, hidden))
+
+
+def _usual(config: ModelConfig, hidden: int) -> int | None:
+    """Four times the hidden size is what these families say by saying nothing."""
+    return 4 * hidden if config.model_type in _UNGATED else None
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return config.number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+
+
+def _has_experts(config: ModelConfig, index: int) -> bool:
+    without = config.values.get("mlp_only_layers")
+    if not _num_experts(config) or (isinstance(without, list) and index in without):
+        return False
+    step = config.count("decoder_sparse_step", "moe_layer_freq", default=1)
+    if "decoder_sparse_step" in config.values:
+        return (index + 1) % step == 0
+    return index >= config.number("first_k_dense_replace", default=0) and index % step == 0
+
+
+def _experts(config: ModelConfig, shard: Shard, hidden: int) -> tuple[int, int]:
+    """(what every token runs through, all experts together) of one layer."""
+    inner = config.count("moe_intermediate_size", "intermediate_size")
+    shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    shared += config.number("n_shared_experts", default=0) * inner
+    router = _num_experts(config) * hidden
+    return router + _mlp(config, shared, shard, hidden), _num_experts(config) * _mlp(config, inner, shard, hidden)

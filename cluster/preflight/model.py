@@ -1,0 +1,150 @@
+"""ModelCheck: what config.json alone already rules out of a `coatcheck serve`, said before anything starts.
+
+A rank finds the same, many seconds later, and has the last word: where this file is not sure, it says nothing. It knows
+neither torch nor Ray.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Final, TypeGuard
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_shape import ModelShape
+from coatcheck.cluster.preflight.config_json import check_config, with_defaults
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
+from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
+from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, check_causal, check_known
+from coatcheck.workers.model.model_rules import (
+    check_deterministic_heads,
+    check_kind,
+    choose_length,
+    no_deterministic_experts,
+)
+
+# What every decoder's config.json says, under the names of most families.
+_FIELDS: Final = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
+)
+# Names of the number of experts in the config.json of different model families.
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_model(config: ServeConfig) -> None:
+    """Raises InvalidConfig for settings that cannot go with the model, InvalidModel for a config.json that cannot be
+    read, or lacks what every model of its kind says. A hub id is asked for where the ranks will be on this host; those
+    elsewhere may reach what it does not."""
+    if config.ray_address is not None and not Path(config.model_source).is_dir():
+        return
+    _check_generation_config(config)
+    model = ModelConfig.open(config.model_source)
+    _check_architecture(model)
+    _check_fields(model)
+    check_config(model)
+    model = with_defaults(model)
+    _check_length(config, model)
+    _check_experts(config, model)
+    model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
+    try:
+        shape = ModelShape.of(model)
+        vocabulary = model.number("vocab_size", default=0)
+    except InvalidModel:
+        if model.model_type in TESTED_MODEL_TYPES:
+            raise
+        return  # of a kind that `coatcheck plan` does not know
+    shard = Shard(0, config.tp)
+    layers = [shard.cut_layer(layer) for layer in shape.layers]
+    if vocabulary and config.tp > 1:
+        shard.vocabulary(vocabulary)
+    _check_mlp(model, shard)
+    if config.deterministic and config.device == "cpu":
+        for layer in layers:
+            check_deterministic_heads(layer.head_dim)
+    dtype = config.dtype if config.dtype != "auto" else shape.dtype if shape.names_dtype else None
+    if config.kv_dtype != "auto" or dtype is not None:
+        _check_blocks(config, BlockLayout.of(layers, config.block_size, choose_kv_dtype(config.kv_dtype, dtype or "")))
+
+
+def _check_generation_config(config: ServeConfig) -> None:
+    """Raises InvalidModel for a generation_config.json that ranks or routers would refuse. Skipped for a hub id."""
+    directory = Path(config.model_source)
+    if directory.is_dir():
+        end_token_ids(directory)
+        if config.generation_config == "auto":
+            sampling_defaults(directory)
+
+
+def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
+    if config.kv_memory is not None and config.kv_memory > 1:  # a share is of what a rank finds
+        choose_num_blocks(
+            config.kv_memory,
+            free_bytes=sys.maxsize,
+            sharing_ranks=1,
+            bytes_per_block=layout.bytes_per_block,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+        )
+    if config.host_kv_memory > 1:
+        choose_host_blocks(
+            config.host_kv_memory, free_bytes=sys.maxsize, sharing_ranks=1, bytes_per_block=layout.bytes_per_block
+        )
+
+
+def _check_architecture(model: ModelConfig) -> None:
+    """Raises InvalidModel for a model that transformers cannot build, or of a kind that is not served."""
+    if not model.model_type:
+        raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
+    check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
+    check_kind(
+        model.name,
+        model.model_type,
+        is_quantised=model.values.get("quantization_config") is not None,
+        is_multimodal=model.is_multimodal,
+        is_encoder_decoder=model.values.get("is_encoder_decoder") is True,
+    )
+    check_causal(model.name, model.model_type)
+
+
+def _check_fields(model: ModelConfig) -> None:
+    """Raises InvalidModel for missing sizes: transformers would take defaults, and the weights would not fit them."""
+    there = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
+    if len(there) < 2:  # a family with names of its own
+        return
+    for names in _FIELDS:
+        if names not in there:
+            raise InvalidModel(f"{model.name}: config.json has no {names[0]}; add it, or fetch config.json again")
+
+
+def _check_length(config: ServeConfig, model: ModelConfig) -> None:
+    made_for = model.values.get("max_position_embeddings")
+    scaling = model.values.get("rope_parameters") or model.values.get("rope_scaling") or {}
+    if config.max_model_len is None or not isinstance(made_for, int) or not isinstance(scaling, dict):
+        return
+    kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
+    numbers = {name: value for name, value in scaling.items() if _is_number(value)}
+    choose_length(config.max_model_len, made_for, {**numbers, "rope_type": kind})
+
+
+def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
+    counts = [(name, model.values.get(name)) for name in _EXPERTS]
+    said = next((f"{name} {count}" for name, count in counts if _is_number(count) and count > 0), None)
+    if config.deterministic and said is not None:
+        raise no_deterministic_experts(f"a mixture of experts ({said} in config.json)")
+
+
+def _check_mlp(model: ModelConfig, shard: Shard) -> None:
+    """Raises InvalidConfig if tp does not divide the MLP. Only for tested types, of which every linear is sharded."""
+    if model.model_type in TESTED_MODEL_TYPES:
+        name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"
+        if _is_number(size := model.values.get(name)):
+            shard.even(int(size), name)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,94 @@
+"""What Ray reads from the environment as it is imported. This module therefore does not import it."""
+
+import math
+import os
+import secrets
+from pathlib import Path
+
+from coatcheck.cluster.ray_cluster.local_ray import ray_folder, token_of
+from coatcheck.proto.errors import InvalidConfig
+
+_LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_MODE = "RAY_AUTH_MODE"
+_TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_HELP = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token is not its token; a Ray that `coatcheck serve` "
+    "has started accepts only commands of the same user on the same host"
+)
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_EXTRA_SECONDS = 3600
+
+# Time limits of Ray's start, raised because a busy machine exceeds the defaults, which are in the comments.
+_START_TIMEOUTS = {
+    "RAY_raylet_start_wait_time_s": "60",  # 30: until the raylet has registered with the GCS
+    "RAY_gcs_server_port_wait_time_s": "120",  # 30: until the GCS listens
+    "RAY_agent_register_timeout_ms": "120000",  # 30 s: until the raylet reaches its runtime environment agent
+    "RAY_worker_register_timeout_seconds": "300",  # 60: until a worker process has started; Ray kills slower ones
+}
+
+
+def quiet_driver() -> None:
+    """Keeps Ray's own remarks on dead processes off the terminal: `coatcheck serve` says in a line what died."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+
+
+def confine_local_ray() -> None:
+    """For a Ray of our own: loopback only, nothing reported home, and a token that only its own processes know."""
+    # Made for other systems, on Linux this too has Ray listen on the loopback interface alone.
+    os.environ.setdefault(_LOOPBACK_ALONE, "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs workers at nice 15, so that anything else on the host would slow every token down.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, limit in _START_TIMEOUTS.items():
+        os.environ.setdefault(name, limit)
+    # Whoever reaches a Ray may run code in it, also another user of this host.
+    os.environ.setdefault(_MODE, "token")
+    if _is_token_mode():
+        os.environ.setdefault(_TOKEN, secrets.token_hex(32))
+
+
+def extend_reconnect_timeout() -> float:
+    """For a joined cluster: raises the time that Ray's client in this process waits for a lost head, because the client
+    then ends the process without an error message. Returns the former limit in seconds, which RayWatch applies."""
+    given = os.environ.get(_RECONNECT) or "60"  # Ray's default
+    try:
+        patience = float(given)
+    except ValueError:
+        raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to a number of seconds") from None
+    if not 0 <= patience < math.inf:
+        raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to 0 or more seconds")
+    os.environ[_RECONNECT] = str(math.ceil(patience) + _EXTRA_SECONDS)
+    return patience
+
+
+def environment_token() -> str:
+    """The token that Ray's client will send; "" if it will send none."""
+    return _user_token() if _is_token_mode() else ""
+
+
+def enable_user_token() -> None:
+    """Has Ray's client send the user's token, if the user has one, as `ray.init("auto")` does: a Ray that `ray start`
+    has started on this host asks for it. Does nothing if RAY_AUTH_MODE is set."""
+    if _MODE not in os.environ and _user_token():
+        os.environ[_MODE] = "token"
+
+
+def _is_token_mode() -> bool:
+    return os.environ.get(_MODE, "").lower() == "token"  # Ray ignores the case
+
+
+def _user_token() -> str:
+    """The token where Ray's client looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token. "" if none."""
+    file = Path(os.environ.get(f"{_TOKEN}_PATH") or "~/.ray/auth_token").expanduser()
+    try:
+        return os.environ.get(_TOKEN) or file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def show_token(address: str) -> None:
+    """For a command that joins a Ray which `coatcheck serve` has started. Others are for the environment to know."""
+    if (token := token_of(ray_folder(), address)) is not None:
+        os.environ[_LOOPBACK_ALONE] = "0"
+        os.environ[_MODE] = "token" if token else "disabled"
+        os.environ[_TOKEN] = token

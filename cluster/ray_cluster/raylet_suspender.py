@@ -1,0 +1,83 @@
+"""RayletSuspender: suspends a raylet while its agent processes start, because it does not wait for them long enough.
+
+A raylet starts two Python processes, its agents, and ends itself unless they have written their ports to files of the
+session within 15 s. Ray has no setting for that limit. On two cores under a load of 13, four of four starts failed for
+that reason. A raylet that is suspended (SIGSTOP) and resumed (SIGCONT) once the files exist finds them before it checks
+the time. Linux only.
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from coatcheck.cluster.ray_cluster.process_tree import descendants
+
+_AGENTS: Final = 2
+# After this long without the files the raylet is suspended. On an idle machine the agents need less.
+_SUSPEND_AFTER_SECONDS: Final = 8.0
+
+
+class RayletSuspender:
+    """Suspends and resumes the raylet of one attempt to start Ray. Call `poll` at least once a second."""
+
+    def __init__(self, session: Path) -> None:
+        self.session = session
+        self._since: float | None = None  # when the raylet was first seen waiting for its agents
+        self._stopped: int | None = None  # process id of the suspended raylet
+
+    def poll(self) -> None:
+        """Suspends the raylet or resumes it. Does nothing with a version of Ray that does not wait for port files."""
+        raylet = next((pid for pid, command in descendants(os.getpid()).items() if _is_raylet(command)), None)
+        # With fewer agents one has ended: the raylet must run, so that it reports that.
+        waits = raylet is not None and self._waits_for_ports() and len(descendants(raylet)) >= _AGENTS
+        if not waits:
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+        if self._stopped is not None and not waits:
+            self._send(self._stopped, signal.SIGCONT)
+            self._stopped = None
+        elif (
+            self._stopped is None
+            and self._since is not None
+            and time.monotonic() - self._since > _SUSPEND_AFTER_SECONDS
+        ):
+            assert raylet is not None
+            self._send(raylet, signal.SIGSTOP)
+            self._stopped = raylet
+
+    def resume(self) -> None:
+        """Resumes the raylet if it is suspended."""
+        if self._stopped is not None:
+            self._send(self._stopped, signal.SIGCONT)
+            self._stopped = None
+
+    def _waits_for_ports(self) -> bool:
+        try:
+            from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module without type stubs
+                DASHBOARD_AGENT_LISTEN_PORT_NAME,
+                METRICS_AGENT_PORT_NAME,
+                METRICS_EXPORT_PORT_NAME,
+                RUNTIME_ENV_AGENT_PORT_NAME,
+            )
+        except ImportError:  # a version of Ray that does not wait for port files
+            return False
+        names = (
+            DASHBOARD_AGENT_LISTEN_PORT_NAME,
+            METRICS_AGENT_PORT_NAME,
+            METRICS_EXPORT_PORT_NAME,
+            RUNTIME_ENV_AGENT_PORT_NAME,
+        )
+        return any(not any(self.session.glob(f"{name}_*")) for name in names)
+
+    @staticmethod
+    def _send(pid: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _is_raylet(command: str) -> bool:
+    return command.partition(" ")[0].endswith("/raylet/raylet")

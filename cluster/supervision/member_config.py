@@ -1,0 +1,60 @@
+"""MemberConfig: what each group and each router of a cluster is told, from what its operator said."""
+
+from coatcheck.cluster.config.exposure import absolute
+from coatcheck.cluster.config.serve_config import FREE_SHARE, ServeConfig
+from coatcheck.cluster.ray_cluster.rank_placement import Placement
+from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.router.config import RouterConfig
+from coatcheck.workers.core.group_config import GroupConfig
+
+# A larger step computes prompts no faster, and holds every running decode up for as long as it takes.
+_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+
+
+def group_config(
+    config: ServeConfig, name: str, placement: Placement, plane: PlaneCertificate | None = None
+) -> GroupConfig:
+    """What one group is told."""
+    return GroupConfig(
+        name=name,
+        model=config.model_source,
+        served_model_name=config.model_name,
+        tp=config.tp,
+        device=placement.device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        eviction=config.eviction,
+        block_size=config.block_size,
+        kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
+        host_kv_memory=config.host_kv_memory,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
+        max_model_len=config.max_model_len,
+        deterministic=config.deterministic,
+        log_format=config.log_format,
+        otlp_endpoint=config.otlp_endpoint,
+        plane=plane,
+    )
+
+
+def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
+    """What a router is told."""
+    return RouterConfig(
+        model=config.model_source,
+        served_model_name=config.model_name,
+        name=name,
+        host=config.grpc_host,
+        port=port,
+        http_host=config.http_host,
+        http_port=config.http_listen_port,
+        log_format=config.log_format,
+        otlp_endpoint=config.otlp_endpoint,
+        tls_cert=absolute(config.tls_cert),
+        tls_key=absolute(config.tls_key),
+        tls_client_ca=absolute(config.tls_client_ca),
+        keys_file=absolute(config.api_keys),
+        insecure=config.insecure,
+        plane=plane,
+        max_queued=config.max_queued,
+        generation_config=config.generation_config,
+    )

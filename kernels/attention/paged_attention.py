@@ -1,0 +1,187 @@
+"""Causal attention over a paged KV cache: prefills, chunks and decodes in one batch.
+
+    out[i] = softmax(mask(cap(scale * q[i] @ K^T))) @ V
+
+where K and V are the sequence's keys and values found through its block table, cap(x) = softcap * tanh(x / softcap)
+where softcap > 0, and query i of a sequence with q_len tokens in this step sits at position p = seq_len - q_len + i and
+sees keys at positions p - sliding_window < j <= p (all j <= p where sliding_window is 0). With sinks[head] the
+denominator gains exp(sinks[head]).
+
+Shapes: q, out [num_tokens, num_heads, head_dim] (q's stride over tokens is free, out is dense); cache as kv_cache.py
+has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs], this step's tokens included;
+cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
+
+A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
+order. With `one_order` a query's result is also the same bits in a decode and in a prefill of any length: on CPU it is
+so in any case, on a GPU the prefill kernel then takes all queries, in tiles of one size.
+
+CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the others),
+CPU tensors to kernels/csrc/attention_*.c, which read the pool in place, or without the library to the reference below.
+The file does not know what a request is, nor which layer calls.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.attention.paged_decode import launch_decode
+from coatcheck.kernels.attention.paged_prefill import launch_prefill
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.launch_check import (
+    FLOATS,
+    refuse,
+    want_contiguous,
+    want_device,
+    want_dtype,
+    want_heads,
+    want_rows,
+    want_shape,
+)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    one_order: bool = False,
+    total_seq_len: int | None = None,
+    num_prefills: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`total_seq_len`: a number that the seq_lens together do not exceed, where one is known: it saves memory.
+    `num_prefills`: where it is known that so many sequences bring several queries and the others one each: it saves
+    programs that would find nothing to do."""
+    check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
+    _check_query(q, cache, scale, sliding_window, softcap, sinks, out)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if takes_triton(cache.k):
+        tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
+        if not one_order:
+            launch_decode(*tables, scale, sliding_window, softcap, sinks, out, total_seq_len)
+        if max_seqlen_q > 1 or one_order:
+            launch_prefill(
+                *tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, one_order, num_prefills
+            )  # fmt: skip
+        return out
+    library = native.library()
+    call = None if library is None or cache.device.type != "cpu" else library.attention.get(q.dtype)
+    if call is None or cache.head_dim % 16 or cache.head_dim > 256:
+        paged_attention_reference(
+            q, cache, block_tables, seq_lens, cu_seqlens_q, scale, sliding_window, softcap, sinks, out
+        )
+        return out
+    arguments = native.ATTENTION.pack(
+        q.data_ptr(), q.stride()[0], cache.pointer, block_tables.data_ptr(), block_tables.stride()[0],
+        seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), len(seq_lens), q.shape[1], scale, softcap, sliding_window,
+        native.TYPES[q.dtype], 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    if call(arguments):
+        raise native.out_of_memory("paged_attention")
+    return out
+
+
+_last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
+
+
+def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
+    """Checked once a step: every layer of it brings the same three tensors, which this keeps until the next."""
+    global _last_tables
+    last = _last_tables
+    if last and last[0] is block_tables and last[1] is seq_lens and last[2] is cu_seqlens_q and last[3] == device:
+        return
+    want_shape("block_tables", block_tables, (None, None))
+    num_seqs = block_tables.shape[0]
+    want_rows("block_tables", block_tables)
+    want_shape("seq_lens", seq_lens, (num_seqs,))
+    want_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    for name, index in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
+        want_dtype(name, index, torch.int32)
+        want_device(name, index, device)
+    want_contiguous("seq_lens", seq_lens)
+    want_contiguous("cu_seqlens_q", cu_seqlens_q)
+    _last_tables = (block_tables, seq_lens, cu_seqlens_q, device)
+
+
+def _check_query(
+    q: Tensor,
+    cache: KVCache,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    shape = q.shape
+    if len(shape) != 3 or shape[2] != cache.head_dim:
+        refuse("q", f"shape [num_tokens, num_heads, {cache.head_dim}], as k_cache has it", list(shape))
+    want_dtype("q", q, *FLOATS)
+    want_heads("q", q)
+    want_device("q", q, cache.device)
+    if cache.kv_heads == 0 or shape[1] % cache.kv_heads:
+        refuse("q", f"a multiple of k_cache's {cache.kv_heads} heads", shape[1])
+    if not scale > 0.0:
+        refuse("scale", "a positive number", scale)
+    if sliding_window < 0:
+        refuse("sliding_window", "0 (off) or a positive number of keys", sliding_window)
+    if not softcap >= 0.0:
+        refuse("softcap", "0 (off) or a positive cap", softcap)
+    if sinks is not None:
+        want_shape("sinks", sinks, (shape[1],))
+        want_dtype("sinks", sinks, torch.float32)
+        want_contiguous("sinks", sinks)
+        want_device("sinks", sinks, cache.device)
+    if out is not None:
+        want_shape("out", out, tuple(shape))
+        want_dtype("out", out, q.dtype)
+        want_contiguous("out", out)
+        want_device("out", out, cache.device)
+
+
+def paged_attention_reference(
+    q: Tensor,
+    cache: KVCache,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """One sequence after the other, all in float32: slow, plain, and what every other path is tested against."""
+    block_size, groups = cache.block_size, q.shape[1] // cache.kv_heads
+    starts = cu_seqlens_q.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        first, last = starts[row], starts[row + 1]
+        if first == last:
+            continue
+        blocks = block_tables[row, : -(-seq_len // block_size)].long()
+        keys, values = (rows[:, :seq_len].repeat_interleave(groups, dim=0) for rows in cache.rows_reference(blocks))
+        scores = scale * (q[first:last].float().transpose(0, 1) @ keys.transpose(1, 2))  # [heads, q_len, seq_len]
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(seq_len - (last - first), seq_len, device=q.device)[:, None]
+        key_position = torch.arange(seq_len, device=q.device)[None]
+        hidden = key_position > position
+        if sliding_window > 0:
+            hidden |= key_position <= position - sliding_window
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :seq_len]
+        out[first:last] = (weights @ values).transpose(0, 1).to(q.dtype)

@@ -1,0 +1,76 @@
+"""The loop of prefill attention: one tile of queries over a stretch of its sequence's keys, through the block table.
+
+    peak, total, acc = running maximum, sum of exp and weighted values of each row, as in any online softmax
+
+A device function for paged_prefill.py, which knows sequences, windows and sinks; here are only rows, keys and scores.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from coatcheck.kernels.attention.online_softmax import _absorbed, _scores
+from coatcheck.kernels.kv.quantise import _places, _scales_of
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    start, end, queries, high_queries, position, acc, high_acc, peak, total,
+    k, v, k_scales, v_scales, table, kv_head,
+    k_stride, v_stride, k_scales_stride, v_scales_stride, scale, softcap, window,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys from `start` to `end`. Not MASKED: every query sees all of them, and they fill their tiles.
+
+    Scores times `scale` are in powers of two, which is what the processor raises: without a softcap it has log2(e) in
+    it. With one the scores are in them by themselves. Where the pool is quantised every row has a scale of its own."""
+    dims, across = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    slope = scale[:, None] if KIND > 0 else scale
+    for first in range(start, end, BLOCK_N):
+        keys = first + across
+        held = keys < end
+        nth, row = _places(first, across, SIZE, BLOCK_N)
+        if MASKED:
+            block = tl.load(table + nth, held, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + nth).to(tl.int64)
+        at = (kv_head * SIZE + row) * WIDTH
+        v_scale = scale  # stands for them where there are none
+        if KIND > 0:
+            k_scale, v_scale = _scales_of(
+                k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
+                KIND, SIZE, BLOCK_N, CONVERT,
+            )  # fmt: skip
+        # Keys behind the end are block 0's, whose scores are masked; values there could be NaN, so they are zero.
+        at_key = k + (block * k_stride + at)[:, None] + dims[None]
+        at_value = v + (block * v_stride + at)[:, None] + dims[None]
+        if WIDTH == BLOCK_D:
+            key = tl.load(at_key)
+            value = tl.load(at_value, held[:, None], other=0) if MASKED else tl.load(at_value)
+        else:
+            inside = (dims < WIDTH)[None]
+            key = tl.load(at_key, inside, other=0)
+            value = tl.load(at_value, (held[:, None] & inside) if MASKED else inside, other=0)
+        score = _scores(queries, high_queries, key, PRECISION, KIND, CONVERT)
+        if KIND > 0:
+            score *= k_scale[None]
+        if CAPPED:
+            score *= slope
+            if softcap > 0:
+                bend, cap = 2.0 * _LOG2_E / softcap, softcap * _LOG2_E
+                score = cap - 2.0 * cap / (tl.exp2(tl.minimum(score * bend, 90.0)) + 1.0)
+        if MASKED:
+            seen = (keys[None] <= position[:, None]) & ((window <= 0) | (keys[None] > position[:, None] - window))
+            score = tl.where(seen, score, float("-inf"))
+        acc, high_acc, peak, total = _absorbed(
+            score, slope, scale, value, v_scale, acc, high_acc, peak, total, queries.dtype,
+            PRECISION, KIND, CONVERT, CAPPED, MASKED,
+        )  # fmt: skip
+    return acc, high_acc, peak, total

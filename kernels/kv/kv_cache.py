@@ -1,0 +1,81 @@
+"""KVCache: one layer's part of the KV pool, as the kernels of this room take it; checked once, as it is made.
+
+Shapes: k, v [num_blocks, num_kv_heads, block_size, head_dim], inner three dense, blocks anywhere in the pool. Their
+dtype says what elements are: float32, bfloat16 or float16, stored as they are; or float8_e4m3fn, int8 or uint8 (int4:
+head_dim / 2 bytes), quantised as quantise.py says, with k_scales, v_scales float16 [num_blocks, num_kv_heads,
+block_size], inner two dense. It does not know which block is whose, nor which layer this is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.kv.quantise import KINDS, widen_reference
+from coatcheck.kernels.launch_check import FLOATS, refuse, want_cache, want_device, want_dtype, want_shape
+
+
+class KVCache:
+    """`packed` is what the C library calls a Pool, and `pointer` the address of it."""
+
+    def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
+        want_cache("k_cache", k)
+        want_dtype("k_cache", k, *FLOATS, *KINDS)
+        want_shape("v_cache", v, tuple(k.shape))
+        want_cache("v_cache", v)
+        want_dtype("v_cache", v, k.dtype)
+        want_device("v_cache", v, k.device)
+        self.is_quantised = k.dtype in KINDS
+        for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+            if scales is None:
+                if self.is_quantised:
+                    refuse(name, f"one float16 for each row of {k.dtype}", None)
+                continue
+            if not self.is_quantised:
+                refuse(name, f"none beside {k.dtype}", list(scales.shape))
+            want_shape(name, scales, tuple(k.shape[:3]))
+            want_dtype(name, scales, torch.float16)
+            want_device(name, scales, k.device)
+            if scales.stride()[1:] != (k.shape[2], 1) and k.shape[1] * k.shape[2] > 1:
+                refuse(name, f"dense [heads, block_size] (strides (*, {k.shape[2]}, 1))", f"strides {scales.stride()}")
+        # What a Triton kernel is handed: quantised elements as the bytes that they are.
+        self.k_bytes, self.v_bytes = (x.view(torch.uint8) if self.is_quantised else x for x in (k, v))
+        self.k, self.v, self.k_scales, self.v_scales = k, v, k_scales, v_scales
+        self.dtype, self.device = k.dtype, k.device
+        _, self.kv_heads, self.block_size, width = k.shape
+        self.head_dim = 2 * width if k.dtype == torch.uint8 else width
+        self.bits = 4 if k.dtype == torch.uint8 else 8 * k.itemsize  # of an element
+        self.packed = native.POOL.pack(
+            k.data_ptr(), v.data_ptr(), k.stride(0) * k.itemsize, v.stride(0) * v.itemsize,
+            0 if k_scales is None else k_scales.data_ptr(), 0 if v_scales is None else v_scales.data_ptr(),
+            self.scales_stride(0), self.scales_stride(1),
+            self.kv_heads, self.block_size, self.head_dim, width * k.itemsize, native.ELEMENTS[k.dtype],
+        )  # fmt: skip
+        self._kept = ctypes.create_string_buffer(self.packed)
+        self.pointer = ctypes.addressof(self._kept)
+
+    @cached_property
+    def scale_words(self) -> tuple[Tensor | None, Tensor | None]:
+        """K's and V's scales two by two, int32, as kernels read them; tokens in a block are even in number."""
+        k, v = (None if scales is None else scales.view(torch.int32) for scales in (self.k_scales, self.v_scales))
+        return k, v
+
+    def scales_stride(self, which: int) -> int:
+        """Scales from one block to the next, K's (0) or V's (1); 0 where there are none."""
+        scales = self.v_scales if which else self.k_scales
+        return 0 if scales is None else scales.stride(0)
+
+    def rows_reference(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of these blocks, in order, as float32 [kv_heads, len(blocks) * block_size, head_dim]."""
+        k, v = (
+            # Bytes, since an index into float8 is not everywhere.
+            part[blocks].float()
+            if scales is None
+            else widen_reference(part.view(torch.uint8)[blocks].view(part.dtype), scales[blocks])
+            for part, scales in ((self.k, self.k_scales), (self.v, self.v_scales))
+        )
+        return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)

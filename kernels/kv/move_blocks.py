@@ -1,0 +1,91 @@
+"""to[to_rows[i]] = from[from_rows[i]] for whole blocks between two pools in CPU memory, with a checksum of each.
+
+    words w[r, l]: block i as little-endian int64, eight lanes l to a row of 64 bytes, R rows; all modulo 2^64
+    sums[i] = sum_l ( P_l * sum_r w[r, l]  +  Q_l * sum_r (R - r) * w[r, l] )        P_l odd, Q_l even
+
+The coefficient of every word is odd, so that a change within one word always shows; a change of several shows but for
+one chance in 2^64. It is made as the bytes pass: the move costs little more than a plain copy.
+
+Shapes: from, to uint8 [num_blocks, bytes_per_block] (bytes a multiple of 64), from_rows, to_rows and sums int64 [n].
+No block may be a destination twice. The file does not know which of the two is the device's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+_LANES = 8
+_LINE = 8 * _LANES
+_P, _Q = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
+
+
+def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
+    _check(source, from_rows, target, to_rows)
+    library = native.library()
+    if library is None:
+        return move_blocks_reference(source, from_rows, target, to_rows)
+    sums = torch.empty_like(from_rows)
+    library.move_blocks(
+        source.data_ptr(), source.stride(0), from_rows.data_ptr(),
+        target.data_ptr(), target.stride(0), to_rows.data_ptr(),
+        source.shape[1], from_rows.shape[0], sums.data_ptr(),
+    )  # fmt: skip
+    return sums
+
+
+def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
+    """The same checksums of blocks that stay where they are."""
+    _check_pool("pool", pool, "rows", rows)
+    library = native.library()
+    if library is None:
+        return _sums(pool[rows])
+    sums = torch.empty_like(rows)
+    library.move_blocks(
+        pool.data_ptr(), pool.stride(0), rows.data_ptr(), 0, 0, rows.data_ptr(),
+        pool.shape[1], rows.shape[0], sums.data_ptr(),
+    )  # fmt: skip
+    return sums
+
+
+def _check(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> None:
+    _check_pool("source", source, "from_rows", from_rows)
+    _check_pool("target", target, "to_rows", to_rows)
+    want_shape("target", target, (None, source.shape[1]))
+    want_shape("to_rows", to_rows, (from_rows.shape[0],))
+
+
+def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
+    want_shape(name, pool, (None, None))
+    if pool.shape[1] % _LINE:
+        refuse(name, f"blocks of a multiple of {_LINE} bytes", pool.shape[1])
+    want_dtype(name, pool, torch.uint8)
+    want_rows(name, pool)
+    want_device(name, pool, torch.device("cpu"))
+    want_shape(rows_name, rows, (None,))
+    want_dtype(rows_name, rows, torch.int64)
+    want_contiguous(rows_name, rows)
+    want_device(rows_name, rows, torch.device("cpu"))
+
+
+def move_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -> Tensor:
+    moved = source[from_rows]
+    target[to_rows] = moved
+    return _sums(moved)
+
+
+def _sums(moved: Tensor) -> Tensor:
+    assert sys.byteorder == "little", "words are little-endian"
+    words = moved.view(torch.int64).reshape(len(moved), moved.shape[1] // _LINE, _LANES)
+    lanes, rows = torch.arange(_LANES), torch.arange(words.shape[1], 0, -1)
+    weighted = (words * rows[:, None]).sum(1)
+    return (words.sum(1) * (2 * lanes + _signed(_P)) + weighted * (4 * lanes + _signed(_Q))).sum(1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

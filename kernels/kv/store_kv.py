@@ -1,0 +1,196 @@
+"""cache.k[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
+
+Shapes: k, v [tokens, kv_heads, head_dim] (each token's heads dense; the stride over tokens is free, so slices of a
+fused projection serve), slot_mapping int64 [tokens]; cache as kv_cache.py has it: another float type is rounded to, a
+quantised one as quantise.py says. One program stores a stretch of one token's heads, or where the cache is quantised
+several whole heads of it. The file does not know which sequence a slot belongs to; two tokens with the same slot are
+the caller's error.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.kv.quantise import KINDS, _quantised, _unit_of, quantise_reference
+from coatcheck.kernels.launch_check import (
+    FLOATS,
+    refuse,
+    want_contiguous,
+    want_device,
+    want_dtype,
+    want_heads,
+    want_shape,
+)
+
+NATIVE_MAX_DIM = 512  # of heads that C stores as another kind
+
+
+@triton.jit
+def _turned(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
+    """Elements i of these heads of a token as float32 [heads, i], turned (see rotary.py) and rounded to x's dtype; ROT
+    0: as they are."""
+    at = x + heads[:, None] * DIM
+    own = tl.load(at + i[None], inside[:, None] & (i < DIM)[None], other=0.0)
+    if ROT > 0:
+        turning = i < ROT
+        first = (i < ROT // 2)[None]
+        partner = tl.where(i < ROT // 2, i + ROT // 2, i - ROT // 2)
+        other = tl.load(at + partner[None], inside[:, None] & turning[None], other=0.0).to(tl.float32)
+        c = tl.load(cos + i, turning, other=0.0).to(tl.float32)[None]
+        s = tl.load(sin + i, turning, other=0.0).to(tl.float32)[None]
+        y = own.to(tl.float32) * c + tl.where(first, -other, other) * s
+        own = tl.where(turning[None], y.to(x.dtype.element_ty), own)
+    return own.to(tl.float32)
+
+
+@triton.jit
+def _store_rows(
+    x, cos, sin, to, to_scale, heads, inside, SIZE: tl.constexpr,
+    ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """These heads of a token, turned and quantised, into their rows of the cache: `to` and `to_scale` are the row of
+    head 0; BLOCK covers a row's bytes."""
+    i = tl.arange(0, BLOCK)
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
+    if KIND == 3:
+        kept = (i < WIDTH)[None]
+        low = tl.where(kept, _turned(x, cos, sin, heads, inside, i, ROT, DIM), 0.0)
+        high = tl.where(kept, _turned(x, cos, sin, heads, inside, i + WIDTH, ROT, DIM), 0.0)
+        scale, unit = _unit_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
+        y = _quantised(low, unit[:, None], KIND) | (_quantised(high, unit[:, None], KIND) << 4)
+    else:
+        whole = _turned(x, cos, sin, heads, inside, i, ROT, DIM)
+        scale, unit = _unit_of(tl.max(tl.abs(whole), 1), KIND)
+        y = _quantised(whole, unit[:, None], KIND)
+    rows = heads * SIZE
+    tl.store(to + rows[:, None] * WIDTH + i[None], y, inside[:, None] & (i < WIDTH)[None])
+    tl.store(to_scale + rows, scale, inside)
+
+
+@triton.jit
+def _store_kv(
+    k, v, k_cache, v_cache, slots, k_stride, v_stride, k_block, v_block,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < HEADS * DIM
+    inside = (at // DIM * SIZE + slot % SIZE) * DIM + at % DIM
+    key, value = tl.load(k + token * k_stride + at, mask), tl.load(v + token * v_stride + at, mask)
+    tl.store(k_cache + slot // SIZE * k_block + inside, key.to(k_cache.dtype.element_ty), mask)
+    tl.store(v_cache + slot // SIZE * v_block + inside, value.to(v_cache.dtype.element_ty), mask)
+
+
+@triton.jit
+def _store_quantised(
+    k, v, k_cache, v_cache, k_scales, v_scales, slots,
+    k_stride, v_stride, k_block, v_block, k_scales_block, v_scales_block,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
+    block, row = slot // SIZE, slot % SIZE
+    to_k, to_v = k_cache + block * k_block + row * WIDTH, v_cache + block * v_block + row * WIDTH
+    scale_k, scale_v = k_scales + block * k_scales_block + row, v_scales + block * v_scales_block + row
+    from_k, from_v = k + token * k_stride, v + token * v_stride
+    _store_rows(from_k, from_k, from_k, to_k, scale_k, heads, heads < HEADS, SIZE, 0, DIM, KIND, BLOCK)
+    _store_rows(from_v, from_v, from_v, to_v, scale_v, heads, heads < HEADS, SIZE, 0, DIM, KIND, BLOCK)
+
+
+def pick_rows(heads: int, block: int) -> tuple[int, int]:
+    """(heads that one program takes, its warps): about a thousand elements, so that there are not too many programs."""
+    rows = max(1, min(triton.next_power_of_2(heads), 1024 // block))
+    return rows, max(1, min(4, rows * block // 256))
+
+
+def launch_store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    tokens, heads, dim = k.shape
+    if tokens == 0:
+        return
+    if cache.is_quantised:
+        block = triton.next_power_of_2(cache.k.shape[3])
+        rows, warps = pick_rows(heads, block)
+        _store_quantised[(tokens, -(-heads // rows))](
+            k, v, cache.k_bytes, cache.v_bytes, cache.k_scales, cache.v_scales, slot_mapping,
+            k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
+            cache.scales_stride(0), cache.scales_stride(1),
+            HEADS=heads, DIM=dim, SIZE=cache.block_size, KIND=KINDS[cache.dtype], ROWS=rows, BLOCK=block,
+            num_warps=warps,
+        )  # fmt: skip
+        return
+    block = min(1024, triton.next_power_of_2(heads * dim))
+    _store_kv[(tokens, -(-heads * dim // block))](
+        k, v, cache.k, cache.v, slot_mapping, k.stride(0), v.stride(0), cache.k.stride(0), cache.v.stride(0),
+        HEADS=heads, DIM=dim, SIZE=cache.block_size, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    check_store(k, v, cache, slot_mapping)
+    if takes_triton(k):
+        return launch_store_kv(k, v, cache, slot_mapping)
+    library = native.library()
+    if library is None or not serves_store(cache, k.dtype):
+        return store_kv_reference(k, v, cache, slot_mapping)
+    tokens, kv_heads, dim = k.shape
+    kind = native.TYPES[k.dtype]
+    library.rotary(
+        native.ROTARY.pack(
+            0, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, cache.pointer, slot_mapping.data_ptr(),
+            tokens, 0, kv_heads, dim, 0, 0, k.stride(0), v.stride(0), 0, 0, kind, kind,
+        )
+    )  # fmt: skip
+
+
+def serves_store(cache: KVCache, dtype: torch.dtype) -> bool:
+    """Whether the C library stores rows of this dtype into the cache."""
+    return cache.device.type == "cpu" and dtype in native.TYPES and cache.head_dim <= NATIVE_MAX_DIM
+
+
+def check_store(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    """Also `rotary_and_store`'s check: the two write the same caches."""
+    if k.dim() != 3:
+        refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
+    tokens = k.shape[0]
+    want_shape("k", k, (tokens, cache.kv_heads, cache.head_dim))
+    want_shape("v", v, tuple(k.shape))
+    want_dtype("k", k, *FLOATS)
+    want_dtype("v", v, k.dtype)
+    want_heads("k", k)
+    want_heads("v", v)
+    want_shape("slot_mapping", slot_mapping, (tokens,))
+    want_dtype("slot_mapping", slot_mapping, torch.int64)
+    want_contiguous("slot_mapping", slot_mapping)
+    for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
+        want_device(name, tensor, cache.device)
+
+
+def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    blocks, offsets = slots // cache.block_size, slots % cache.block_size
+    for x, to, scales in ((k[kept], cache.k, cache.k_scales), (v[kept], cache.v, cache.v_scales)):
+        if scales is None:
+            to[blocks, :, offsets] = x.to(to.dtype)
+        else:
+            rows, units = quantise_reference(x, to.dtype)
+            # Bytes, since an indexed store of float8 is not everywhere.
+            to.view(torch.uint8)[blocks, :, offsets] = rows.view(torch.uint8)
+            scales[blocks, :, offsets] = units

@@ -1,0 +1,248 @@
+"""Pre-norm decoder layers as calls into the C library: half a layer, attention or MLP, or a run of whole layers.
+
+    attention   out = output(attend(rotary(split(qkv(norm(x + residual))))))     keys and values stored on the way
+    mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
+
+Each returns (out, x + residual); `out` is not added yet, since other ranks may have a part of it. The C side calls the
+operations of the other files one after the other, so the results are the same bits as theirs; what is saved is the way
+through Python, a fifth of a small model's step at one token. Only where every linear is in the native form: elsewhere
+`is_native` is false, and the caller takes the operations one by one.
+
+Shapes: x, residual [tokens, hidden], dense; cos, sin [tokens, rot_dim]; cache, tables and slots as in kv_cache.py,
+paged_attention.py and store_kv.py. The file does not know which layer it is, nor what follows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import TRITON_DEVICES
+from coatcheck.kernels.attention.paged_attention import check_tables
+from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.kernels.launch_check import Passed, refuse, want_contiguous, want_device, want_dtype, want_shape
+from coatcheck.kernels.layers.linear import PackedLinear, scratch
+from coatcheck.kernels.layers.rms_norm import RmsNorm
+
+_SCALE = struct.Struct("@Pff")
+_LINEAR = struct.Struct("@PPqq")
+_MLP = struct.Struct("@qq")
+_ATTEND = struct.Struct("@qqqqffq")
+_STEP = struct.Struct("@PPqqPPqPPq")
+_STREAM = struct.Struct("@5Pq")
+_TURN = struct.Struct("@q")
+_NO_NORM = _SCALE.pack(0, 0.0, 0.0)
+
+_passed = Passed()
+
+
+def is_native(*linears: object, head_dim: int = 16) -> bool:
+    """Whether a half made of these linears can be one native call."""
+    native_form = all(isinstance(linear, PackedLinear) and linear.form == "native" for linear in linears)
+    return "cpu" not in TRITON_DEVICES and native_form and head_dim % 16 == 0 and head_dim <= 256
+
+
+class StepTables:
+    """What is the same for all layers of one step that turn alike: checked and packed once."""
+
+    def __init__(
+        self, cos: Tensor, sin: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor
+    ) -> None:
+        tokens, cpu = len(slot_mapping), torch.device("cpu")
+        check_tables(block_tables, seq_lens, cu_seqlens, cpu)
+        want_dtype("slot_mapping", slot_mapping, torch.int64)
+        want_shape("cos", cos, (tokens, None))
+        want_shape("sin", sin, tuple(cos.shape))
+        want_dtype("cos", cos, *native.TYPES)
+        want_dtype("sin", sin, cos.dtype)
+        for name, tensor in (("slot_mapping", slot_mapping), ("cos", cos), ("sin", sin)):
+            want_contiguous(name, tensor)
+            want_device(name, tensor, cpu)
+        self.tokens = tokens
+        self.rot_dim = cos.shape[1]
+        self._held = (cos, sin, slot_mapping, block_tables, seq_lens, cu_seqlens)  # `packed` points into them
+        self.packed = _STEP.pack(
+            cos.data_ptr(), sin.data_ptr(), cos.shape[1], native.TYPES[cos.dtype], slot_mapping.data_ptr(),
+            block_tables.data_ptr(), block_tables.stride(0), seq_lens.data_ptr(), cu_seqlens.data_ptr(), len(seq_lens),
+        )  # fmt: skip
+
+
+class AttentionHalf:
+    """From the residual stream to the output projection. Linears must pass `is_native`."""
+
+    def __init__(
+        self,
+        norm: RmsNorm,
+        qkv: PackedLinear,
+        output: PackedLinear,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float,
+        q_norm: RmsNorm | None = None,
+        k_norm: RmsNorm | None = None,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        want_shape("norm", norm.weight, (qkv.weight_shape[1],))
+        if qkv.weight_shape[0] != (heads + 2 * kv_heads) * head_dim or output.weight_shape[1] != heads * head_dim:
+            refuse("qkv", f"{heads} + 2 * {kv_heads} heads of {head_dim}", list(qkv.weight_shape))
+        if (q_norm is None) != (k_norm is None):
+            refuse("q_norm", "a k_norm beside it, or neither", "one of them")
+        self._held = (norm, qkv, output, q_norm, k_norm)  # `packed` points into them
+        self.dtype, self.hidden, self._out = qkv.dtype, qkv.weight_shape[1], output.weight_shape[0]
+        self._kv_heads, self.head_dim = kv_heads, head_dim
+        self.packed = (
+            _scale(norm) + _scale(q_norm) + _scale(k_norm) + _linear(qkv) + _linear(output)
+            + _ATTEND.pack(heads, kv_heads, head_dim, sliding_window, scale, softcap, native.TYPES[self.dtype])
+        )  # fmt: skip
+        rows = self.hidden + qkv.weight_shape[0] + (3 * heads + kv_heads) * head_dim
+        self.row_bytes = _row_bytes(rows, self.dtype, qkv, output)
+        self._call = _library().attention_half
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTables, cache: KVCache) -> tuple[Tensor, Tensor]:
+        tokens = x.shape[0]
+        if _passed.is_new(x, residual):
+            _check_stream(x, residual, self.hidden, self.dtype)
+            _passed.add(x, residual)
+        if tokens != step.tokens or step.rot_dim > self.head_dim:
+            refuse("x", f"the step's {step.tokens} tokens, turned by at most {self.head_dim}", list(x.shape))
+        pool = self.pack_cache(cache)
+        total = x if residual is None else torch.empty_like(x)
+        out = torch.empty((tokens, self._out), dtype=self.dtype)
+        if self._call(self.packed, pool, step.packed, _stream(x, residual, total, out, self.row_bytes)):
+            raise native.out_of_memory("attention_half")
+        return out, total
+
+    def pack_cache(self, cache: KVCache) -> bytes:
+        """One layer's cache as the C side reads it."""
+        if cache.head_dim != self.head_dim or cache.kv_heads != self._kv_heads or cache.device.type != "cpu":
+            refuse("k_cache", f"{self._kv_heads} heads of {self.head_dim}", f"{cache.kv_heads} of {cache.head_dim}")
+        return cache.packed
+
+
+class MlpHalf:
+    """From the residual stream to the down projection. Linears must pass `is_native`."""
+
+    def __init__(self, norm: RmsNorm, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
+        want_shape("norm", norm.weight, (gate_up.weight_shape[1],))
+        if gate_up.weight_shape[0] != 2 * down.weight_shape[1]:
+            refuse("gate_up", f"2 * {down.weight_shape[1]} features, as down reads", gate_up.weight_shape[0])
+        self._held = (norm, gate_up, down)  # `packed` points into them
+        self.dtype, self.hidden, self._out = gate_up.dtype, gate_up.weight_shape[1], down.weight_shape[0]
+        self.packed = (
+            _scale(norm) + _linear(gate_up) + _linear(down)
+            + _MLP.pack(activation == "gelu_tanh", native.TYPES[self.dtype])
+        )  # fmt: skip
+        self.row_bytes = _row_bytes(self.hidden + 3 * down.weight_shape[1], self.dtype, gate_up, down)
+        self._call = _library().mlp_half
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if _passed.is_new(x, residual):
+            _check_stream(x, residual, self.hidden, self.dtype)
+            _passed.add(x, residual)
+        total = x if residual is None else torch.empty_like(x)
+        out = torch.empty((x.shape[0], self._out), dtype=self.dtype)
+        self._call(self.packed, _stream(x, residual, total, out, self.row_bytes))
+        return out, total
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayer:
+    """One layer of a run: what its halves add is normed once more where a model does so; `turn` counts step tables."""
+
+    attention: AttentionHalf
+    mlp: MlpHalf
+    after_attention: RmsNorm | None = None
+    after_mlp: RmsNorm | None = None
+    turn: int = 0
+
+
+class LayerRun:
+    """Layers that follow each other with nothing between them: no other rank has a part in their sums."""
+
+    def __init__(self, layers: Sequence[RunLayer]) -> None:
+        self._layers = tuple(layers)  # `_packed` points into them
+        widths = {(half.hidden, half.dtype) for layer in layers for half in (layer.attention, layer.mlp)}
+        if len(widths) != 1:
+            refuse("layers", "one hidden size and dtype", widths)
+        self._packed = b"".join(
+            layer.attention.packed + _scale(layer.after_attention) + layer.mlp.packed + _scale(layer.after_mlp)
+            + _TURN.pack(layer.turn)
+            for layer in layers
+        )  # fmt: skip
+        self._row_bytes = max(half.row_bytes for layer in layers for half in (layer.attention, layer.mlp))
+        self._head_dim = min(layer.attention.head_dim for layer in layers)
+        self._caches: Sequence[KVCache] = ()
+        self._packed_caches = b""
+        self._call = _library().layer_run
+
+    def __call__(
+        self, x: Tensor, count: int, steps: Sequence[StepTables], caches: Sequence[KVCache]
+    ) -> tuple[Tensor, Tensor]:
+        """The first `count` layers over x, which is overwritten: returns (out, residual), not added yet.
+
+        caches: of every layer; the list is looked at once, and must stay as it is for as long as it is used.
+        """
+        first = self._layers[0].attention
+        if _passed.is_new(x):
+            _check_stream(x, None, first.hidden, first.dtype)
+            _passed.add(x)
+        for step in steps:
+            if x.shape[0] != step.tokens or step.rot_dim > self._head_dim:
+                refuse("x", f"the step's {step.tokens} tokens, turned by at most {self._head_dim}", list(x.shape))
+        if self._caches is not caches:
+            pairs = zip(self._layers, caches, strict=True)
+            self._packed_caches = b"".join(layer.attention.pack_cache(cache) for layer, cache in pairs)
+            self._caches = caches
+        out = torch.empty_like(x)
+        tables = b"".join(step.packed for step in steps)
+        if self._call(self._packed, self._packed_caches, count, tables, _stream(x, None, x, out, self._row_bytes)):
+            raise native.out_of_memory("layer_run")
+        return out, x
+
+
+def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_bytes: int) -> bytes:
+    tokens = x.shape[0]
+    # Eight stretches at most, each rounded up to a cache line, and a misaligned start.
+    room = scratch(tokens * row_bytes + 9 * 64)
+    return _STREAM.pack(
+        x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), room, tokens
+    )
+
+
+def _row_bytes(elements: int, dtype: torch.dtype, *linears: PackedLinear) -> int:
+    """Scratch for one token: its rows between the operations, and the larger of the linears' repacked inputs."""
+    return elements * dtype.itemsize + max(linear.weight_shape[1] + 1 for linear in linears) * 4
+
+
+def _scale(norm: RmsNorm | None) -> bytes:
+    return _NO_NORM if norm is None else _SCALE.pack(norm.weight.data_ptr(), norm.eps, norm.offset)
+
+
+def _linear(linear: PackedLinear) -> bytes:
+    return _LINEAR.pack(*linear.pointers, *linear.weight_shape)
+
+
+def _check_stream(x: Tensor, residual: Tensor | None, hidden: int, dtype: torch.dtype) -> None:
+    want_shape("x", x, (None, hidden))
+    want_dtype("x", x, dtype)
+    want_contiguous("x", x)
+    want_device("x", x, torch.device("cpu"))
+    if residual is not None:
+        want_shape("residual", residual, tuple(x.shape))
+        want_dtype("residual", residual, dtype)
+        want_contiguous("residual", residual)
+        want_device("residual", residual, x.device)
+
+
+def _library() -> native.Library:
+    library = native.library()
+    assert library is not None, "a linear in the native form has its library"
+    return library

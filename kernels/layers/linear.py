@@ -1,0 +1,133 @@
+"""y = x @ weight^T + bias, with the weight in the form that the machine reads fastest.
+
+Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features] (rows may be strided),
+y [..., out_features], dense. The weight is packed once and the plain one dropped, so that memory is not held twice:
+
+    native   CPU with AVX512-BF16 and no AMX, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.c)
+    onednn   other CPUs, bfloat16 or float32: oneDNN's blocked form
+    plain    everything else: `F.linear`
+
+In the native form a row's result is the same bits whatever other rows share the call; libraries choose their order of
+summing by the number of rows. `fixed_rows` gives them the same number at every call, padded, so that the promise holds
+in every form. The module does not know about ranks: a shard is just a weight.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coatcheck.kernels import huge_pages, native
+from coatcheck.kernels.launch_check import refuse, want_device, want_dtype, want_shape
+
+# With `fixed_rows`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
+ROW_TILE = 64
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference. `weight_shape` and `form` stay readable after the plain weight is gone."""
+
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, fixed_rows: bool = False) -> None:
+        super().__init__()
+        self.fixed_rows = fixed_rows
+        if weight.dim() != 2:
+            refuse("weight", "shape [out_features, in_features]", list(weight.shape))
+        if bias is not None:
+            want_shape("bias", bias, (weight.shape[0],))
+            want_dtype("bias", bias, weight.dtype)
+            want_device("bias", bias, weight.device)
+        self.weight_shape = (weight.shape[0], weight.shape[1])
+        self.dtype, self.device = weight.dtype, weight.device
+        self.form = pick_form(weight)
+        self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
+        # Plain attributes, not buffers: a packed weight must not be moved, cast or saved as if it were the weight.
+        self._weight = _pack(weight.detach(), self.form)
+        self._bias_pointer = 0 if self.bias is None else self.bias.data_ptr()
+        self._pointer = self._weight.data_ptr() if self.form == "native" else 0
+        library = native.library()
+        if self.form == "native" and library is not None:
+            self._call = library.linear_bf16 if weight.dtype == torch.bfloat16 else library.linear_f32
+
+    def forward(self, x: Tensor) -> Tensor:
+        features, depth = self.weight_shape
+        if x.dtype != self.dtype or x.shape[-1] != depth or x.device != self.device:
+            have = f"{list(x.shape)} of {x.dtype} on {x.device}"
+            refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
+        if self.form != "native":
+            return self._in_tiles(x) if self.fixed_rows else self._product(x)
+        rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
+        count = rows.shape[0]
+        y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)
+        self._call(
+            rows.data_ptr(), rows.stride(0), count, self._pointer, self._bias_pointer, features, depth, y.data_ptr(),
+            features, scratch(count * (depth + 1) * 4),
+        )  # fmt: skip
+        return y
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.form == "plain":
+            return F.linear(x, self._weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return y
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        features, depth = self.weight_shape
+        rows = x.reshape(-1, depth)
+        count = rows.shape[0]
+        padded = F.pad(rows, (0, 0, 0, -count % ROW_TILE))
+        tiles = [self._product(tile.contiguous()) for tile in padded.split(ROW_TILE)] if count else []
+        y = torch.cat(tiles)[:count] if tiles else rows.new_empty((0, features))
+        return y.reshape(*x.shape[:-1], features)
+
+    @property
+    def pointers(self) -> tuple[int, int]:
+        """Addresses of the native form's panels and of the bias (0: none), good for as long as this module lives."""
+        return self._pointer, self._bias_pointer
+
+    def warm(self, row_counts: list[int]) -> None:
+        """Run each row count once, so that no request pays for building one of oneDNN's primitives."""
+        for rows in row_counts:
+            self(torch.zeros(rows, self.weight_shape[1], dtype=self.dtype, device=self._weight.device))
+
+
+def pick_form(weight: Tensor) -> str:
+    if weight.device.type != "cpu" or weight.dtype not in native.TYPES:
+        return "plain"
+    library = native.library()
+    # Where there is AMX, oneDNN's tiles multiply several times as fast as vdpbf16ps can.
+    if library is not None and library.avx512_bf16 and not torch.cpu._is_amx_tile_supported():
+        return "native"
+    return "onednn" if torch._C._has_mkldnn else "plain"
+
+
+def _pack(weight: Tensor, form: str) -> Tensor:
+    if form == "plain":
+        return weight
+    weight = weight.contiguous()
+    if form == "onednn":
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        return packed
+    library = native.library()
+    assert library is not None, "the native form is only picked where the library is"
+    features, depth = weight.shape
+    bf16 = weight.dtype == torch.bfloat16
+    words = (depth + 1) // 2 if bf16 else depth
+    packed = huge_pages.empty((-(-features // 16), words, 16), torch.int32)
+    (library.pack_bf16 if bf16 else library.pack_f32)(weight.data_ptr(), features, depth, packed.data_ptr())
+    return packed
+
+
+_local = threading.local()
+
+
+def scratch(size: int) -> int:
+    """Where this thread's native calls keep rows between steps: one buffer that grows, as its calls never overlap."""
+    held: Tensor | None = getattr(_local, "scratch", None)
+    if held is None or held.numel() < size:
+        held = _local.scratch = torch.empty(max(size, 1 << 20), dtype=torch.uint8)
+    return held.data_ptr()

@@ -1,0 +1,95 @@
+"""out[t, i] = act(gate_up[t, i]) * gate_up[t, I + i], computed in float32 and rounded once.
+
+Shapes: gate_up [tokens, 2 * I] (rows may be strided), out [tokens, I] dense, same dtype. act is `silu` or `gelu_tanh`.
+One program computes a stretch of one row. The file does not know where the projection came from.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.launch_check import (
+    FLOATS,
+    Passed,
+    refuse,
+    want_contiguous,
+    want_device,
+    want_dtype,
+    want_rows,
+    want_shape,
+)
+
+_passed = Passed()
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@triton.jit
+def _silu_mul(gate_up, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    gate = tl.load(gate_up + row * stride + at, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + at, mask, other=0.0).to(tl.float32)
+    # x * sigmoid(x), and for gelu's tanh form x * sigmoid(2u): exp of a negative amount never overflows to NaN.
+    u = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-u)) * up).to(out.dtype.element_ty), mask)
+
+
+def launch_silu_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
+    rows, width = out.shape
+    if rows * width == 0:
+        return
+    _silu_mul[(rows, -(-width // 1024))](
+        gate_up, out, gate_up.stride(0), width, GELU=activation == "gelu_tanh", BLOCK=1024, num_warps=4
+    )
+
+
+def silu_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    if activation not in ACTIVATIONS:
+        refuse("activation", " or ".join(ACTIVATIONS), activation)
+    if _passed.is_new(gate_up, out):
+        _check(gate_up, out)
+        _passed.add(gate_up, out)
+    library = native.library()
+    if takes_triton(gate_up):
+        if out is None:
+            out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        launch_silu_mul(gate_up, activation, out)
+        return out
+    if library is None or gate_up.device.type != "cpu" or gate_up.dtype not in native.TYPES:
+        return silu_mul_reference(gate_up, activation, out)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, width), dtype=gate_up.dtype)
+    gelu, kind = activation == "gelu_tanh", native.TYPES[gate_up.dtype]
+    library.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width, gelu, kind)
+    return out
+
+
+def _check(gate_up: Tensor, out: Tensor | None) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        refuse("gate_up", "shape [tokens, 2 * I]", list(gate_up.shape))
+    want_dtype("gate_up", gate_up, *FLOATS)
+    want_rows("gate_up", gate_up)
+    if out is not None:
+        want_shape("out", out, (gate_up.shape[0], gate_up.shape[1] // 2))
+        want_dtype("out", out, gate_up.dtype)
+        want_contiguous("out", out)
+        want_device("out", out, gate_up.device)
+
+
+def silu_mul_reference(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    y = (gate * up).to(gate_up.dtype)
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,106 @@
+"""Log-probabilities of chosen tokens and of the k most likely ones.
+
+    lse = log(sum(exp(logits)));  chosen = logits[token] - lse;  rank = how many logits are >= logits[token]
+
+Shapes: logits float32 [R, V], token_ids int64 [R]; returns (chosen float32 [R], rank int64 [R] counting from 1,
+top_ids int64 [R, k], top_logprobs float32 [R, k]), the top k in falling order, equal ones by rising token id. The
+file does not know whether the logits were penalised first: it reports what it is given.
+
+On a GPU one program sums one row, always in the same order: torch chooses one by the number of rows.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+
+@triton.jit(do_not_specialize=["token_ids", "normalisers", "chosen", "ranks"])
+def _logprobs(logits, token_ids, normalisers, chosen, ranks, stride, vocab, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    picked = tl.load(row + tl.load(token_ids + index))
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    above = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        x = tl.load(row + ids, ids < vocab, other=float("-inf"))
+        tops = tl.maximum(tops, x)
+        above += ((x >= picked) & (ids < vocab)).to(tl.int32)
+    top = tl.max(tops, 0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        sums += tl.exp(tl.load(row + ids, ids < vocab, other=float("-inf")) - top)
+    normaliser = top + tl.log(tl.sum(sums, 0))
+    tl.store(normalisers + index, normaliser)
+    tl.store(chosen + index, picked - normaliser)
+    tl.store(ranks + index, tl.sum(above, 0).to(tl.int64))
+
+
+def launch_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log of the sum of exponentials float32 [R], chosen, rank)."""
+    rows, vocab = logits.shape
+    normaliser, chosen = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _logprobs[(rows,)](
+            logits, token_ids, normaliser, chosen, rank, logits.stride(0), vocab, BLOCK=4096, num_warps=8
+        )  # fmt: skip
+    return normaliser, chosen, rank
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    want_shape("logits", logits, (None, None))
+    want_dtype("logits", logits, torch.float32)
+    want_rows("logits", logits)
+    want_shape("token_ids", token_ids, (logits.shape[0],))
+    want_dtype("token_ids", token_ids, torch.int64)
+    want_contiguous("token_ids", token_ids)
+    want_device("token_ids", token_ids, logits.device)
+    if not 0 <= k <= logits.shape[1]:
+        refuse("k", f"0 to {logits.shape[1]}, the vocabulary", k)
+    if takes_triton(logits):
+        normaliser, chosen, rank = launch_logprobs(logits, token_ids)
+        return chosen, rank, *_most_likely(logits, normaliser[:, None], k)
+    library = native.library()
+    if library is None or logits.device.type != "cpu":
+        return logprobs_reference(logits, token_ids, k)
+    rows, vocab = logits.shape
+    chosen, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    ids, values = torch.empty((rows, k), dtype=torch.int64), torch.empty((rows, k))
+    library.logprobs(
+        logits.data_ptr(), logits.stride(0), rows, vocab, token_ids.data_ptr(), k, chosen.data_ptr(), rank.data_ptr(),
+        ids.data_ptr(), values.data_ptr(),
+    )  # fmt: skip
+    return chosen, rank, ids, values
+
+
+def logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    picked = logits.gather(1, token_ids[:, None])
+    rank = (logits >= picked).sum(dim=-1)
+    return (picked - normaliser)[:, 0], rank, *_most_likely(logits, normaliser, k)
+
+
+def _most_likely(logits: Tensor, normaliser: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids, log-probabilities) of the k most likely, by torch's own means."""
+    if k == 0:
+        empty = logits.new_empty((logits.shape[0], 0))
+        return empty.long(), empty
+    # topk promises no order of equals: ids are the low half of what it compares, so that there are none. Adding 0 makes
+    # -0.0 equal to 0.0.
+    bits = (logits + 0.0).view(torch.int32).long()
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
+    keys |= torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    ids = logits.shape[1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return ids, logits.gather(1, ids) - normaliser

@@ -1,0 +1,146 @@
+"""Repetition, presence and frequency penalties on logits, in place.
+
+    if token in prompt or output:  logit = logit / repetition  where logit > 0,  logit * repetition  otherwise
+    logit -= frequency * (times in output) + presence * (in output ? 1 : 0)
+
+Shapes: logits float32 [R, V]; token_ids int32 [R, L], each row's prompt then output then padding; prompt_lens,
+total_lens int32 [R], with 0 <= prompt_lens <= total_lens <= L; repetition, presence, frequency float32 [R] (1, 0 and 0
+are off). Repetition counts prompt and output, as transformers and vLLM do; the other two count the output only. The
+file does not know requests.
+
+On a GPU one program takes a stretch of one row's tokens, twice: first each is counted, in a table of the vocabulary;
+then each takes its count out of the table, and the one that finds it there changes the logit. The vocabulary is never
+walked.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+
+@triton.jit(do_not_specialize=["prompt_lens", "total_lens", "ids_stride"])
+def _count_tokens(counts, token_ids, prompt_lens, total_lens, ids_stride, vocab, BLOCK: tl.constexpr):
+    """Adds 1 for a token of the prompt, 2^16 for one of the output."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(total_lens + row)
+    ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
+    one = tl.where(at >= tl.load(prompt_lens + row), 65536, 1)
+    tl.atomic_add(counts + row * vocab + ids, one, inside & (ids >= 0) & (ids < vocab), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["total_lens", "repetition", "presence", "frequency", "ids_stride"])
+def _penalise(
+    logits, counts, token_ids, total_lens, repetition, presence, frequency, stride, ids_stride, vocab,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(total_lens + row)
+    ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
+    inside = inside & (ids >= 0) & (ids < vocab)
+    # Of equal tokens only one finds the count; to the others it is 0.
+    count = tl.atomic_xchg(counts + row * vocab + ids, tl.zeros([BLOCK], tl.int32), inside, sem="relaxed")
+    inside = inside & (count > 0)
+    times = (count >> 16).to(tl.float32)
+    factor = tl.load(repetition + row)
+    x = tl.load(logits + row * stride + ids, inside, other=0.0)
+    x = tl.where(x > 0, x / factor, x * factor) - tl.load(frequency + row) * times
+    tl.store(logits + row * stride + ids, tl.where(times > 0, x - tl.load(presence + row), x), inside)
+
+
+def launch_penalties(
+    logits: Tensor, token_ids: Tensor, prompt_lens: Tensor, total_lens: Tensor,
+    repetition: Tensor, presence: Tensor, frequency: Tensor,
+) -> None:  # fmt: skip
+    rows, vocab = logits.shape
+    length = token_ids.shape[1]
+    if rows == 0 or length == 0:
+        return
+    counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
+    grid = (rows, -(-length // 1024))
+    _count_tokens[grid](
+        counts, token_ids, prompt_lens, total_lens, token_ids.stride(0), vocab, BLOCK=1024, num_warps=4
+    )  # fmt: skip
+    _penalise[grid](
+        logits, counts, token_ids, total_lens, repetition, presence, frequency, logits.stride(0), token_ids.stride(0),
+        vocab, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
+def apply_penalties(
+    logits: Tensor,
+    token_ids: Tensor,
+    prompt_lens: Tensor,
+    total_lens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Returns `logits`, changed in place."""
+    want_shape("logits", logits, (None, None))
+    want_dtype("logits", logits, torch.float32)
+    want_rows("logits", logits)
+    rows = logits.shape[0]
+    want_shape("token_ids", token_ids, (rows, None))
+    want_dtype("token_ids", token_ids, torch.int32)
+    want_rows("token_ids", token_ids)
+    want_device("token_ids", token_ids, logits.device)
+    for name, tensor, dtype in (
+        ("prompt_lens", prompt_lens, torch.int32),
+        ("total_lens", total_lens, torch.int32),
+        ("repetition", repetition, torch.float32),
+        ("presence", presence, torch.float32),
+        ("frequency", frequency, torch.float32),
+    ):
+        want_shape(name, tensor, (rows,))
+        want_dtype(name, tensor, dtype)
+        want_contiguous(name, tensor)
+        want_device(name, tensor, logits.device)
+    if takes_triton(logits):
+        launch_penalties(logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency)
+        return logits
+    library = native.library()
+    if library is None or logits.device.type != "cpu":
+        return apply_penalties_reference(
+            logits, token_ids, prompt_lens, total_lens, repetition, presence, frequency
+        )  # fmt: skip
+    if library.penalties(
+        logits.data_ptr(), logits.stride(0), rows, logits.shape[1], token_ids.data_ptr(), token_ids.stride(0),
+        prompt_lens.data_ptr(), total_lens.data_ptr(), repetition.data_ptr(), presence.data_ptr(), frequency.data_ptr(),
+    ):  # fmt: skip
+        raise native.out_of_memory("apply_penalties")
+    return logits
+
+
+def apply_penalties_reference(
+    logits: Tensor,
+    token_ids: Tensor,
+    prompt_lens: Tensor,
+    total_lens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    at = torch.arange(token_ids.shape[1], device=logits.device)[None]
+    seen = at < total_lens[:, None]
+    generated = seen & (at >= prompt_lens[:, None])
+    # Padding is pointed at token 0 with weight 0: it may hold anything, ids outside the vocabulary included.
+    index = token_ids.masked_fill(~seen, 0).long()
+    appears = torch.zeros_like(logits).scatter_add_(1, index, seen.float()) > 0
+    count = torch.zeros_like(logits).scatter_add_(1, index, generated.float())
+    factor = repetition[:, None].expand_as(logits)
+    logits.copy_(torch.where(appears, torch.where(logits > 0, logits / factor, logits * factor), logits))
+    logits -= frequency[:, None] * count
+    logits -= presence[:, None] * (count > 0)
+    return logits

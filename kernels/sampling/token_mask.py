@@ -1,0 +1,73 @@
+"""logits[rows[i], t] = -inf where bit t % 32 of mask[i, t // 32] is 0, in place: only the tokens of a mask stay.
+
+Shapes: logits float32 [R, V], rows int64 [n] (each named once), mask int32 [n, ceil(V / 32)]. One program treats a
+stretch of one masked row. The file does not know what makes the masks.
+"""
+
+# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from coatcheck.kernels import native
+from coatcheck.kernels.arch import takes_triton
+from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dtype, want_rows, want_shape
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _token_mask(logits, rows, mask, stride, words, vocab, BLOCK: tl.constexpr):
+    masked = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + masked)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    bits = tl.load(mask + masked * words + at // 32, inside, other=-1)
+    forbidden = (bits >> (at % 32)) & 1 == 0
+    tl.store(logits + row * stride + at, float("-inf"), inside & forbidden)
+
+
+def launch_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
+    vocab = logits.shape[1]
+    if len(rows) * vocab:
+        _token_mask[(len(rows), -(-vocab // _BLOCK))](
+            logits, rows, mask, logits.stride(0), mask.shape[1], vocab, BLOCK=_BLOCK, num_warps=4
+        )
+
+
+def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """Returns `logits`, changed in place."""
+    want_shape("logits", logits, (None, None))
+    want_dtype("logits", logits, torch.float32)
+    want_rows("logits", logits)
+    want_shape("rows", rows, (None,))
+    want_shape("mask", mask, (rows.shape[0], -(-logits.shape[1] // 32)))
+    for name, tensor, dtype in (("rows", rows, torch.int64), ("mask", mask, torch.int32)):
+        want_dtype(name, tensor, dtype)
+        want_contiguous(name, tensor)
+        want_device(name, tensor, logits.device)
+    library = native.library()
+    if takes_triton(logits):
+        launch_token_mask(logits, rows, mask)
+    elif library is None or logits.device.type != "cpu":
+        apply_token_mask_reference(logits, rows, mask)
+    else:
+        library.token_mask(
+            logits.data_ptr(), logits.stride(0), logits.shape[1], rows.data_ptr(), len(rows), mask.data_ptr(),
+            mask.shape[1],
+        )  # fmt: skip
+    return logits
+
+
+def apply_token_mask_reference(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    bits = (mask[:, :, None] >> torch.arange(32, device=mask.device)) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, -math.inf)
+    return logits

@@ -1,0 +1,160 @@
+"""A process that compiles grammars and does nothing else, so that one that never ends costs a process and no router.
+
+    python -m coatcheck.router.event_loop.grammar_validator_process
+
+It reads JSON lines {"kind", "text"} and answers each with a JSON line {"error", "seconds"}.
+
+A job may have a second or two of the processor and so much memory; what wants more ends the process. It does not know
+vocabularies: over single bytes a grammar compiles as it does over tokens, but sooner. What compiles is followed for a
+few bytes: some limits of the parser are met only there, and on a rank they would end an answer that has begun.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import Grammar, GrammarRefused, why_unusable
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_SECONDS = 1
+_MEMORY_BYTES = 2 << 30
+_STACK_BYTES = 2 << 20
+_BYTES_FOLLOWED: Final = 32
+_ALL_BYTES: Final = (1 << 256) - 1  # as a mask; the byte tokenizer's other tokens are special ones
+_PART_SECONDS: Final = 0.25
+_SHARED: Final = ("$defs", "definitions", "$schema")  # that a schema within a schema needs
+_SCHEMAS_BY_NAME: Final = frozenset({"$defs", "definitions", "properties", "patternProperties"})
+_SCHEMAS: Final = frozenset({
+    "items", "additionalProperties", "additionalItems", "prefixItems", "anyOf", "allOf", "oneOf", "not"
+})  # fmt: skip
+
+
+def main() -> None:
+    """Until its input ends."""
+    # A grammar that is nested deep overflows a stack, which is the end of a process (the kernel logs a segfault in
+    # llguidance's _lib.abi3.so). Ranks have more of it than this (see workers/grammar_press).
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+def _serve() -> None:
+    from llguidance import LLTokenizer
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    tokenizer = LLTokenizer("byte")
+    for line in sys.stdin.buffer:
+        began = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began) + _SECONDS, most))
+        error = None
+        try:
+            grammar = Grammar(**json.loads(line))
+            _try(grammar, tokenizer)
+        except GrammarRefused as refused:
+            error = refused.reason
+        answer = {"error": error, "seconds": time.process_time() - began}
+        if error and grammar.kind == "json_schema":
+            place = _failing_part(grammar, error, began + _PART_SECONDS)
+            answer["error"] = f"{error}, at {place}" if place else error
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _try(grammar: Grammar, tokenizer: LLTokenizer) -> None:
+    """Raises GrammarRefused."""
+    from llguidance import LLMatcher
+
+    grammar.check()
+    matcher = LLMatcher(tokenizer, grammar.compiled(), log_level=0)
+    if matcher.is_error():
+        raise grammar.refused(matcher.get_error())
+    if not any(matcher.compute_bitmask()):
+        raise grammar.refused(why_unusable(matcher))
+    for pick in (_lowest, _highest):  # of JSON's values the first goes through a string, the second through an object
+        _follow(grammar, matcher.deep_copy(), pick)
+
+
+def _follow(grammar: Grammar, matcher: LLMatcher, pick: Callable[[int], int]) -> None:
+    for _ in range(_BYTES_FOLLOWED):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little") & _ALL_BYTES
+        if allowed and not matcher.is_error():
+            matcher.consume_token(pick(allowed))
+        if matcher.is_error():
+            raise grammar.refused(why_unusable(matcher))
+        if not allowed or matcher.is_stopped():
+            return
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _highest(bits: int) -> int:
+    return bits.bit_length() - 1
+
+
+def _failing_part(grammar: Grammar, reason: str, ends_at: float) -> str:
+    """The JSON pointer of the innermost schema within a schema that is refused for the same reason, "" for none. Looks
+    until `ends_at`, by this process's clock."""
+    try:
+        root = json.loads(grammar.text)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(root, dict):
+        return ""
+    shared = {name: root[name] for name in _SHARED if name in root}
+    pointer, schema, is_found = "", root, True
+    while is_found:
+        is_found = False
+        for place, part in _parts(schema):
+            if time.process_time() > ends_at:
+                break
+            if isinstance(part, dict) and _without_place(_reason({**shared, **part})) == _without_place(reason):
+                pointer, schema, is_found = f"{pointer}/{place}", part, True
+                break
+    return f"#{pointer}" if pointer else ""
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """(JSON pointer, schema) of the schemas that stand in a schema; definitions first, for others refer to them."""
+    for keyword in (*_SHARED, *sorted(schema.keys() - set(_SHARED))):
+        value = schema.get(keyword)
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            for name, part in value.items():
+                yield f"{keyword}/{name.replace('~', '~0').replace('/', '~1')}", part
+        elif keyword in _SCHEMAS and isinstance(value, list):
+            for index, part in enumerate(value):
+                yield f"{keyword}/{index}", part
+        elif keyword in _SCHEMAS:
+            yield keyword, value
+
+
+def _without_place(reason: str) -> str:
+    return reason.partition(" while processing ")[0]
+
+
+def _reason(schema: dict[str, Any]) -> str:
+    try:
+        Grammar("json_schema", json.dumps(schema)).check()
+    except GrammarRefused as refused:
+        return refused.reason
+    except InvalidRequest:  # too long, with all definitions
+        pass
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Limits on the number of entries in a message, so that checking and answering it is bounded work on the event loop.
+
+A chat of a few megabytes can have a hundred thousand messages, and a gRPC message of 32 MiB sixteen million. Each takes
+a few microseconds to check and tens of microseconds to render, so the number is limited as well as the bytes. Pure.
+"""
+
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenizeRequest
+from coatcheck.proto.errors import InvalidRequest, NeverFits
+
+_Kind = TypeVar("_Kind", bound=Message)
+
+# Messages in one chat. OpenAI's own API takes 2,048.
+MOST_MESSAGES: Final = 8192
+# Functions that a chat's model may call.
+MOST_TOOLS: Final = 1024
+# Parts of one message: the entries of all its lists and maps, at any depth, except for lists of numbers.
+MOST_PARTS: Final = 2 * MOST_MESSAGES
+# Numbers in one list, such as token ids.
+MOST_NUMBERS: Final = 1 << 22
+# Checking the parts of a longer message may take over 25 ms.
+LONG_BYTES: Final = 16 << 10
+# For a longer prompt the tokenizer holds the GIL for over 25 ms while it makes the list of ids.
+_LONG_PROMPT_BYTES: Final = 128 << 10
+_LONG_PROMPT_PARTS: Final = 512
+
+
+def has_long_prompt(message: GenerateRequest | TokenizeRequest) -> bool:
+    """Whether the prompt should be rendered and tokenised in a side process."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return len(message.text) > _LONG_PROMPT_BYTES
+        case "chat":
+            chat = message.chat
+            return len(chat.messages) + len(chat.tools) > _LONG_PROMPT_PARTS or chat.ByteSize() > _LONG_PROMPT_BYTES
+        case _:
+            return False
+
+
+def check_bytes(kind: type[Message], data: bytes) -> None:
+    """Parses `data` and checks the message as `check_parts` does. Runs in a side process: millions of parts take a
+    second."""
+    check_parts(parse(kind, data))
+
+
+def parse(kind: type[_Kind], data: bytes) -> _Kind:
+    """The message in `data`; raises InvalidRequest if it is no message of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+def check_parts(message: Message) -> None:
+    """Raises InvalidRequest for a message with more than MOST_PARTS parts, more than MOST_NUMBERS numbers in one list,
+    or a field that the .proto file does not have: no field that a client sends is ignored."""
+    if message.ByteSize() > LONG_BYTES and _has_unknown_fields(message):
+        raise InvalidRequest(f"{message.DESCRIPTOR.name} has fields that this server does not know; leave them out")
+    _count(message, MOST_PARTS)
+
+
+def check_chat(message: GenerateRequest | TokenizeRequest, capacity: int) -> None:
+    """Raises InvalidRequest for a chat of more than MOST_MESSAGES messages, and NeverFits for one of `capacity`
+    messages or more. `capacity`: the most tokens of one sequence; each message takes at least one token."""
+    count = len(message.chat.messages)
+    if count > MOST_MESSAGES:
+        raise InvalidRequest(f"the chat has {count} messages; at most {MOST_MESSAGES} are taken")
+    if count >= capacity:
+        raise NeverFits(
+            f"the chat has {count} messages, each of a token at least; this server holds {capacity} tokens per "
+            "sequence, prompt and answer together: send fewer"
+        )
+
+
+def _has_unknown_fields(message: Message) -> bool:
+    """Whether the message or a message inside it has unknown fields. To ask UnknownFieldSet would take ten seconds for
+    a million fields."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    return known.ByteSize() != message.ByteSize()
+
+
+def _count(message: Message, left: int) -> int:
+    """`left` less the parts of this message. Raises InvalidRequest if that is below 0."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise InvalidRequest(
+            f"{message.DESCRIPTOR.name} has a field numbered {unknown[0].field_number} that this server does not know; "
+            "leave it out"
+        )
+    for descriptor, value in message.ListFields():
+        kind = descriptor.message_type
+        if not descriptor.is_repeated:
+            left = _count(value, left) if kind is not None else left
+            continue
+        if kind is None and descriptor.cpp_type != descriptor.CPPTYPE_STRING:
+            if len(value) > MOST_NUMBERS:
+                raise InvalidRequest(f"{descriptor.name} has {len(value)} entries; at most {MOST_NUMBERS} are taken")
+            continue
+        left -= len(value)
+        if left < 0:
+            raise InvalidRequest(
+                f"{descriptor.name} has {len(value)} entries; a request may have {MOST_PARTS} entries in all its lists"
+            )
+        if kind is not None and not kind.GetOptions().map_entry:
+            for part in value:
+                left = _count(part, left)
+    return left

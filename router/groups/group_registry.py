@@ -1,0 +1,128 @@
+"""Groups: the groups that this router knows, their links, and the prefix index that they feed.
+
+The supervisor says which exist, the links find out which answer: together that is who takes new work. It does not know
+requests, nor what sends them.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from coatcheck.proto.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.worker_pb2 import Registration
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.eligibility import equal
+from coatcheck.router.groups.group_connection import GroupLink
+from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_failures import Losses
+from coatcheck.router.groups.outlier_detection import Laggards
+from coatcheck.router.groups.submission import Ejected
+from coatcheck.router.routing.prefix_index import PrefixIndex
+
+
+class Groups:
+    """Owns the links and the index. `eased` is called whenever some group may have room again; `groups_changed` is
+    called instead when the set of groups that take new work has changed."""
+
+    def __init__(self, config: RouterConfig, eased: Callable[[], None], groups_changed: Callable[[], None]) -> None:
+        self.index = PrefixIndex()
+        self.losses = Losses()
+        self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
+        # By name, so that a group that is lost and started again stays drained.
+        self.draining: set[str] = set()
+        self._config = config
+        self._eased = eased
+        self._groups_changed = groups_changed
+        self._links: dict[str, GroupLink] = {}
+        self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
+        self._serving_before: list[tuple[GroupLink, Registration]] = []
+        self._version = 0  # of the newest list
+        self._changed = asyncio.Event()
+        self._laggards = Laggards()
+
+    @property
+    def links(self) -> Iterable[GroupLink]:
+        """One per group that has an address, attached or not."""
+        return self._links.values()
+
+    @property
+    def absent(self) -> Iterable[GroupAddress]:
+        """Groups that are starting or lost."""
+        return self._absent.values()
+
+    def link(self, name: str) -> GroupLink | None:
+        """By name; None for a group that has no link."""
+        return self._links.get(name)
+
+    async def set(self, addresses: Sequence[GroupAddress], version: int = 0) -> None:
+        """Replaces what the supervisor knows: links to new groups open, links to groups gone or lost close at once.
+
+        A list older than the newest is ignored, since lists may overtake each other: versions grow, over a
+        supervisor's restart too. 0 is always taken.
+        """
+        if version and version < self._version:
+            return
+        self._version = max(version, self._version)
+        wanted = {address.name: address for address in addresses if address.address and address.state != "lost"}
+        self._absent = {address.name: address for address in addresses if address.name not in wanted}
+        self.draining &= {*wanted, *self._absent}
+        closing = []
+        for name, link in list(self._links.items()):
+            if name not in wanted or wanted[name].address != link.address.address:
+                closing.append(self._links.pop(name).close("its supervisor has taken it away"))
+        for name, address in wanted.items():
+            if name in self._links:
+                self._links[name].address = address
+            else:
+                self._links[name] = GroupLink(
+                    address, self._config, self.index, self.notify, self._eased, self._judge, self.losses
+                )
+        await asyncio.gather(*closing)
+        for address in addresses:
+            if address.predecessor is not None:
+                self.losses.learn(address.name, address.incarnation - 1, address.predecessor)
+        self.notify()
+
+    async def close(self) -> None:
+        """Ends every link."""
+        await self.set([])
+
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set once, when next a group comes or goes, somebody begins to drain, or a request is less of a suspect. Look
+        after taking it, then wait."""
+        return self._changed
+
+    def serving(self) -> list[tuple[GroupLink, Registration]]:
+        """Groups that take new work."""
+        return [
+            (link, link.registration)
+            for link in self._links.values()
+            if link.registration is not None and link.name not in self.draining and link.address.state != "draining"
+        ]
+
+    def notify(self) -> None:
+        """Something about who takes new work has changed; wakes whoever waits for that."""
+        serving = self.serving()
+        for _, registration in serving:
+            self.model = registration.model
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if not serving:
+            for link in self._links.values():
+                link.recall()
+        # A request whose suspicion falls notifies too, hundreds of them at once; the groups are the same then.
+        same = serving == self._serving_before
+        self._serving_before = serving
+        (self._eased if same else self._groups_changed)()
+
+    def _judge(self, link: GroupLink) -> Ejected | None:
+        """Whether it is too slow, now that it has reported, to be kept beside the others."""
+        status = link.load.last.status
+        if link.registration is None or not status.running or not self._laggards.suspects(status.slowness):
+            return None
+        peers = [
+            other.load.last.status.slowness
+            for other, registration in self.serving()
+            if other is not link and equal(registration.model, link.registration.model)
+        ]
+        return self._laggards.judge(link.name, status.slowness, peers, asyncio.get_running_loop().time())

@@ -1,0 +1,84 @@
+"""GroupStream: one Attach stream to a group, from its beginning to its end.
+
+It writes what is sent, hands on what comes, and notices a group that has fallen silent: a stopped process keeps its
+connections. It does not know what messages mean.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeAlias
+
+import grpc
+
+from coatcheck.proto.plane_certificate import PlaneCertificate, plane_channel
+from coatcheck.proto.worker_pb2 import FromGroup, ToGroup
+from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.router.config import GROUP_MESSAGE_BYTES
+from coatcheck.router.groups.group_endpoint import GroupAddress
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", GROUP_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", GROUP_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # so that a new attempt does not inherit the last one's backoff
+]
+
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
+
+
+class Silent(Exception):
+    """Nothing has come for too long."""
+
+
+class GroupStream:
+    """Made inside an event loop; `read` is called once."""
+
+    def __init__(self, address: GroupAddress, plane: PlaneCertificate | None, silence_seconds: float) -> None:
+        self._address = address
+        self._plane = plane
+        self._silence = silence_seconds
+        self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
+        self._heard = 0.0
+
+    def send(self, message: ToGroup) -> None:
+        """It is written in its turn, if the stream lives for so long."""
+        self._outbox.put_nowait(message)
+
+    async def read(self, receive: Callable[[FromGroup], None]) -> None:
+        """Hands on each message, and returns when the group has ended the stream. Raises AioRpcError where it broke,
+        Silent, and what `receive` raises."""
+        async with plane_channel(self._address.address, self._plane, _CHANNEL_OPTIONS) as channel:
+            call: _Call = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
+            clock = asyncio.get_running_loop().time
+            self._heard = clock()
+            helpers = [
+                asyncio.create_task(self._write(call)),
+                asyncio.create_task(self._watch(call), name=f"watch over {self._address.name}"),
+            ]
+            try:
+                while isinstance(message := await call.read(), FromGroup):  # else it is EOF
+                    self._heard = clock()
+                    receive(message)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # by its owner, perhaps just as the watch gave up
+                    raise
+                raise Silent from None
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+                call.cancel()
+                await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _write(self, call: _Call) -> None:
+        while True:
+            await call.write(await self._outbox.get())
+
+    async def _watch(self, call: _Call) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            before = clock()
+            await asyncio.sleep(self._silence / 5)
+            late = clock() - before - self._silence / 5  # of which we ourselves were too busy to listen
+            if clock() - self._heard - late > self._silence:
+                call.cancel()
+                return

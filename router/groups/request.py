@@ -1,0 +1,106 @@
+"""Request: what a client asked, checked and in token ids, as it is sent to whichever group answers it.
+
+It does not know groups, streams or text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from coatcheck.proto.block_hash import block_key, hash_chain
+from coatcheck.proto.coatcheck_pb2 import GetModelResponse, Resumed
+from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.proto.retention import Retention
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.tracing import NO_PARENT
+from coatcheck.proto.worker_pb2 import Submit
+from coatcheck.router.access.tenant import ANYONE, Tenant
+
+if TYPE_CHECKING:
+    from coatcheck.router.telemetry.request_lifecycle import Passage
+
+_SLICE: Final = 16384  # token ids
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`sampling` has its seed and max_tokens; `resume[choice]` are output tokens that the client already has. `passage`
+    is told where it goes."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    resume: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    cache_salt: str = ""
+    priority: int = 0
+    session_id: str = ""
+    retention: Retention | None = None
+    tenant: Tenant = ANYONE
+    deadline: float | None = None  # when its client gives up, by the event loop's clock
+    passage: "Passage | None" = field(default=None, compare=False, repr=False)
+    _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
+
+    _packed_prompt: list[bytes] = field(
+        default_factory=list, repr=False
+    )  # empty, or one serialised Submit that has only the token ids
+
+    def prepare(self, model: GetModelResponse) -> None:
+        """Hashes and serialises a long prompt in advance, so that `chain` and `submit` are quick. Call it in a thread.
+
+        One call for a million ids holds the GIL for 40 ms, so the ids are serialised in slices.
+        """
+        self.chain(model)
+        prompt = Submit()
+        for start in range(0, len(self.prompt_token_ids), _SLICE):
+            prompt.prompt_token_ids.extend(self.prompt_token_ids[start : start + _SLICE])
+        self._packed_prompt[:] = [prompt.SerializeToString()]
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens that one choice can come to, prompt included."""
+        return len(self.prompt_token_ids) + (self.sampling.max_tokens or 1)
+
+    def chain(self, model: GetModelResponse) -> list[bytes]:
+        """The names of the prompt's blocks on a group of this model, without its last token: that one is always
+        computed, since its logits give the first output. Computed once, for it may take long."""
+        kind = (model.name, model.fingerprint, model.block_size)
+        if kind not in self._chains:
+            key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint)
+            self._chains[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
+        return self._chains[kind]
+
+    def submit(
+        self,
+        id: int,
+        attempt: int,
+        delivered: Mapping[int, Sequence[int]],
+        uncached_tokens: int | None = None,
+        now: float = 0.0,
+    ) -> Submit:
+        """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""
+        packed = self._packed_prompt
+        submit = Submit.FromString(packed[0]) if packed else Submit(prompt_token_ids=self.prompt_token_ids)
+        rest = Submit(
+            id=id,
+            attempt=attempt,
+            request_id=self.request_id,
+            prompt_token_ids=(),  # says to mypy that the carrier's fields are others
+            sampling=self._group_sampling(),
+            resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
+            cache_salt=self.cache_salt,
+            uncached_tokens=uncached_tokens,
+            priority=self.priority,
+            tenant="" if self.tenant is ANYONE else self.tenant.name,
+            retention=self.retention.to_message() if self.retention else None,
+            seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
+            **(self.passage.carrier() if self.passage is not None else NO_PARENT),
+        )
+        submit.MergeFrom(rest)
+        return submit
+
+    def _group_sampling(self) -> SamplingMessage:
+        message = self.sampling.to_message()
+        message.ClearField("stop")
+        message.ClearField("skip_special_tokens")
+        message.ClearField("include_stop")
+        return message

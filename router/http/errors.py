@@ -1,0 +1,95 @@
+"""error_body(): an error as OpenAI's clients expect it, with its HTTP status.
+
+What is not ours is logged, and the client gets a number to quote, as over gRPC.
+"""
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from coatcheck.proto.errors import (
+    CoatcheckError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    status_of,
+)
+
+_log = logging.getLogger(__name__)
+_TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+                 404: "not_found_error", 405: "invalid_request_error", 408: "invalid_request_error",
+                 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+                 431: "invalid_request_error"}  # fmt: skip
+# OpenAI's error codes; its clients tell errors apart by them.
+_CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
+
+
+LONE_SURROGATE: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
+# A message may quote input of any length.
+_MESSAGE_CHARACTERS: Final = 1000
+
+
+class InvalidBody(InvalidRequest):
+    """A body that its endpoint's schema refuses. `field`: the wrong field, or None."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message, field)
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and body for an exception. `prompt_field`: the body's field that holds the prompt, if any."""
+    _, status = status_of(error)
+    if isinstance(error, InvalidBody):
+        return status, refusal(status, error.message, param=error.field)
+    if isinstance(error, CoatcheckError):
+        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+        param = prompt_field if isinstance(error, ContextLengthExceeded) else None
+        return status, refusal(status, str(error), param=param, code=code)
+    if isinstance(error, UnicodeEncodeError):  # JSON can escape what no text may hold
+        return 400, refusal(400, LONE_SURROGATE)
+    incident = uuid.uuid4().hex[:12]
+    _log.error("incident %s", incident, exc_info=error)
+    return 500, refusal(500, f"something failed here that should not; the log has it as incident {incident}")
+
+
+def refusal(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON body of an error; a long message or parameter is cut."""
+    kind = _TYPES.get(status, "server_error")
+    return {"error": {"message": _clip(message), "type": kind, "param": param and _clip(param), "code": code}}
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MESSAGE_CHARACTERS else text[:_MESSAGE_CHARACTERS] + "…"
+
+
+def retry_headers(error: BaseException) -> dict[str, str]:
+    """When to come again, where that is known."""
+    return {"retry-after": str(max(1, round(error.retry_seconds)))} if isinstance(error, Overloaded) else {}
+
+
+def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """(message, field) for the first thing that is wrong with a body."""
+    # Of a union's branches the one that got furthest is the one that was meant.
+    field = errors[0]["loc"][:2]
+    first = max((error for error in errors if error["loc"][:2] == field), key=lambda error: len(error["loc"]))
+    parts = [str(part) for part in first["loc"] if part != "body"]
+    # A union's branches are named by their types, which are of no use to a client.
+    name = ".".join(part for part in parts if "[" not in part and "-" not in part and part != "str") or "body"
+    match first["type"]:
+        case "extra_forbidden":
+            return f"{name} is not implemented by this server, and would change the answer; leave it out", name
+        case "missing":
+            return f"{name} is missing", name
+        case "json_invalid":
+            return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+        case "model_attributes_type" | "dict_type" if name == "body":
+            return "the body must be a JSON object, sent with content-type application/json", None
+    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
+    return f"{name}: {message}", name

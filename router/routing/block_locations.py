@@ -1,0 +1,99 @@
+"""Residency: which groups hold which blocks, by tier: one set of groups for each block, and each group's own books.
+
+The sets are what a walk along a chain reads; the books say what a group takes with it when it goes. Groups are bits
+here, as in the prefix index. It does not know names, epochs, nor whether an event comes in its turn.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from coatcheck.proto.block_hash import HASH_BYTES
+from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
+from coatcheck.router.routing.event_trouble import EventTrouble
+from coatcheck.router.routing.reuse_after_eviction import Regret
+
+_TIERS: Final = (TIER_DEVICE, TIER_HOST)
+
+
+class Residency:
+    """`where` has for each tier the groups, as bits, that hold a block there."""
+
+    def __init__(self, regret: Regret, troubles: Counter[EventTrouble]) -> None:
+        self.where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
+        self._regret = regret
+        self._troubles = troubles
+        self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> set of tiers, as bits
+        self._entries: Counter[int] = Counter()  # of each group, in both tiers
+
+    @property
+    def blocks(self) -> int:
+        """Distinct ones, wherever they are."""
+        on_device, on_host = self.where
+        return len(on_device.keys() | on_host.keys())
+
+    @property
+    def entries(self) -> int:
+        """Blocks by group and tier."""
+        return self._entries.total()
+
+    def entries_of(self, bit: int) -> int:
+        """That group's, in both tiers."""
+        return self._entries[bit]
+
+    def apply(self, bit: int, events: Iterable[KvEvent]) -> None:
+        """The group has stored and removed these, in order."""
+        held, regret, troubles = self._held.setdefault(bit, {}), self._regret, self._troubles
+        on_device, on_host = self.where
+        entries = self._entries[bit]
+        for event in events:
+            block, tier = event.block_hash, event.tier
+            if tier not in _TIERS or len(block) != HASH_BYTES:
+                troubles[EventTrouble.UNNAMED] += 1
+                continue
+            place = tier - 1
+            where, tiers = self.where[place], held.get(block, 0)
+            if event.stored:
+                if not tiers >> place & 1:
+                    held[block] = tiers | 1 << place
+                    where[block] = where.get(block, 0) | bit
+                    entries += 1
+                    regret.stored(block)
+                if (parent := event.parent_hash) and parent not in held:
+                    troubles[EventTrouble.NO_PARENT] += 1
+            elif tiers >> place & 1:
+                _set_or_drop(held, block, tiers & ~(1 << place))
+                _set_or_drop(where, block, where[block] & ~bit)
+                entries -= 1
+                if block not in on_device and block not in on_host:
+                    regret.evicted(block, len(on_device))
+        self._entries[bit] = entries
+
+    def forget(self, bit: int) -> None:
+        """Nothing is known of the group any more; nobody has evicted what it held."""
+        for block, tiers in self._held.pop(bit, {}).items():
+            for place, where in enumerate(self.where):
+                if tiers >> place & 1:
+                    _set_or_drop(where, block, where[block] & ~bit)
+        del self._entries[bit]
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        for place, where in enumerate(self.where):
+            expected: dict[bytes, int] = {}
+            for bit, held in self._held.items():
+                for block, tiers in held.items():
+                    assert tiers, "an entry in no tier"
+                    if tiers >> place & 1:
+                        expected[block] = expected.get(block, 0) | bit
+            assert where == expected, "the shared index and the groups' own disagree"
+        for bit, held in self._held.items():
+            assert self._entries[bit] == sum(tiers.bit_count() for tiers in held.values()), "entries miscounted"
+        assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"
+
+
+def _set_or_drop(bits: dict[bytes, int], block: bytes, value: int) -> None:
+    if value:
+        bits[block] = value
+    else:
+        del bits[block]

@@ -1,0 +1,56 @@
+"""Explanation: a decision as a message, and as the trailing metadata of the call that asked for it.
+
+It does not know how a decision is made.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+
+from coatcheck.proto.coatcheck_pb2 import Explanation, GroupCost
+from coatcheck.router.routing.routing_cost import Decision, Terms
+
+ASKED_BY: Final = "coatcheck-explain"
+ANSWERED_BY: Final = "coatcheck-explanation-bin"
+# Of 62 bytes each: trailing metadata is refused past 8 KiB.
+_MOST_IN_METADATA: Final = 32
+
+
+def explanation_of(decision: Decision, most: int | None = None) -> Explanation:
+    """The chosen group, then the cheapest, at most so many."""
+    rows = sorted(decision.terms, key=lambda terms: (terms.group != decision.group, terms.total))
+    return Explanation(
+        group=decision.group,
+        why=decision.why,
+        prompt_tokens=decision.prompt_tokens,
+        costs=[_cost(terms) for terms in rows[:most]],
+    )
+
+
+def is_asked(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a call's own metadata ask for it."""
+    return any(key == ASKED_BY and value in ("1", "true") for key, value in metadata or ())
+
+
+def trailing_metadata(decision: Decision) -> grpc.aio.Metadata:
+    """What such a call ends with."""
+    return grpc.aio.Metadata((ANSWERED_BY, explanation_of(decision, _MOST_IN_METADATA).SerializeToString()))
+
+
+def _cost(terms: Terms) -> GroupCost:
+    return GroupCost(
+        group=terms.group,
+        total_seconds=terms.total,
+        queue_seconds=terms.queue,
+        prefill_seconds=terms.prefill,
+        restore_seconds=terms.restore,
+        decode_seconds=terms.decode,
+        eviction_seconds=terms.eviction,
+        delay_seconds=terms.delay,
+        device_tokens=terms.device_tokens,
+        host_tokens=terms.host_tokens,
+        expected_tokens=terms.expected_tokens,
+        stall_seconds=terms.stall,
+        has_room=terms.has_room,
+    )

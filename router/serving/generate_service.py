@@ -1,0 +1,306 @@
+"""Generation: the public service as plain methods over its messages, whatever protocol carries them.
+
+A request is checked, tokenised off the event loop (a long prompt in a side process), given a seed, placed on a group
+and relayed. This module does not know gRPC or HTTP: callers turn its errors into statuses, and close the iterator when
+their client goes away.
+"""
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Final, TypeVar
+
+from google.protobuf.message import Message
+
+from coatcheck.proto.coatcheck_pb2 import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Explanation,
+    GenerateEvent,
+    GenerateRequest,
+    GenerateResponse,
+    GetModelRequest,
+    GetModelResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, Unavailable
+from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.tracing import NO_PARENT, Tracing
+from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.access.tenant_limits import Limits
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.event_loop.grammar_validator import GrammarCheck
+from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
+from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.groups.eligibility import capacity
+from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.request import Request
+from coatcheck.router.routing.routing_cost import Decision
+from coatcheck.router.serving.dispatcher import Dispatch
+from coatcheck.router.serving.explanation import explanation_of
+from coatcheck.router.serving.long_prompt import encode_long_prompt
+from coatcheck.router.serving.relay import Relay
+from coatcheck.router.serving.request_validation import admit, check_model_name, check_token_ids, prompt_token_ids
+from coatcheck.router.telemetry.request_lifecycle import Passage
+from coatcheck.router.telemetry.traffic import Traffic
+from coatcheck.router.text.tokenizer import TokenizerJson
+
+_T = TypeVar("_T")
+# Hashing or serialising more tokens than this takes over a millisecond, which is too long for the event loop.
+_LONG_PROMPT: Final = 16384
+# Or as many as the model's context has. A token takes the tokeniser some 200 bytes while it works.
+_MOST_TOKENIZED: Final = 1 << 18
+
+
+class Generation:
+    """Owns the tokeniser's threads, and the check of grammars."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: TokenizerJson,
+        groups: Groups,
+        dispatch: Dispatch,
+        traffic: Traffic,
+        side: SideProcesses,
+        tracing: Tracing | None = None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
+        self._config = config
+        self._defaults = defaults
+        self._tokenizer = tokenizer
+        self._groups = groups
+        self._dispatch = dispatch
+        self._traffic = traffic
+        self._side = side
+        self._tracing = tracing
+        self._limits = Limits()
+        self._grammars = GrammarCheck()
+        self._rng = random.SystemRandom()
+        self.created = int(time.time())
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self._config.model_name
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a call to `tokenize` or `detokenize`: the model's context length, at least 262,144."""
+        return max(_MOST_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
+
+    @property
+    def model(self) -> GetModelResponse | None:
+        """What is served; None until a group has registered."""
+        return self._groups.model
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """Values of sampling fields that a request leaves unset, from the model's generation_config.json."""
+        return self._defaults
+
+    async def generate_stream(
+        self,
+        message: GenerateRequest,
+        on_decision: Callable[[Decision], None] | None = None,
+        tenant: Tenant = ANYONE,
+        carrier: Mapping[str, str] = NO_PARENT,
+        deadline: float | None = None,
+        on_admitted: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Started, deltas, Final. Closing it early frees what the request holds. `on_admitted` is called once the
+        request has passed its checks, before it waits for a group. At its end `on_decision` is told why it was where it
+        was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event loop's clock: what
+        cannot begin by then is refused."""
+        passage = Passage(self._traffic, self._tracing, message.request_id, carrier)
+        relay: Relay | None = None
+        failure: BaseException | None = None
+        try:
+            with self._traffic.request(tenant):
+                self._shed(message, tenant, deadline)
+                request = await self._admit(message, tenant, passage, deadline)
+                self._limits.tokens(tenant, len(request.prompt_token_ids))
+                on_admitted()
+                skip = request.sampling.skip_special_tokens
+                relay = Relay(request, self._dispatch, self._config, lambda: self._tokenizer.detokenizer(skip))
+                try:
+                    async for event in relay.events():
+                        if event.HasField("delta"):
+                            passage.delta(event.delta.choice)
+                        yield event
+                finally:
+                    relay.close()
+                    self._limits.tokens(tenant, relay.completion_tokens)
+                    if on_decision is not None and relay.decision is not None:
+                        on_decision(relay.decision)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            passage.ended(relay.usage if relay is not None else None, failure)
+
+    async def generate(
+        self,
+        message: GenerateRequest,
+        on_decision: Callable[[Decision], None] | None = None,
+        tenant: Tenant = ANYONE,
+        carrier: Mapping[str, str] = NO_PARENT,
+        deadline: float | None = None,
+    ) -> GenerateResponse:
+        """The same answer once it is whole."""
+        response = GenerateResponse()
+        texts: dict[int, list[str]] = {}
+        async with aclosing(self.generate_stream(message, on_decision, tenant, carrier, deadline)) as events:
+            async for event in events:
+                match event.WhichOneof("event"):
+                    case "started":
+                        response.started.CopyFrom(event.started)
+                    case "prompt_logprobs":
+                        response.prompt_logprobs.MergeFrom(event.prompt_logprobs)  # one part of them
+                    case "delta":
+                        delta = event.delta
+                        while len(response.choices) <= delta.choice:
+                            response.choices.add(choice=len(response.choices))
+                        texts.setdefault(delta.choice, []).append(delta.text)
+                        delta.ClearField("text")  # strings would be replaced, not joined
+                        # Into the response itself: to copy millions of log-probabilities at the end takes 0.2 s.
+                        response.choices[delta.choice].MergeFrom(delta)
+                    case "final":
+                        response.final.CopyFrom(event.final)
+        for index, pieces in texts.items():
+            response.choices[index].text = "".join(pieces)
+        return response
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Raises GrammarRefused for one that does not compile."""
+        await self._grammars.require(grammar)
+
+    async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
+        """Where the request would go now, and what each group would cost it; it is not sent."""
+        return explanation_of(self._dispatch.explain(await self._admit(message, tenant)))
+
+    async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
+        """A text's or a chat's token ids."""
+        await self._check_parts(message)
+        check_model_name(message.model, self._config.model_name)
+        if message.HasField("chat") and message.HasField("add_special_tokens"):
+            raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
+        ids = await self._prompt_ids(message, self.most_tokens)
+        return TokenizeResponse(token_ids=ids)
+
+    async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
+        """The token ids of a generation's prompt. Raises ContextLengthExceeded for one far over the context."""
+        check_model_name(message.model, self._config.model_name)
+        return list(await self._ids_within_context(message, self._capacity(self._model())))
+
+    async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids; raises NeverFits for more than `most_tokens`."""
+        await self._check_parts(message)
+        check_model_name(message.model, self._config.model_name)
+        if len(message.token_ids) > self.most_tokens:
+            raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.most_tokens} are taken")
+        check_token_ids(message.token_ids, self._vocab_size())
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        return DetokenizeResponse(text=await self._in_thread(lambda: self._tokenizer.decode(message.token_ids, skip)))
+
+    async def get_model(self, message: GetModelRequest) -> GetModelResponse:
+        """What is served; raises Unavailable until a group has registered."""
+        check_parts(message)
+        model = GetModelResponse()
+        model.CopyFrom(self._model())
+        if given := self._defaults.given_values():
+            model.default_sampling.CopyFrom(SamplingMessage(**given))
+        return model
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._grammars.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _shed(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
+        """Whoever is refused for the load is refused at once, before its prompt is tokenised: raises Overloaded and
+        DeadlineExceeded."""
+        if not message.resume:  # else it was taken before
+            self._limits.request(tenant)
+            self._dispatch.require_room(tenant, tenant.ranked(message.priority), deadline)
+
+    async def _admit(
+        self,
+        message: GenerateRequest,
+        tenant: Tenant,
+        passage: Passage | None = None,
+        deadline: float | None = None,
+    ) -> Request:
+        await self._check_parts(message)
+        check_model_name(message.model, self._config.model_name)
+        token_ids = await self._ids_within_context(message, self._capacity(self._model()))
+        model = self._model()
+        request = admit(
+            message,
+            token_ids,
+            vocab_size=model.vocab_size,
+            capacity=self._capacity(model),
+            rng=self._rng,
+            tenant=tenant,
+            defaults=self._defaults,
+        )
+        if request.sampling.structured is not None:
+            await self._grammars.require(request.sampling.structured)
+        if len(token_ids) > _LONG_PROMPT:
+            await self._in_thread(lambda: request.prepare(model))
+        if passage is None:
+            return request
+        passage.admitted(request.request_id, len(token_ids), resumed=bool(request.resume))
+        return dataclasses.replace(request, passage=passage, deadline=deadline)
+
+    async def _check_parts(self, message: Message) -> None:
+        """As check_parts; in a thread if the message is long."""
+        if message.ByteSize() > LONG_BYTES:
+            await self._in_thread(lambda: check_parts(message))
+        else:
+            check_parts(message)
+
+    async def _ids_within_context(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
+        """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: most tokens of one
+        sequence. A prompt a little over `capacity` passes here, and `admit` refuses it."""
+        try:
+            return await self._prompt_ids(message, capacity)
+        except NeverFits as error:
+            raise ContextLengthExceeded.of(capacity, str(error)) from None
+
+    async def _prompt_ids(self, message: GenerateRequest | TokenizeRequest, at_most: int) -> Sequence[int]:
+        """The prompt's token ids, made off the event loop unless they are few and sent as ids. Raises NeverFits for a
+        prompt far over `at_most` tokens."""
+        check_chat(message, at_most)
+        if isinstance(message, GenerateRequest) and 0 < len(message.token_ids.ids) <= _LONG_PROMPT:
+            return prompt_token_ids(message, self._tokenizer)  # a short copy
+        directory = self._tokenizer.directory
+        if directory is not None and has_long_prompt(message):
+            return await self._side.run(
+                encode_long_prompt, directory, type(message), message.SerializeToString(), at_most
+            )
+        return await self._in_thread(lambda: prompt_token_ids(message, self._tokenizer, at_most))
+
+    def _capacity(self, model: GetModelResponse) -> int:
+        rooms = [capacity(registration) for _, registration in self._groups.serving()]
+        return max(rooms, default=model.max_model_len)
+
+    def _model(self) -> GetModelResponse:
+        if self._groups.model is None:
+            raise Unavailable("no worker group has started yet; try again shortly")
+        return self._groups.model
+
+    def _vocab_size(self) -> int:
+        model = self._groups.model
+        return model.vocab_size if model is not None else self._tokenizer.vocab_size
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,0 +1,170 @@
+"""admit(): from the message a client sent to a Request, or to the error that says what to change.
+
+Pure but for the tokeniser and the dice that it is given. It does not know groups or streams.
+"""
+
+import dataclasses
+import random
+import uuid
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from google.protobuf.message import Message
+
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
+from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, NotFound
+from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
+from coatcheck.proto.retention import Retention
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.router.access.tenant import ANYONE, Tenant
+from coatcheck.router.groups.request import Request
+from coatcheck.router.text.conversation import chat_text
+from coatcheck.router.text.tokenizer import TokenizerJson
+
+# Most log-probabilities of prompt tokens in one answer; more take seconds to encode.
+MOST_SCORED: Final = 1 << 20
+_LONGEST_NAME: Final = 256
+_SLICE: Final = 16384  # token ids
+_EMPTY = "the prompt is empty; give at least one token"
+
+
+def check_model_name(asked: str, served: str) -> None:
+    """Raises NotFound for another model than the one that is served."""
+    if asked and asked != served:
+        raise NotFound(f"model {asked[:_LONGEST_NAME]!r} is not served here; this server has {served!r}")
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id that the model does not have."""
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidRequest(f"token id {largest} is outside the vocabulary; ids are below {vocab_size}")
+
+
+def prompt_token_ids(
+    message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson, at_most: int | None = None
+) -> Sequence[int]:
+    """The prompt's token ids; takes long for a long prompt. Raises InvalidRequest, and NeverFits for a text far over
+    `at_most` tokens before all of it is tokenised."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            if not message.text and isinstance(message, GenerateRequest):
+                raise InvalidRequest(_EMPTY)  # though a tokenizer that opens every text would make it one token
+            special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
+            return tokenizer.encode(message.text, special, at_most=at_most)
+        case "chat":
+            text = chat_text(message.chat, tokenizer.template)
+            return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
+        case "token_ids" if isinstance(message, GenerateRequest):
+            return _copy_ids(message.token_ids.ids, at_most)
+        case _:
+            raise InvalidRequest("there is no prompt; set text, token_ids or chat")
+
+
+def admit(
+    message: GenerateRequest,
+    token_ids: Sequence[int],
+    *,
+    vocab_size: int,
+    capacity: int,
+    rng: random.Random,
+    tenant: Tenant = ANYONE,
+    defaults: SamplingDefaults = NO_DEFAULTS,
+) -> Request:
+    """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
+
+    `capacity`: the most tokens of one sequence on any group, limited by the model's context or the KV pool. All
+    sampling values are fixed here, so a group that continues the request after a failover draws the same tokens.
+    """
+    sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
+    sampling.check_model(vocab_size)
+    retention = Retention.from_message(message.retention) if message.HasField("retention") else None
+    for name in ("request_id", "cache_salt", "session_id"):  # they are kept, logged, sent on, or hashed for each group
+        if len(getattr(message, name)) > _LONGEST_NAME:
+            raise InvalidRequest(
+                f"{name} has {len(getattr(message, name))} characters; at most {_LONGEST_NAME} are taken"
+            )
+    if not token_ids:
+        raise InvalidRequest(_EMPTY)
+    length = len(token_ids)
+    if tenant.max_prompt_tokens is not None and length > tenant.max_prompt_tokens:
+        raise NeverFits(
+            f"the prompt has {length} tokens, and {tenant.name!r} may send {tenant.max_prompt_tokens}; shorten it"
+        )
+    if length >= capacity:
+        raise ContextLengthExceeded.of(
+            capacity,
+            f"the prompt has {length} tokens, and the answer needs room too: shorten the prompt to at most "
+            f"{capacity - 1} tokens",
+        )
+    check_token_ids(token_ids, vocab_size)
+    scored = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
+    if scored > MOST_SCORED:
+        raise NeverFits(
+            f"prompt_logprobs is {sampling.prompt_logprobs} and the prompt has {length} tokens, which makes {scored} "
+            f"log-probabilities; at most {MOST_SCORED} are returned: ask for fewer, or shorten the prompt"
+        )
+    room = capacity - length
+    for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
+        if asked > room:
+            raise ContextLengthExceeded.of(
+                capacity,
+                f"you requested {length + asked} tokens: {length} in the prompt, and {name} is {asked}; lower "
+                f"{name} to {room}, leave it out, or shorten the prompt",
+            )
+    most = sampling.max_tokens or room
+    if sampling.max_tokens is None and defaults.max_new_tokens is not None:
+        most = min(room, max(defaults.max_new_tokens, sampling.min_tokens))
+    resume = _resumed(message.resume, sampling, most, vocab_size)
+    # A drawn seed stays below 2^63, for clients in languages without unsigned integers.
+    seed = rng.getrandbits(63) if sampling.seed is None else sampling.seed
+    return Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt_token_ids=token_ids,
+        sampling=dataclasses.replace(sampling, max_tokens=most, seed=seed),
+        resume=resume,
+        cache_salt=tenant.salted(message.cache_salt),
+        priority=tenant.ranked(message.priority),
+        session_id=message.session_id,
+        retention=retention,
+        tenant=tenant,
+    )
+
+
+def _copy_ids(ids: Sequence[int], at_most: int | None) -> Sequence[int]:
+    """A copy of `ids`: a list, or for more than _SLICE an array. The array is made in slices, because one call for all
+    holds the GIL for 40 ms per million ids. More ids than `at_most` are not copied: `admit` refuses them."""
+    if len(ids) <= _SLICE:
+        return list(ids)
+    if at_most is not None and len(ids) > at_most:
+        return ids
+    copied = array("I")
+    for start in range(0, len(ids), _SLICE):
+        copied.extend(ids[start : start + _SLICE])
+    return copied
+
+
+def _resumed(
+    resume: Sequence[Resumed], sampling: SamplingParams, max_tokens: int, vocab_size: int
+) -> dict[int, list[int]]:
+    if resume and sampling.seed is None:
+        raise InvalidRequest("a resumed request needs its seed; set sampling.seed to the one in Started")
+    delivered: dict[int, list[int]] = {}
+    for part in resume:
+        if part.choice >= sampling.n:
+            raise InvalidRequest(f"resume names choice {part.choice}; with n = {sampling.n} choices are below that")
+        if part.choice in delivered:
+            raise InvalidRequest(f"resume names choice {part.choice} twice; give all its token ids at once")
+        check_token_ids(part.token_ids, vocab_size)
+        if len(part.token_ids) > max_tokens:
+            raise InvalidRequest(
+                f"resume holds {len(part.token_ids)} tokens of choice {part.choice}, more than max_tokens "
+                f"({max_tokens}); send the first request's own max_tokens"
+            )
+        delivered[part.choice] = list(part.token_ids)
+    return delivered
+
+
+def _or_true(message: Message, name: str) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else True

@@ -1,0 +1,155 @@
+"""Metrics: what a router knows of itself and its groups, in Prometheus' form.
+
+What a router does itself is counted as it happens (see measures); what groups report is read when somebody asks. It
+does not know how it is served.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from coatcheck.proto.coatcheck_pb2 import Evictions, GroupStatus, PrefixMisses, StatusResponse
+from coatcheck.router.telemetry.exposition import Exposition, labels
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+STATES: Final = ("serving", "draining", "drained", "starting", "lost")
+
+
+class _Row(NamedTuple):
+    """A metric with one value for each group: its name, help, and where the value is."""
+
+    name: str
+    help: str
+    value: Callable[[GroupStatus], float]
+
+
+_GAUGES: Final = (
+    _Row("running_sequences", "Sequences that run.", lambda g: g.running),
+    _Row("waiting_sequences", "Sequences that wait for room.", lambda g: g.waiting),
+    _Row("slowness_ratio", "How many times as long as usual its steps take.", lambda g: g.slowness),
+    _Row("step_seconds", "A decode step, as measured lately.", lambda g: g.step_seconds),
+    _Row("block_bytes", "Bytes of a KV block on one rank.", lambda g: g.bytes_per_block),
+    _Row("prefill_tokens_per_second", "Prompt tokens computed, lately.", lambda g: g.prefill_tokens_per_second),
+    _Row("demote_bytes_per_second", "To host memory, on the slowest rank.", lambda g: g.demote_bytes_per_second),
+    _Row("restore_bytes_per_second", "From host memory, on the slowest rank.", lambda g: g.restore_bytes_per_second),
+)
+_COUNTERS: Final = (
+    _Row("prompt_tokens", "Prompt tokens of what was admitted.", lambda g: g.prompt_tokens),
+    _Row("generated_tokens", "Tokens generated.", lambda g: g.generated_tokens),
+    _Row("preemptions", "Sequences that had to give up their blocks.", lambda g: g.preemptions),
+    _Row("demoted_blocks", "Blocks copied to host memory.", lambda g: g.demotions),
+    _Row("restored_blocks", "Blocks copied back from host memory.", lambda g: g.restores),
+    _Row("integrity_failures", "Blocks that came back wrong and were computed again.", lambda g: g.integrity_failures),
+    _Row("late_compiles", "GPU kernels compiled after the ranks had warmed up.", lambda g: g.late_compiles),
+    _Row("restarts", "How often the supervisor has started it again.", lambda g: g.restarts),
+)
+_AUDIT: Final = (
+    _Row("prompts", "Prompts whose cached tokens were foreseen.", lambda g: g.audit.prompts),
+    _Row("foreseen_tokens", "Cached prompt tokens that the router foresaw.", lambda g: g.audit.foreseen_tokens),
+    _Row("found_tokens", "Those that the groups found.", lambda g: g.audit.found_tokens),
+    _Row("error_tokens", "Sum of the differences, prompt by prompt.", lambda g: g.audit.error_tokens),
+    _Row("divergences", "How often a group's blocks were asked for anew.", lambda g: g.audit.divergences),
+)
+
+
+class Metrics:
+    """Owns the registry, which others add to."""
+
+    def __init__(self, report: Callable[[], StatusResponse], registry: CollectorRegistry) -> None:
+        self._report = report
+        self._registry = registry
+        ProcessCollector(registry=registry)
+
+    def render(self) -> bytes:
+        """The whole page."""
+        status, page = self._report(), Exposition()
+        _add_whole(page, status)
+        _add_groups(page, status.groups)
+        _add_ranks(page, status.groups)
+        return generate_latest(self._registry) + page.text().encode()
+
+
+def _add_whole(page: Exposition, status: StatusResponse) -> None:
+    """Of the router as one server, also what the Gateway API's inference extension asks of one."""
+    groups, model = status.groups, status.model
+    running, waiting = sum(g.running for g in groups), sum(g.waiting for g in groups)
+    total, used = sum(g.blocks_total for g in groups), sum(g.blocks_used for g in groups)
+    # Requests that no group has yet are open here and in none of the groups' counts.
+    elsewhere = max(status.active_streams - running - waiting, 0)
+    # The extension reads these sizes from labels, under the names that one engine gives them.
+    sizes = labels(block_size=str(model.block_size), num_gpu_blocks=str(total))
+    served = labels(model=model.name, dtype=model.dtype, kv_dtype=model.kv_dtype, fingerprint=model.fingerprint[:12])
+    for name, text, where, value in (
+        ("active_requests", "Requests that are open.", "", status.active_streams),
+        ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + elsewhere),
+        ("queue_now_seconds", "How long requests wait for room in a group now.", "", status.queue_seconds),
+        ("running_requests", "Sequences that run, in all groups.", "", running),
+        ("kv_utilization_ratio", "Of all groups' KV blocks, the share in use.", "", used / total if total else 0.0),
+        ("kv_block_size_tokens", "Tokens that a KV block holds.", "", model.block_size),
+        ("kv_blocks", "KV blocks of all groups.", "", total),
+        ("cache_hit_ratio", "Of prompt tokens, the share found in a cache.", "", status.hit_ratio),
+        ("accepting", "1 while new requests are taken.", "", int(status.state == "serving")),
+        ("cache_config_info", "Sizes of the KV cache, as labels.", sizes, 1),
+        ("model_info", "What is served.", served, 1),
+    ):
+        page.add("gauge", f"coatcheck_{name}", text, [(where, value)])
+
+
+def _add_groups(page: Exposition, groups: Sequence[GroupStatus]) -> None:
+    named = [(group, labels(group=group.name)) for group in groups]
+    states, blocks, cached = [], [], []
+    evicted, missed, moved = list[tuple[str, float]](), list[tuple[str, float]](), list[tuple[str, float]]()
+    for group, where in named:
+        begun = where[:-1]
+        states += [(f'{begun},state="{state}"}}', int(group.state == state)) for state in STATES]
+        free = max(group.blocks_total - group.blocks_used - group.blocks_cached, 0)
+        for tier, use, count in (
+            ("device", "used", group.blocks_used),
+            ("device", "cached", group.blocks_cached),
+            ("device", "free", free),
+            ("host", "cached", group.host_blocks_used),
+            ("host", "free", max(group.host_blocks_total - group.host_blocks_used, 0)),
+        ):
+            blocks.append((f'{begun},tier="{tier}",use="{use}"}}', count))
+        cached.append((f'{begun},tier="device"}}', group.cached_device_tokens))
+        cached.append((f'{begun},tier="host"}}', group.cached_host_tokens))
+        for tier, evictions in (("device", group.device_evictions), ("host", group.host_evicted)):
+            evicted += _by_field(evictions, f'{begun},tier="{tier}"')
+        missed += _by_field(group.prefix_misses, begun)
+        moved.append((f'{begun},to="host"}}', group.demoted_bytes))
+        moved.append((f'{begun},to="device"}}', group.restored_bytes))
+    page.add("counter", "coatcheck_group_evicted_blocks", "Cached blocks that made room, by tier and why.", evicted)
+    page.add("counter", "coatcheck_group_prefix_misses", "Prompts not found whole, by why.", missed)
+    page.add("counter", "coatcheck_group_moved_bytes", "KV copied between device and host, on all ranks.", moved)
+    page.add("gauge", "coatcheck_group_state", "1 for the state that it is in.", states)
+    page.add("gauge", "coatcheck_group_blocks", "KV blocks, by tier and use.", blocks)
+    page.add("counter", "coatcheck_group_cached_tokens", "Prompt tokens found in the cache, by tier.", cached)
+    for row in _GAUGES:
+        samples = [(where, row.value(group)) for group, where in named]
+        page.add("gauge", f"coatcheck_group_{row.name}", row.help, samples)
+    for room, rows in (("group", _COUNTERS), ("routing", _AUDIT)):
+        for row in rows:
+            samples = [(where, row.value(group)) for group, where in named]
+            page.add("counter", f"coatcheck_{room}_{row.name}", row.help, samples)
+
+
+def _by_field(counts: Evictions | PrefixMisses, begun: str) -> list[tuple[str, float]]:
+    """A sample for each of the message's fields, which are reasons."""
+    names = [field.name for field in counts.DESCRIPTOR.fields]
+    return [(f'{begun},reason="{name}"}}', getattr(counts, name)) for name in names]
+
+
+def _add_ranks(page: Exposition, groups: Sequence[GroupStatus]) -> None:
+    healthy, memory, steps = [], [], []
+    for group in groups:
+        begun = labels(group=group.name)[:-1]
+        for rank in group.ranks:
+            where = f'{begun},rank="{rank.rank}"}}'
+            healthy.append((f"{where[:-1]},{labels(node=rank.node)[1:]}", int(rank.healthy)))
+            memory.append((where, rank.peak_memory_bytes))
+            steps.append((where, rank.steps))
+    page.add("gauge", "coatcheck_rank_healthy", "1 while it works.", healthy)
+    page.add("gauge", "coatcheck_rank_peak_memory_bytes", "At most so far.", memory)
+    page.add("counter", "coatcheck_rank_steps", "Steps computed.", steps)

@@ -1,0 +1,164 @@
+"""TokenizerJson: text to ids, ids to text, and what a model's files say about tokens.
+
+Reads tokenizer.json with the tokenizers package; a checkpoint that has none goes through transformers' AutoTokenizer,
+imported only then because it brings torch along. It does not know requests; nothing here waits, so callers keep long
+texts off their event loop.
+"""
+
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer, decoders
+
+from coatcheck.proto.errors import InvalidModel, NeverFits
+from coatcheck.proto.json_file import read_json_object
+from coatcheck.router.text.chat_template import ChatTemplate
+from coatcheck.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_FILES = [
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    "generation_config.json",
+    *("config.json", "*.model", "vocab.*", "merges.txt"),  # where AutoTokenizer is needed
+]
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+# A text of fewer characters than this for each token that fits is encoded whole.
+_CHARACTERS_PER_TOKEN: Final = 8
+
+
+def find_files(model: str) -> Path:
+    """The folder of a model's tokenizer, chat template and generation_config.json: `model` itself, or the local copy of
+    a hub id. Raises InvalidModel if it is neither."""
+    return Path(model) if Path(model).is_dir() else _download(model)
+
+
+class TokenizerJson:
+    """One model's tokenizer; safe to call from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.template = template
+        self.directory: str | None = None  # where tokenizer.json lies, for a side process; None without such a file
+        # All made here: a large vocabulary takes long, and the first request would wait for it on the event loop.
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # one more than the largest id that has a token
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, content in added.items() if content.special)
+        self._pieces: list[bytes] | None = None
+        self._text_pieces: list[bytes] | None = None
+        if isinstance(tokenizer.decoder, decoders.ByteLevel):
+            self._pieces = _pieces(vocabulary, self.vocab_size)
+            self._text_pieces = [b"" if index in self._special else piece for index, piece in enumerate(self._pieces)]
+
+    @classmethod
+    def load(cls, model: str) -> "TokenizerJson":
+        """From a directory or a hub id; raises InvalidModel with what is missing."""
+        directory = find_files(model)
+        names = ("special_tokens_map.json", "tokenizer_config.json")
+        special, config = (read_json_object(directory / name) or {} for name in names)
+        path = directory / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else _from_transformers(directory)
+        except Exception as error:  # the tokenizers package raises bare Exception
+            raise InvalidModel(f"the tokenizer of {model} cannot be read: {error}") from error
+        made = cls(tokenizer, ChatTemplate.load(directory, special | config))
+        made.directory = str(directory) if path.is_file() else None
+        return made
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
+        """The ids of a text. Raises NeverFits for one of more than `at_most`, of a very long one after its beginning.
+
+        The beginning has to come to twice as many: where the cut falls changes a few.
+        """
+        if at_most is not None:
+            length = _CHARACTERS_PER_TOKEN * at_most
+            while length < len(text):
+                if len(self._encode(text[:length], add_special_tokens)) > 2 * at_most:
+                    raise NeverFits(
+                        f"the prompt has far more than {at_most} tokens in its first {length} characters alone; "
+                        f"shorten it to at most {at_most} tokens"
+                    )
+                length *= 4
+        return self._encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids, exactly as a stream of them would give it."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.flush()
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """A fresh one, for one choice."""
+        pieces = self._text_pieces if skip_special_tokens else self._pieces
+        if pieces is not None:
+            return ByteDetokenizer(pieces)
+        return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is special, so that decoded texts leave it out by default."""
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token by itself, special ones written out; ids without a token have none."""
+        if self._pieces is not None:
+            return self._pieces[token_id] if token_id < len(self._pieces) else b""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if _BYTE.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        text: str = token.replace("\u2581", " ")  # how sentencepiece writes a space
+        return text.encode()
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Not `encode`, which holds the interpreter's lock: a text of 10 MB would stop everybody's streams for seconds.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+
+def _pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
+    """Each token's bytes, by its id."""
+    alphabet = _byte_alphabet()
+    pieces = [b""] * size
+    for token, index in vocabulary.items():
+        # As the byte-level decoder does it: a token with a character outside the alphabet is plain text.
+        known = all(character in alphabet for character in token)
+        pieces[index] = bytes(alphabet[character] for character in token) if known else token.encode()
+    return pieces
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable Latin-1 bytes stand for themselves, the others for characters from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _download(model: str) -> Path:
+    if Path(model).is_absolute():  # `coatcheck serve` has seen it, on another host
+        raise InvalidModel(
+            f"no model directory {model} on {socket.gethostname()}; every node with a router needs its tokenizer under "
+            "this path, mounted or copied"
+        )
+    from huggingface_hub import snapshot_download  # imported late: it takes a while, and a directory needs none of it
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES))
+    except Exception as error:  # whatever the hub client raises, the reader needs the same two facts
+        raise InvalidModel(f"{model!r} is neither a directory here nor a model that the hub gives: {error}") from error
+
+
+def _from_transformers(directory: Path) -> Tokenizer:
+    from transformers import AutoTokenizer  # imported late: it imports torch
+
+    backend = getattr(AutoTokenizer.from_pretrained(directory), "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise InvalidModel(f"{directory} has no tokenizer.json, and transformers cannot make one from its files")
+    return backend

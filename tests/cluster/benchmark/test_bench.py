@@ -1,0 +1,234 @@
+"""`coatcheck bench`: figures computed from recordings, loops that keep their promise, and the command itself."""
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.cluster.benchmark.load_generator import Load, Recording
+from coatcheck.cluster.benchmark.report import Sample, latency, measure, summarize
+from coatcheck.cluster.benchmark.workload import Workload
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.tests.cluster.fake_router import FakeRouter
+from tests.cluster.serving import COMMAND
+
+
+def recording(due: float, times: list[float], counts: list[int], **final: int) -> Recording:
+    made = Recording(due=due, sent=due, output_len=sum(counts))
+    made.times = [times[0], *times, times[-1]]
+    deltas = [pb.GenerateEvent(delta=pb.Delta(token_ids=range(count))) for count in counts]
+    usage = pb.Usage(completion_tokens=sum(counts), **final)
+    events = [pb.GenerateEvent(started=pb.Started()), *deltas]
+    events.append(pb.GenerateEvent(final=pb.Final(usage=usage, group="group-0")))
+    made.messages = [event.SerializeToString() for event in events]
+    return made
+
+
+def sample(due: float, times: list[float], counts: list[int], **final: int) -> Sample:
+    measured = measure(recording(due, times, counts, **final))
+    assert isinstance(measured, Sample)
+    return measured
+
+
+def test_latencies_of_one_answer() -> None:
+    """TTFT counts from when the request was due, TPOT spreads the rest over the later tokens, ITL is each gap."""
+    one = sample(1.0, [1.5, 1.6, 2.0], [1, 2, 2])
+    assert one.ttft == pytest.approx(0.5)
+    assert one.tpot == pytest.approx(0.5 / 4)
+    assert one.gaps == pytest.approx((0.1, 0.4))
+    assert one.e2e == pytest.approx(1.0)
+
+
+def test_one_token_has_no_tpot() -> None:
+    """An answer of one token has no time per further token, and does not count as zero."""
+    assert sample(0.0, [0.5], [1]).tpot is None
+    report = summarize([sample(0.0, [0.5], [1])], seconds=1.0)
+    assert report.tpot_ms is None
+    assert report.itl_ms is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"), [("status", "UNAVAILABLE"), ("cut", "INCOMPLETE"), ("short", "WRONG_LENGTH")]
+)
+def test_what_is_not_a_whole_answer(spoil: str, name: str) -> None:
+    """A failed stream, one without its end, and one of the wrong length are errors, not fast answers."""
+    spoiled = recording(0.0, [0.5, 0.6], [1, 1])
+    if spoil == "status":
+        spoiled.status = "UNAVAILABLE"
+    elif spoil == "cut":
+        spoiled.messages, spoiled.times = spoiled.messages[:-1], spoiled.times[:-1]
+    else:
+        spoiled.output_len = 3
+    assert measure(spoiled) == name
+
+
+def test_report() -> None:
+    """Throughput is over the whole run, goodput counts what kept every objective, errors are counted by status."""
+    fast = sample(0.0, [0.1, 0.2], [1, 1], prompt_tokens=10, cached_device_tokens=4)
+    late = sample(0.0, [0.5, 0.6], [1, 1], prompt_tokens=10, cached_host_tokens=6)
+    slow = sample(0.0, [0.1, 0.9], [1, 1], prompt_tokens=10)
+    measured = [fast, late, slow, "UNAVAILABLE"]
+    report = summarize(measured, 2.0, slo_ttft_ms=200, slo_tpot_ms=200, cpu_seconds=6e-4)
+    assert (report.requests, report.succeeded, report.errors) == (4, 3, {"UNAVAILABLE": 1})
+    assert report.success_rate == 0.75
+    assert (report.output_tokens_per_second, report.total_tokens_per_second) == (3.0, 18.0)
+    assert (report.goodput, report.within_slo) == (0.5, 0.25)
+    assert (report.cached_device_tokens, report.cached_host_tokens) == (4, 6)
+    assert report.client_cpu_us_per_token == pytest.approx(100)
+    assert summarize(measured, 2.0).goodput is None
+
+
+def test_percentiles() -> None:
+    """Percentiles are in milliseconds and interpolate, and nothing measured is not zero."""
+    measured = latency([0.001 * value for value in range(1, 102)])
+    assert measured is not None
+    assert (measured.mean, measured.p50, measured.p90, measured.p99) == pytest.approx((51, 51, 91, 100))
+    assert latency([]) is None
+
+
+async def test_closed_loop_keeps_its_concurrency() -> None:
+    """So many clients run at once and no more, until every job is answered."""
+    async with FakeRouter() as router, Load([router.address]) as load:
+        router.crowd = 3
+        await load.closed(Workload(vocab_size=9, input_len=3, output_len=4).jobs(20), concurrency=3)
+    assert router.most_at_once == 3
+    assert all(isinstance(measure(made), Sample) for made in load.recordings)
+    assert load.finished == 20
+
+
+async def test_open_loop_does_not_wait_for_answers() -> None:
+    """Requests go out at their times however many are unanswered, and wait counts from the time they were due."""
+    async with FakeRouter() as router, Load([router.address], timeout=PATIENCE_SECONDS) as load:
+        router.crowd = 8  # none is answered before the last one has come
+        jobs = Workload(vocab_size=9, input_len=3).jobs(8, rate=100.0)
+        await load.open(jobs)
+    assert router.most_at_once == 8
+    assert [made.due for made in load.recordings] == [job.at for job in jobs]
+    assert all(isinstance(measure(made), Sample) for made in load.recordings)
+
+
+async def test_open_loop_with_a_limit() -> None:
+    """A limit holds requests back, and the time they were held counts as waiting."""
+    async with FakeRouter() as router, Load([router.address], timeout=1.0) as load:
+        router.stalls_after = 1
+        await load.open(Workload(vocab_size=9, input_len=3).jobs(3, rate=1000.0), concurrency=1)
+    assert router.most_at_once == 1
+    assert load.recordings[2].sent - load.recordings[2].due >= 1.9
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*COMMAND, "bench", *arguments, stdout=pipe, stderr=pipe)
+
+
+async def run(*arguments: str) -> tuple[int, str, str]:
+    process = await start(*arguments)
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_command_prints_one_object() -> None:
+    """--json prints every figure as one object; the warm-up is sent and not counted."""
+    async with FakeRouter() as router:
+        code, out, err = await run(
+            "--address", router.address, "--concurrency", "2", "--num-requests", "6", "--input-len", "4",
+            "--output-len", "3", "--slo-ttft-ms", "10000", "--json", "--prompts", "shared-prefix",
+            "--prefix-len", "8", "--num-prefixes", "2",
+        )  # fmt: skip
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["requests"], report["succeeded"], report["success_rate"]) == (6, 6, 1.0)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (6 * 12, 6 * 3)
+    assert report["ttft_ms"].keys() == {"mean", "p50", "p90", "p99"}
+    assert report["goodput"] > 0
+    assert len(router.requests) == 7
+
+
+async def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
+    """Without --json a table comes out, errors are listed by status, and --plot writes a picture."""
+    async with FakeRouter(losses=[99, 1, 2]) as router:
+        code, out, err = await run(
+            "--address", router.address, "--rate", "200", "--num-requests", "8", "--output-len", "3",
+            "--plot", str(tmp_path / "run.png"),
+        )  # fmt: skip
+    assert (code, err) == (0, f"a picture of it is in {tmp_path / 'run.png'}\n")
+    assert "TTFT, time to the first token" in out
+    assert "6 of 8 requests answered" in out
+    assert "not answered: UNAVAILABLE 2" in out
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_command_replays_a_trace(tmp_path: Path) -> None:
+    """--trace sends the trace's requests at its times."""
+    rows = [{"timestamp": 50 * i, "input_length": 9, "output_length": 2, "hash_ids": [i]} for i in range(4)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    async with FakeRouter() as router:
+        code, out, _ = await run("--address", router.address, "--trace", str(tmp_path / "trace.jsonl"), "--json")
+    report = json.loads(out)
+    assert (code, report["requests"], report["prompt_tokens"], report["output_tokens"]) == (0, 4, 36, 8)
+    assert report["seconds"] >= 0.15
+
+
+async def test_command_refuses_to_measure_errors() -> None:
+    """When the warm-up is refused, or no server is there, one line says so."""
+    async with FakeRouter() as router:
+        router.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is too long")
+        code, out, err = await run("--address", router.address)
+    assert (code, out) == (2, "")
+    assert err == "error: the warm-up was refused (INVALID_ARGUMENT): the prompt is too long\n"
+    code, out, err = await run("--address", "127.0.0.1:1")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "no server answers at 127.0.0.1:1" in err
+
+
+async def test_interrupted_command_prints_what_it_has() -> None:
+    """Ctrl-C ends the run with the figures of what was answered; what was not is counted apart, and is no error."""
+    async with FakeRouter() as router, FakeRouter() as stalled:
+        stalled.stalls_after = 1
+        arguments = ["--address", router.address, "--address", stalled.address, "--warmup", "0", "--concurrency", "2"]
+        process = await start(*arguments, "--num-requests", "8", "--output-len", "3", "--json")
+        await asyncio.wait_for(stalled.crowded(2), 20)
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    report = json.loads(out)
+    assert (process.returncode, err) == (130, b"")
+    assert (report["requests"], report["succeeded"], report["errors"]) == (2, 2, {})
+    assert (report["unfinished"], report["output_tokens"]) == (6, 6)
+
+
+async def test_runs_are_kept_apart() -> None:
+    """Two runs of one seed send the same prompts under different salts, unless they are to find each other's."""
+    async with FakeRouter() as router:
+        for flags in ([], [], ["--reuse-cache"], ["--reuse-cache"]):
+            await run("--address", router.address, "--num-requests", "2", "--warmup", "0", *flags)
+    salts = [request.cache_salt for request in router.requests]
+    assert salts[0] == salts[1] and salts[2] == salts[3] and len({*salts[:4]}) == 2 and salts[4:] == [""] * 4
+    assert [r.token_ids for r in router.requests[:2]] == [r.token_ids for r in router.requests[2:4]]
+
+
+@pytest.mark.parametrize("name", ["none/run.png", "run.gif5", "."])
+async def test_a_plot_that_cannot_be_is_refused_first(tmp_path: Path, name: str) -> None:
+    """A picture that could not be written is refused before anything is sent."""
+    async with FakeRouter() as router:
+        code, out, err = await run("--address", router.address, "--plot", str(tmp_path / name))
+    assert (code, out, router.requests) == (2, "", []) and "--plot" in err
+
+
+async def test_command_refuses_two_models() -> None:
+    """Routers of different models are not measured as one."""
+    async with FakeRouter() as one, FakeRouter() as other:
+        other.fingerprint = "g"
+        code, _, err = await run("--address", one.address, "--address", other.address)
+    assert code == 2
+    assert "different models" in err
+
+
+async def test_command_refuses_two_clocks() -> None:
+    """A rate and a trace cannot both say when to send."""
+    code, _, err = await run("--rate", "1", "--trace", "x.jsonl")
+    assert code == 2
+    assert "exclude each other" in err

@@ -1,0 +1,20 @@
+"""What a client holds of a stream that changed routers."""
+
+from coatcheck.cluster.client.resume_state import Delivered
+from coatcheck.proto import coatcheck_pb2 as pb
+
+
+def test_prompt_scores_come_in_parts_and_only_once() -> None:
+    """Every part of a prompt's scores is taken, and after a resume only what had not come."""
+    delivered = Delivered(pb.GenerateRequest())
+
+    def took(*ids: int) -> list[int]:
+        part = pb.PromptLogprobs(tokens=[pb.TokenLogprob(token_id=i) for i in ids])
+        event = delivered.take(pb.GenerateEvent(prompt_logprobs=part))
+        return [token.token_id for token in event.prompt_logprobs.tokens] if event else []
+
+    start = pb.GenerateEvent(started=pb.Started(seed=1))
+    delivered.take(start)
+    assert took(1, 2) == [1, 2] and took(3) == [3]
+    assert delivered.take(start) is None
+    assert took(1) == [] and took(2, 3, 4) == [4] and took(5) == [5]

@@ -1,0 +1,44 @@
+"""`coatcheck keys`: a key is shown once, and the file that a router reads has its hash alone."""
+
+import os
+from pathlib import Path
+
+from coatcheck.cluster.commands.keys import keys
+from coatcheck.router.access.key_file import hash_key, read_keys
+from tests.cluster.serving import coatcheck
+
+
+def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
+    """Each is printed alone, so that a script can take it; the file keeps what else stood there."""
+    file = tmp_path / "keys.yaml"
+    old = hash_key("cc-old")
+    file.write_text(f"tenants:\n- name: search\n  keys: ['{old}']\n  max_streams: 3\n")
+    first, second = (coatcheck("keys", "new", "search", "--file", str(file)).stdout.strip() for _ in range(2))
+    admin = coatcheck("keys", "new", "ops", "--role", "admin", "--file", str(file)).stdout.strip()
+    tenants = read_keys(str(file))
+    assert {tenants[one].name for one in (old, hash_key(first), hash_key(second))} == {"search"}
+    assert (tenants[old].max_streams, tenants[hash_key(admin)].role) == (3, "admin")
+    assert not any(key in file.read_text() for key in (first, second, admin))
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """A role that is none, another role than the tenant has, and a file with a mistake in it."""
+    file = tmp_path / "keys.yaml"
+    coatcheck("keys", "new", "search", "--file", str(file))
+    before = file.read_text()
+    for words, said in ((["x", "--role", "root"], "role is 'root'"), (["search", "--role", "admin"], "the role user")):
+        done = coatcheck("keys", "new", *words, "--file", str(file))
+        assert done.returncode == 2 and said in done.stderr and not done.stdout
+    assert file.read_text() == before
+    file.write_text("tenants: [")
+    done = coatcheck("keys", "new", "search", "--file", str(file))
+    assert done.returncode == 2 and "is not YAML" in done.stderr and file.read_text() == "tenants: ["
+
+
+def test_a_link_in_an_open_folder_harms_no_file(tmp_path: Path) -> None:
+    """Where others may write beside the file of keys, no link that they have put there beforehand is followed."""
+    (victim := tmp_path / "victim").write_text("precious")
+    (tmp_path / f".keys.yaml.{os.getpid()}").symlink_to(victim)
+    keys("new", "search", tmp_path / "keys.yaml", None)
+    assert victim.read_text() == "precious"
+    assert [tenant.name for tenant in read_keys(str(tmp_path / "keys.yaml")).values()] == ["search"]

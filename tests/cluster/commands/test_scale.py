@@ -1,0 +1,145 @@
+"""`coatcheck scale` on a cluster that serves: groups come and go, and no stream notices."""
+
+import signal
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
+from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
+from tests.cluster.ray_head import ENVIRONMENT, RayHead, ray_head
+from tests.cluster.serving import Serving, coatcheck, kill, until
+
+pytestmark = pytest.mark.ray
+
+_STREAMS = 2
+
+
+def test_nothing_to_scale_is_said_at_once() -> None:
+    """No Ray at the address, and no groups at all, are each one line that says so."""
+    done = coatcheck("scale", "--groups", "2", "--ray-address", "127.0.0.1:1")
+    assert done.returncode == 1 and done.stderr.startswith("error: no Ray cluster answers at 127.0.0.1:1")
+    assert coatcheck("scale", "--groups", "0").returncode == 2
+
+
+class Clients:
+    """Clients that know one address and retry nothing: each asks again as soon as it has its answer."""
+
+    def __init__(self, address: str, pool: ThreadPoolExecutor) -> None:
+        channel = grpc.insecure_channel(address)
+        self._generation, self._admin = GenerationStub(channel), AdminStub(channel)
+        self._pool = pool
+        self._undisturbed = [self._ask(seed) for seed in range(_STREAMS)]
+
+    def ask_while(self, *running: "Future[Any]") -> "list[Future[int]]":
+        """All ask until what runs is done, at least once; each gives how often it did."""
+        return [self._pool.submit(self._ask_while, seed, running) for seed in range(_STREAMS)]
+
+    def states(self) -> dict[str, str]:
+        """The router's groups."""
+        return {group.name: group.state for group in self._admin.Status(StatusRequest()).groups}
+
+    def _ask(self, seed: int) -> list[int]:
+        sampling = SamplingParams(max_tokens=100, ignore_eos=True, seed=seed)
+        events = self._generation.GenerateStream(GenerateRequest(text=f"prompt {seed}", sampling=sampling))
+        return [token for event in events for token in event.delta.token_ids]
+
+    def _ask_while(self, seed: int, running: "tuple[Future[Any], ...]") -> int:
+        times = 0
+        while not times or not all(one.done() for one in running):
+            assert self._ask(seed) == self._undisturbed[seed]
+            times += 1
+        return times
+
+
+class Scaled:
+    """A cluster on a Ray of two CPUs, which begins with so many groups of one rank, and what scales it."""
+
+    def __init__(self, head: RayHead, model: Path, groups: int, pool: ThreadPoolExecutor) -> None:
+        self._head = head
+        self._pool = pool
+        self._serve = [str(model), "--groups", str(groups), "--grpc-port", "0", "--kv-memory", "4MiB"]
+
+    def serving(self) -> Serving:
+        """`coatcheck serve`, the first one or another."""
+        return Serving(*self._serve, "--ray-address", self._head.address, environment=ENVIRONMENT)
+
+    def scale(self, groups: int, *options: str) -> "Future[Any]":
+        """The command, as it runs."""
+        asked = ["scale", "--groups", str(groups), "--ray-address", self._head.address, *options]
+        return self._pool.submit(coatcheck, *asked, environment=ENVIRONMENT)
+
+
+def require_done(scaling: "Future[Any]", streams: "list[Future[int]]") -> None:
+    """It went well, and so did the streams beside it."""
+    assert scaling.result().returncode == 0, scaling.result().stderr
+    assert all(stream.result() for stream in streams)
+
+
+def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
+    """From one group to two and back with streams running: all end as they would have undisturbed; what does not fit is
+    refused with what is missing, and changes nothing."""
+    with ray_head(2) as head, ThreadPoolExecutor(_STREAMS + 1) as pool:
+        scaled = Scaled(head, tiny_model, 1, pool)
+        with scaled.serving() as serving:
+            serving.wait_ready()
+            clients = Clients(serving.address, pool)
+            scaling = scaled.scale(2)
+            require_done(scaling, clients.ask_while(scaling))
+            assert clients.states() == {"group-0": "serving", "group-1": "serving"}
+
+            refused = scaled.scale(4).result()
+            assert refused.returncode == 2
+            assert "2 groups with tp 1 need 2 CPUs, and this Ray cluster has 0 free on 1 node" in refused.stderr
+            assert set(clients.states()) == {"group-0", "group-1"}
+
+            scaling = scaled.scale(1, "--drain-seconds", "0")
+            require_done(scaling, clients.ask_while(scaling))
+            assert clients.states() == {"group-0": "serving"}
+            serving.process.send_signal(signal.SIGTERM)
+            assert serving.process.wait(PATIENCE_SECONDS) == 0
+
+
+@pytest.mark.full
+def test_scaling_outlives_what_happens_meanwhile(tiny_model: Path) -> None:
+    """A supervisor that is killed, and the command run again, keep the number; the group that goes is killed before it
+    has gone; two commands come at once, of which one waits for the other: no stream notices any of it."""
+    with ray_head(2) as head, ThreadPoolExecutor(_STREAMS + 2) as pool:
+        scaled = Scaled(head, tiny_model, 1, pool)
+        with scaled.serving() as serving:
+            serving.wait_ready()
+            done = scaled.scale(2).result()
+            assert done.returncode == 0, done.stderr
+            pids = [serving.group(f"group-{number}")["ranks"][0]["pid"] for number in range(2)]
+            supervisor = head.actor("Supervisor")
+            kill(supervisor)
+            until(lambda: head.actor("Supervisor") not in (0, supervisor), "the supervisor is back")
+            kill(serving.process.pid)
+            serving.process.wait()
+        with scaled.serving() as serving:
+            assert "2 groups x tp 1" in serving.wait_ready()
+            assert any("this cluster has 2 groups, which stay" in line for line in serving.lines)
+            clients = Clients(serving.address, pool)
+
+            # It is killed while what runs on it may still end; nobody waits for it then.
+            scaling = scaled.scale(1, "--drain-seconds", "86400")
+            streams = clients.ask_while(scaling)
+            until(lambda: clients.states()["group-1"] == "draining", "group-1 takes no new work")
+            kill(pids[1])
+            require_done(scaling, streams)
+            assert clients.states() == {"group-0": "serving"}
+
+            # Its place is free again, and its name is taken anew; whichever command is first, the second follows it.
+            both = [scaled.scale(groups, "--drain-seconds", "0") for groups in (2, 1)]
+            streams = clients.ask_while(*both)
+            for scaling in both:
+                require_done(scaling, streams)
+            states = clients.states()
+            assert set(states.values()) == {"serving"} and len(states) in (1, 2)
+            assert serving.group("group-0")["ranks"][0]["pid"] == pids[0]
+            serving.process.send_signal(signal.SIGTERM)
+            assert serving.process.wait(PATIENCE_SECONDS) == 0

@@ -1,0 +1,276 @@
+"""The whole path as an operator and a client see it: real Ray, real ranks over gloo, real gRPC, kill -9."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams
+from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from tests.cluster.serving import COMMAND, END_SECONDS, Serving, coatcheck, kill, lives, until
+
+pytestmark = pytest.mark.ray
+
+PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[Path]:
+    """Where the shared server's Ray has its sessions; a short name, for the sake of sockets."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model: Path, ray_folder: Path) -> Iterator[Serving]:
+    """Two groups of two ranks, shared by the tests of this file; the last one ends it."""
+    flags = ["--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB", "--log-format", "json"]
+    with Serving(str(tiny_model), *flags, environment={"RAY_TMPDIR": str(ray_folder)}) as serving:
+        line = serving.wait_ready()
+        assert "2 groups x tp 2" in line and "blocks of 16 tokens" in line
+        yield serving
+
+
+def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:
+    """With --log-format json every line that router and ranks write parses, and one request's id is in both."""
+    address, name = serving.address, "followed-through"
+    with grpc.insecure_channel(address) as channel:
+        asked = GenerateRequest(text=PROMPT, request_id=name, sampling=SamplingParams(max_tokens=3, seed=1))
+        GenerationStub(channel).Generate(asked, timeout=PATIENCE_SECONDS)
+    said: dict[str, list[dict[str, Any]]] = {"RouterActor": [], "RankActor": []}
+
+    def read() -> bool:
+        for title, lines in said.items():
+            lines.clear()
+            pids = [pid for pid, command in serving.descendants().items() if command.startswith(f"ray::{title}")]
+            for file in {os.path.realpath(f"/proc/{pid}/fd/2") for pid in pids}:
+                # Ray marks its files with lines that begin with a colon, gRPC's core writes I, W or E and the date.
+                text = [line for line in Path(file).read_text().splitlines() if not re.match(r":|[IWE]\d{4} ", line)]
+                lines += map(json.loads, text)
+        return all(any(line.get("request_id") == name for line in lines) for lines in said.values())
+
+    until(read, f"the logs have {name}")
+    ended = {title: [line for line in lines if line.get("request_id") == name] for title, lines in said.items()}
+    (router,), (rank,) = ended["RouterActor"], ended["RankActor"]
+    assert (router["outcome"], router["completion_tokens"], router["router"]) == ("ok", 3, "router-0")
+    assert (rank["outcome"], rank["completion_tokens"], rank["rank"]) == ("ok", 3, f"{router['group']}/0")
+
+
+def test_too_small_a_pool_is_said(tiny_model: Path) -> None:
+    """A pool that shortens what the model could do says so in the ready line, with both lengths."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "16KiB") as serving:
+        line = serving.wait_ready()
+    assert re.search(r"too few: no sequence can be longer than \d+ tokens, and the model goes to \d+; raise --kv", line)
+
+
+def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
+    """A follow-up that shares the prompt finds it in the cache, on the group that has it."""
+    first = serving.generate(PROMPT, "--max-tokens", "8", "--temperature", "0")
+    assert len(first["token_ids"]) == 8 and first["usage"]["completion"] == 8
+    after = serving.generate(PROMPT + first["text"], "--max-tokens", "8", "--temperature", "0")
+    assert after["group"] == first["group"]
+    assert after["usage"]["cached_device"] >= 16
+
+
+def test_a_plan_says_what_the_groups_report(serving: Serving, tiny_model: Path) -> None:
+    """From config.json alone come the number of blocks and the kv dtype that the running groups have."""
+    done = coatcheck("plan", str(tiny_model), "--tp", "2", "--kv-memory", "8MiB", "--json")
+    planned, reported = json.loads(done.stdout), serving.status()
+    assert [group["blocks_total"] for group in reported["groups"]] == [planned["num_blocks"]] * 2
+    assert reported["model"]["kv_dtype"] == planned["kv_dtype"]
+    assert reported["model"]["block_size"] == planned["block_size"]
+
+
+def test_openai_clients_get_the_same_answer(serving: Serving) -> None:
+    """The address in the ready line answers OpenAI's client with what gRPC gives, streamed too."""
+    sampling = ["--max-tokens", "12", "--seed", "11"]
+    wanted = serving.generate(PROMPT, *sampling)
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        asked: dict[str, Any] = dict(model=model, prompt=PROMPT, max_tokens=12, seed=11)
+        assert client.completions.create(**asked).choices[0].text == wanted["text"]
+        chunks = list(client.completions.create(**asked, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted["text"]
+
+
+def test_status_shows_every_rank(serving: Serving) -> None:
+    """Status names groups and ranks with their processes, for people and for scripts."""
+    status = json.loads(coatcheck("status", "--address", serving.address, "--json").stdout)
+    assert status["state"] == "serving" and status["hit_ratio"] > 0
+    assert [len(group["ranks"]) for group in status["groups"]] == [2, 2]
+    for group in status["groups"]:
+        assert group["state"] == "serving" and group["blocks_total"] > 0
+        assert all(rank["healthy"] and lives(rank["pid"]) and rank["steps"] > 0 for rank in group["ranks"])
+    table = coatcheck("status", "--address", serving.address).stdout
+    assert "group-0/0" in table and "group-1/1" in table and "TTFT" in table
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
+    """kill -9 of a rank amid a stream: another group ends it with the same tokens, and the group comes back."""
+    sampling = SamplingParams(max_tokens=150, seed=5, ignore_eos=True)
+    before = {group["name"]: group for group in serving.status()["groups"]}
+    with grpc.insecure_channel(serving.address) as channel:
+        stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
+        undisturbed = stub.Generate(GenerateRequest(text=PROMPT, sampling=sampling), timeout=PATIENCE_SECONDS)
+        events = stub.GenerateStream(GenerateRequest(text=PROMPT, sampling=sampling), timeout=PATIENCE_SECONDS)
+        group = before[next(events).started.group]
+        kill(group["ranks"][rank]["pid"])
+        rest = list(events)
+    tokens = [token for event in rest for token in event.delta.token_ids]
+    assert tokens == undisturbed.choices[0].token_ids
+    assert rest[-1].final.moves == 1 and rest[-1].final.group != group["name"]
+    assert not lives(group["ranks"][1 - rank]["pid"]) or serving.group(group["name"])["state"] != "serving"
+    until(lambda: serving.group(group["name"])["state"] == "serving", "the group is back")
+    assert serving.group(group["name"])["restarts"] == group["restarts"] + 1
+
+
+def test_structured_output_outlives_a_killed_rank(serving: Serving) -> None:
+    """kill -9 amid a stream that is held to a pattern: over HTTP too the text is the undisturbed one, and fits it."""
+    rank = serving.group("group-0")["ranks"][1]["pid"]
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
+        asked: dict[str, Any] = dict(
+            model=client.models.list().data[0].id, prompt=PROMPT, max_tokens=150, seed=3, stream=True,
+            extra_body={"guided_regex": "([a-z]{3}[0-9]{3}-){120}", "stop_token_ids": []},
+        )  # fmt: skip
+        undisturbed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked))
+        coatcheck("drain", "group-1", "--address", serving.address)  # so that it begins on the other
+        texts = []
+        for chunk in client.completions.create(**asked):
+            if not texts:
+                kill(rank)
+                coatcheck("drain", "group-1", "--undo", "--address", serving.address)
+            texts.append(chunk.choices[0].text)
+    assert "".join(texts) == undisturbed
+    assert re.match(r"([a-z]{3}[0-9]{3}-)+", undisturbed)
+    until(lambda: serving.group("group-0")["state"] == "serving", "the group is back")
+
+
+def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
+    """kill -9 of the supervisor disturbs nothing: the next one adopts the ranks that run and still restarts them."""
+    before = {group["name"]: group for group in serving.status()["groups"]}
+    old = serving.actor("Supervisor")
+    kill(old)
+    assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+    until(lambda: serving.actor("Supervisor") not in (0, old), "the supervisor is back")
+    ranks = before["group-0"]["ranks"]
+    assert serving.group("group-0")["ranks"][0]["pid"] == ranks[0]["pid"]
+    kill(ranks[1]["pid"])
+    until(lambda: serving.group("group-0")["restarts"] > before["group-0"]["restarts"], "the group is started again")
+    until(lambda: serving.group("group-0")["state"] == "serving", "the group is back")
+    assert serving.group("group-1")["ranks"][0]["pid"] == before["group-1"]["ranks"][0]["pid"]
+
+
+def test_restart_reaches_a_ray_that_serve_has_started(serving: Serving, ray_folder: Path, tmp_path: Path) -> None:
+    """`coatcheck restart` of the same user on the same host finds it and its token; nobody else can read that, and
+    without it the command says what is missing."""
+    (token,) = (ray_folder / "ray").glob("*.token")
+    assert token.stat().st_mode & 0o777 == 0o600
+    address = f"127.0.0.1:{token.stem.rpartition('-')[2]}"
+    flags = ["restart", "group-0", "--drain-seconds", "0"]
+    stranger = coatcheck(*flags, "--ray-address", address, environment={"RAY_TMPDIR": str(tmp_path)})
+    assert stranger.returncode == 1 and f"the Ray cluster at {address} wants its token" in stranger.stderr
+    before = serving.group("group-0")
+    done = coatcheck(*flags, environment={"RAY_TMPDIR": str(ray_folder)})
+    assert done.returncode == 0 and done.stdout.startswith("group-0 serves again after "), done.stderr
+    until(lambda: serving.group("group-0")["state"] == "serving", "its router knows")
+    assert serving.group("group-0")["ranks"][0]["pid"] != before["ranks"][0]["pid"]
+
+
+def test_a_killed_router_comes_back_at_its_address(serving: Serving) -> None:
+    """kill -9 of the router: the next one listens at the same address and knows the groups."""
+    kill(serving.actor("RouterActor"))
+    until(lambda: serving.group("group-1").get("state") == "serving", "the router is back")
+    assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
+        assert client.models.list().data
+
+
+def test_a_drained_group_gets_no_more_work(serving: Serving) -> None:
+    """`coatcheck drain GROUP` returns once nothing runs there, and new requests go elsewhere."""
+    done = coatcheck("drain", "group-0", "--address", serving.address)
+    assert (done.returncode, done.stdout) == (0, "group-0 is drained\n")
+    assert done.stderr == "group-0 takes no new work until `coatcheck drain group-0 --undo`\n"
+    assert serving.group("group-0")["state"] == "drained"
+    assert {serving.generate(PROMPT, "--max-tokens", "2")["group"] for _ in range(3)} == {"group-1"}
+    missing = coatcheck("drain", "group-9", "--address", serving.address)
+    assert missing.returncode == 2 and "group-9" in missing.stderr
+
+
+def test_a_drain_is_undone(serving: Serving) -> None:
+    """`coatcheck drain --undo` has a group, or the whole router, take work again."""
+    assert coatcheck("drain", "group-1", "--address", serving.address).returncode == 0
+    assert coatcheck("drain", "group-1", "--undo", "--address", serving.address).returncode == 0
+    assert serving.group("group-1")["state"] == "serving"
+    assert coatcheck("drain", "--address", serving.address).returncode == 0
+    assert serving.status()["state"] == "drained"
+    done = coatcheck("drain", "--undo", "--address", serving.address)
+    assert (done.returncode, done.stdout) == (0, "the router takes new work again\n")
+    assert serving.generate(PROMPT, "--max-tokens", "2")["usage"]["completion"] == 2
+
+
+def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: Path) -> None:
+    """On SIGTERM the running stream ends whole, a new request is turned away, then every process is gone, and Ray's
+    token; exit 0."""
+    command = [
+        *COMMAND,
+        "generate",
+        PROMPT,
+        "--address",
+        serving.address,
+        "--max-tokens",
+        "150",
+        "--ignore-eos",
+        "--n",  # so many that it still runs when the commands below have looked
+        "16",
+        "--json",
+    ]
+    serving.wait_idle()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        serving.wait_running()
+        processes = serving.descendants()
+        serving.process.send_signal(signal.SIGTERM)
+        until(lambda: serving.status()["state"] == "draining", "it drains")
+        refused = coatcheck("generate", PROMPT, "--address", serving.address, "--timeout", "1")
+        assert refused.returncode != 0
+        assert '"completion": 2400' in running.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert serving.process.wait(PATIENCE_SECONDS) == 0
+    until(lambda: not any(lives(pid) for pid in processes), "every process is gone", END_SECONDS)
+    assert not list((ray_folder / "ray").glob("*.token"))
+
+
+def test_a_second_signal_stops_at_once(tiny_model: Path) -> None:
+    """Ctrl-C twice while a stream runs: the command ends before the stream does, non-zero, and nothing stays behind."""
+    with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "64MiB") as serving:
+        serving.wait_ready()
+        endless = [
+            *COMMAND,
+            "generate",
+            PROMPT,
+            "--address",
+            serving.address,
+            "--max-tokens",
+            "150",
+            "--ignore-eos",
+            "--n",
+            "64",
+        ]
+        with subprocess.Popen(endless, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+            until(lambda: serving.group("group-0")["running"] > 1, "the stream runs")
+            processes = serving.descendants()
+            os.killpg(serving.process.pid, signal.SIGINT)
+            until(lambda: serving.status()["state"] == "draining", "it drains")
+            os.killpg(serving.process.pid, signal.SIGINT)
+            assert serving.process.wait(PATIENCE_SECONDS) == 130, serving.rest()
+            running.kill()
+        until(lambda: not any(lives(pid) for pid in processes), "every process is gone", END_SECONDS)

@@ -1,0 +1,157 @@
+"""`coatcheck top`: what it draws of a status, and that it follows a router in a terminal."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+
+from coatcheck.cluster.commands.top import History, bar, screen, spark
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from tests.cluster.serving import COMMAND, coatcheck
+
+GROUP = pb.GroupStatus(
+    name="group-0",
+    state="serving",
+    running=2,
+    waiting=3,
+    blocks_used=10,
+    blocks_cached=20,
+    blocks_total=64,
+    host_blocks_used=5,
+    host_blocks_total=10,
+    prompt_tokens=200,
+    cached_device_tokens=100,
+    generated_tokens=1000,
+    step_seconds=0.012,
+    ranks=[pb.RankStatus(rank=0, healthy=True), pb.RankStatus(rank=1)],
+)
+LATENCY = pb.LatencyStatus(p50_seconds=0.025, p90_seconds=0.03, p99_seconds=1.5, count=4000)
+STATUS = pb.StatusResponse(
+    router="router-0",
+    state="serving",
+    model=pb.GetModelResponse(name="tiny", dtype="float32", kv_dtype="int8"),
+    groups=[GROUP, pb.GroupStatus(name="group-1", state="lost", reason="rank 0 ended [1]")],
+    ttft=LATENCY,
+    itl=LATENCY,
+    queue=LATENCY,
+    active_streams=5,
+    hit_ratio=0.5,
+)
+
+
+class Admin(AdminServicer):
+    """Answers with STATUS, a hundred tokens further each time; a real service on a real port."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:
+        answer = pb.StatusResponse()
+        answer.CopyFrom(STATUS)
+        answer.groups[0].generated_tokens += 100 * self.asked
+        self.asked += 1
+        return answer
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[str, Admin]]:
+    """(address, what answers there)."""
+    admin, server = Admin(), grpc.server(futures.ThreadPoolExecutor(2))
+    add_AdminServicer_to_server(admin, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", admin
+    server.stop(None).wait()
+
+
+def drawn(status: pb.StatusResponse, history: History, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(screen(status, history, width))
+    console.file.close()
+    return console.export_text()
+
+
+def test_one_look_has_everything() -> None:
+    """Groups, ranks, blocks by tier, hits, queue and every latency; what a group says is shown as it says it."""
+    history = History()
+    history.add(STATUS, 10.0)
+    later = pb.StatusResponse()
+    later.CopyFrom(STATUS)
+    later.groups[0].generated_tokens += 300
+    history.add(later, 12.0)
+    text = drawn(later, history)
+    for part in (
+        "router-0", "tiny (float32, KV in int8)", "150 tokens/s", "2 run, 3 wait", "5 requests open, 50.0% hits",
+        "TTFT", "TPOT", "ITL", "queue", "25.0 ms", "1,500.0 ms", "●✕", "30/64", "5/10", "12.0 ms", "lost",
+        "group-1: rank 0 ended [1]",
+    ):  # fmt: skip
+        assert part in text, (part, text)
+
+
+def test_eighty_columns_are_enough() -> None:
+    """In a terminal of the usual width every column keeps its name and its figures; only the bars are shorter."""
+    text = drawn(STATUS, History(), 80)
+    for part in ("state", "ranks", "runs", "waits", "hits", "12.0 ms", "lost", "30/64"):
+        assert part in text, (part, text)
+
+
+def test_bars_are_to_scale() -> None:
+    """What is held at all is seen, nothing is drawn beyond the whole, and no tier is said to be off."""
+    assert str(bar(0, 0, 0, 28)) == "off"
+    for used, cached, total in ((1, 0, 10_000), (0, 1, 10_000), (5, 5, 10), (9999, 1, 10_000), (0, 0, 7)):
+        drawn_bar = str(bar(used, cached, total, 28)).split(" ")[0]
+        assert len(drawn_bar) == 28
+        assert (drawn_bar.count("█") > 0) == (used + cached > 0)
+    assert spark(deque([0, 1, 2])) == " ▄█" and spark(deque()) == "" and spark(deque([0])) == " "
+
+
+def test_a_group_that_began_anew_is_no_negative_rate() -> None:
+    """A counter that fell gives a rate of none."""
+    history = History()
+    history.add(STATUS, 1.0)
+    history.add(pb.StatusResponse(), 2.0)
+    assert list(history.rates) == [0]
+
+
+def test_once_and_json(router: tuple[str, Admin]) -> None:
+    """--once ends after two looks, which give a rate; with --json it is one object with every field."""
+    address, admin = router
+    shown = coatcheck("top", "--address", address, "--once", "--every", "0.1", environment={"COLUMNS": "130"})
+    assert shown.returncode == 0 and "group-0" in shown.stdout and "30/64" in shown.stdout
+    assert re.search(r"^[1-9][\d,]* tokens/s", shown.stdout, re.MULTILINE)
+    said = json.loads(coatcheck("top", "--address", address, "--once", "--json").stdout)
+    assert said["itl"]["count"] == 4000 and said["groups"][0]["blocks_cached"] == 20
+    assert admin.asked == 3
+
+
+def test_it_follows_in_a_terminal(router: tuple[str, Admin]) -> None:
+    """In a terminal it draws again and again, the rate among it, until Ctrl-C, and leaves the terminal as it was."""
+    address, _ = router
+    primary, secondary = pty.openpty()
+    command = [*COMMAND, "top", "--address", address, "--every", "0.1"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "130", "LINES": "40"}
+    with subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=secondary, env=environment) as process:
+        os.close(secondary)
+        seen = b""
+        while not re.search(rb"[1-9]\d* tokens/s|[1-9]\d*\x1b\[0m tokens/s", seen):
+            seen += os.read(primary, 65536)
+        process.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(primary, 65536):
+                seen += more
+        except OSError:
+            pass  # its end of the terminal is closed
+    os.close(primary)
+    assert b"group-0" in seen and b"Traceback" not in seen
+    assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1

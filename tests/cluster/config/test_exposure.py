@@ -1,0 +1,118 @@
+"""Where a cluster may listen, and what it needs for that."""
+
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatcheck.cluster.config.exposure import check_credentials, is_loopback, needs_plane, warn_of_exposure
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster.cluster_ca import Authority, Plane
+from coatcheck.cluster.ray_cluster.rank_placement import Placement
+from coatcheck.cluster.supervision.member_config import group_config, router_config
+from coatcheck.proto.errors import InvalidConfig
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("[::]", False),
+        ("10.0.0.1", False),
+        ("router.example", False),
+        ("127.0.0.1.example", False),
+    ],
+)
+def test_what_loopback_is(host: str, loopback: bool) -> None:
+    """An address that only this host reaches; a name may lead anywhere."""
+    assert is_loopback(host) == loopback
+
+
+_TLS = {"tls_cert": "c", "tls_key": "k"}
+
+
+@pytest.mark.parametrize("door", [{"grpc_host": "0.0.0.0"}, {"http_host": "::"}])
+@pytest.mark.parametrize("given", [{}, _TLS])
+def test_nothing_listens_beyond_loopback_for_everybody(door: dict[str, Any], given: dict[str, Any]) -> None:
+    """Without credentials for clients it is refused, with what to give; TLS alone keeps nobody out."""
+    with pytest.raises(InvalidConfig, match=r"-host is \S+, where anybody .*--api-keys .*--tls-client-ca.*--insecure"):
+        ServeConfig.build({"model": "m"} | door | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"insecure": True}, "anybody who reaches 0.0.0.0"),
+        ({"api_keys": "keys.yaml"}, "in the clear"),
+        ({"api_keys": "keys.yaml", **_TLS}, ""),
+        ({"tls_client_ca": "ca", **_TLS}, ""),
+    ],
+)
+def test_what_may_listen_there(given: dict[str, Any], warning: str) -> None:
+    """Keys or certificates of clients, or the word itself; what is lost by it is said in a line."""
+    config = ServeConfig.build({"model": "m", "grpc_host": "0.0.0.0", **given})
+    said = warn_of_exposure(config)
+    assert warning in said and bool(said) == bool(warning)
+
+
+def test_a_door_that_is_not_there_needs_no_key() -> None:
+    """HTTP that is off may be said to listen anywhere."""
+    ServeConfig.build({"model": "m", "http_host": "0.0.0.0", "http_port": "none"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tls_cert": "c"}, "tls-cert and tls-key belong together"),
+        ({"tls_key": "k"}, "tls-cert and tls-key belong together"),
+        ({"tls_client_ca": "ca"}, "tls-client-ca needs tls-cert"),
+    ],
+)
+def test_half_of_a_certificate(given: dict[str, Any], said: str) -> None:
+    """Is refused with what is missing."""
+    with pytest.raises(InvalidConfig, match=said):
+        ServeConfig.build({"model": "m", **given})
+
+
+def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
+    """On this host, where the router will find the same; on another cluster only the router can tell."""
+    given = {"model": "m", "api_keys": str(tmp_path / "none.yaml")}
+    with pytest.raises(InvalidConfig, match=r"none\.yaml: No such file"):
+        check_credentials(ServeConfig.build(given))
+    check_credentials(ServeConfig.build(given | {"ray_address": "10.0.0.1:6379"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "proven"),
+    [({}, False), ({"api_keys": "k"}, True), (_TLS, True), ({"ray_address": "10.0.0.1:6379"}, True)],
+)
+def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven: bool) -> None:
+    """Wherever other hosts may take part, and wherever clients have to."""
+    assert needs_plane(ServeConfig.build({"model": "m", **given})) == proven
+
+
+def test_no_secret_in_what_is_shown() -> None:
+    """What may reach a log, a configuration's own words, has no private key in it."""
+    config, plane = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), Plane.signed_by(Authority())
+    placement = Placement("cpu", {"CPU": 1.0}, "STRICT_PACK")
+    shown = [
+        repr(plane),
+        repr(router_config(config, "router-0", 0, plane.router)),
+        repr(group_config(config, "g", placement, plane.group)),
+    ]
+    assert all("PRIVATE" not in text and "CERTIFICATE" not in text for text in shown)
+
+
+def test_files_are_found_from_elsewhere(tmp_path: Path) -> None:
+    """A router runs in another directory than the command."""
+    config = ServeConfig.build({"model": "m", "api_keys": "keys.yaml", "tls_cert": "c", "tls_key": "~/k"})
+    with chdir(tmp_path):
+        made = router_config(config, "router-0", 0)
+    assert made.keys_file == str(tmp_path / "keys.yaml") and made.tls_key == str(Path.home() / "k")

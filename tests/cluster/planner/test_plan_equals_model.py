@@ -1,0 +1,124 @@
+"""A plan from config.json alone says what a rank finds when it loads the model: layers, pool, weights."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.cluster.planner.capacity import Cache
+from coatcheck.cluster.planner.model_config import ModelConfig
+from coatcheck.cluster.planner.model_shape import ModelShape
+from coatcheck.cluster.planner.plan_settings import PlanSettings
+from coatcheck.cluster.planner.sizing import Sizing
+from coatcheck.cluster.planner.weight_count import WeightCount
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.workers.attention.attention import AttentionCall
+from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
+from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.meta_model import build_skeleton
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
+from tests.workers.model.test_other_architectures import SERVED, shape_of
+from tests.workers.rank_group import RankGroup
+
+# The tiny configs of these have fields, such as num_key_value_heads, that the families do not read and real configs
+# lack.
+_OTHER_FIELDS = {"biogpt", "gpt2", "gpt_neox", "olmoe", "opt"}
+# A plan refuses these: it does not count layers that share keys and values.
+_SHARED_LAYERS = {"gemma3n_text", "gemma4_text"}
+ALL = [*ARCHITECTURES, *(name for name in SERVED if name not in _OTHER_FIELDS | _SHARED_LAYERS)]
+# Its shared experts go by a name that a plan does not know.
+UNCOUNTED = {"hunyuan_v1_moe"}
+
+
+@cache
+def found(arch: str) -> tuple[Any, list[AttentionCall]]:
+    """The model on the meta device, and what its layers ask of attention."""
+    config = tiny_config(arch) if arch in ARCHITECTURES else shape_of(arch, **SERVED[arch])
+    model = build_skeleton(config, torch.float32, torch.device("cpu"), 64)
+    return model, probe_attention(model)
+
+
+def read(arch: str) -> ModelConfig:
+    return ModelConfig(arch, json.loads(found(arch)[0].config.to_json_string()))
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_layers_are_those_that_the_model_asks_for(arch: str) -> None:
+    """Heads, head_dim and window of every layer, on any number of ranks, are what the loaded model's layers have."""
+    calls = found(arch)[1]
+    shape = ModelShape.of(read(arch))
+    assert len(shape.layers) == len(calls)
+    for tp in (1, 2, 4):
+        shard = Shard(tp - 1, tp)
+        for layer, call in zip(shape.layers, calls, strict=True):
+            part = shard.cut_layer(layer)
+            assert (part.num_heads, part.num_kv_heads) == shard.local_heads(call)
+            assert (part.head_dim, part.sliding_window) == (call.head_dim, call.sliding_window)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_weights_are_what_a_rank_holds(arch: str, tp: int) -> None:
+    """A rank's weights, counted from the config, are what its cuts leave, within 2%: norms weigh more in tiny ones."""
+    model, calls = found(arch)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    cuts = plan_sharding(shapes, model.tp_plan, calls, "model.embed_tokens", "lm_head", Shard(0, tp)).cuts
+    held = [cuts[name].shape_of(shape) if name in cuts else shape for name, shape in shapes.items()]
+    config = read(arch)
+    counted = WeightCount.of(config, ModelShape.of(config).expanded, Shard(0, tp)).total
+    assert counted == pytest.approx(sum(torch.Size(shape).numel() for shape in held), rel=0.02)
+
+
+@pytest.mark.parametrize("arch", sorted(set(ALL) - ARCHITECTURES.keys() - UNCOUNTED))
+def test_weights_of_other_families(arch: str) -> None:
+    """Beyond what is promised they are within 2%: biases weigh more in tiny models."""
+    config = read(arch)
+    counted = WeightCount.of(config, ModelShape.of(config).expanded, Shard(0, 1)).total
+    assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
+
+
+@pytest.mark.parametrize("kv_dtype", [KvDtype.FLOAT32, KvDtype.BFLOAT16, KvDtype.INT8, KvDtype.INT4])
+def test_the_layout_is_the_ranks_own(tmp_path: Path, kv_dtype: KvDtype) -> None:
+    """The block that a plan counts is, byte by byte, the one that a loaded model's pool is made of."""
+    path = tiny_checkpoint("gemma3", tmp_path)
+    spec = load_model(path, communicator=Communicator(), dtype="float32", device="cpu").spec
+    layers = ModelShape.of(ModelConfig.open(str(path))).layers
+    planned = Cache.of(layers, 1, 16, kv_dtype).rank
+    actual = BlockLayout.of(spec.layers, 16, kv_dtype)
+    assert planned == actual
+    assert allocate_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_a_running_group_reports_the_planned_blocks(tmp_path: Path, kv_dtype: str) -> None:
+    """A group with quantised blocks registers as many of them, and the kv dtype, as the plan says."""
+    path = str(tiny_checkpoint("llama", tmp_path, head_dim=64))
+    group = RankGroup(GroupConfig("g", path, "tiny", kv_memory=1 << 20, kv_dtype=kv_dtype, device="cpu", threads=1))
+    try:
+        with grpc.insecure_channel(group.wait_ready()) as channel:
+            said = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS).registration
+    finally:
+        group.kill()
+    planned = Sizing.of(PlanSettings(model=path, kv_memory=1 << 20, kv_dtype=kv_dtype))
+    assert (said.num_blocks, said.model.kv_dtype) == (planned.num_blocks, planned.cache.whole.kv_dtype)
+
+
+def test_weights_of_a_loaded_model(tmp_path: Path) -> None:
+    """The bytes that a rank has loaded are those planned, within 1%."""
+    path = tiny_checkpoint("llama", tmp_path)
+    spec = load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu").spec
+    planned = Sizing.of(PlanSettings(model=str(path), dtype="bfloat16"))
+    assert planned.weight_bytes == pytest.approx(spec.weight_bytes, rel=0.01)

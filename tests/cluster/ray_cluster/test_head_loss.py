@@ -1,0 +1,67 @@
+"""The Ray head's process is killed and comes back, its state kept by Redis: requests do not notice."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from coatcheck.bench.setup.ray_nodes import RayNodes
+from coatcheck.bench.setup.redis_server import redis_server
+from tests.cluster.serving import Serving, kill, until
+from tests.programs.find import need_program
+
+pytestmark = pytest.mark.ray
+
+
+class Asking:
+    """Short requests one after another, in a thread, from entering to leaving."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.answers = 0
+        self.faults: list[str] = []
+        self._serving = serving
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> "Asking":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                answer = self._serving.generate("def main", "--max-tokens", "30", "--ignore-eos")
+                assert answer["usage"]["completion"] == 30
+                self.answers += 1
+            except AssertionError as error:
+                self.faults.append(str(error))
+
+
+def test_with_redis_the_head_may_be_lost(tmp_path: Path, tiny_model: Path) -> None:
+    """While the head is gone requests are served as before; it comes back, the same command finds the cluster with its
+    ranks as they were, and a rank that dies is started again."""
+    need_program("redis-server")
+    with redis_server(tmp_path) as address, RayNodes(tmp_path, environment={"RAY_REDIS_ADDRESS": address}) as nodes:
+        nodes.add(1, {"front": 1})
+        until(lambda: nodes.count() == 2, "the node has joined")
+        flags = ["--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB", "--router-resource", "front"]
+        command = [str(tiny_model), *flags, "--ray-address", nodes.address]
+        with Serving(*command, environment=nodes.environment) as serving:
+            serving.wait_ready()
+            rank = serving.group("group-0")["ranks"][0]["pid"]
+            with Asking(serving) as asking:
+                nodes.head.kill()
+                so_far = asking.answers
+                until(lambda: asking.answers > so_far + 1 or bool(asking.faults), "there are answers without a head")
+                nodes.start_head()
+                with Serving(*command, environment=nodes.environment) as again:
+                    again.wait_ready()
+                    assert again.address == serving.address
+            assert not asking.faults
+            assert serving.group("group-0")["ranks"][0]["pid"] == rank
+            kill(rank)
+            until(lambda: serving.group("group-0").get("restarts") == 1, "the group is started again")

@@ -1,0 +1,101 @@
+"""Where ranks go, and what is said when there is no room."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.cluster.ray_cluster.rank_placement import NoRoom, choose_placement
+from coatcheck.cluster.supervision.rank_hosts import RankHosts
+from coatcheck.proto.errors import InvalidConfig
+
+GPU_NODE = {"CPU": 64.0, "GPU": 8.0, "memory": 1e12}
+CPU_NODE = {"CPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("device", "groups", "tp", "nodes", "placed"),
+    [
+        ("auto", 2, 2, [CPU_NODE], ("cpu", {"CPU": 1.0}, "SS")),
+        ("auto", 2, 4, [GPU_NODE, CPU_NODE], ("cuda", {"GPU": 1.0}, "SS")),
+        ("cpu", 2, 4, [GPU_NODE], ("cpu", {"CPU": 1.0}, "SS")),
+        ("cuda", 1, 16, [GPU_NODE, GPU_NODE], ("cuda", {"GPU": 1.0}, "P")),
+        ("cpu", 1, 8, [CPU_NODE, CPU_NODE], ("cpu", {"CPU": 1.0}, "P")),
+        ("cpu", 3, 3, [CPU_NODE, {"CPU": 3.0}, {"CPU": 2.0}], ("cpu", {"CPU": 1.0}, "SSP")),
+        ("cuda", 3, 6, [GPU_NODE, GPU_NODE, {"GPU": 4.0}], ("cuda", {"GPU": 1.0}, "SSP")),
+    ],
+)
+def test_a_group_stays_on_one_node_where_one_can_hold_it(
+    device: str, groups: int, tp: int, nodes: list[dict[str, float]], placed: tuple[str, dict[str, float], str]
+) -> None:
+    """GPUs are taken where there are any, one per rank; groups that no node can hold any more are spread, last."""
+    placement = choose_placement(device, groups, tp, named(nodes))
+    initials = "".join(strategy[0] for strategy in placement.strategies)
+    assert (placement.device, placement.bundle, initials) == placed
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), groups=st.integers(1, 6), tp=st.integers(1, 8))
+def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], groups: int, tp: int) -> None:
+    """There is a place for every group if the ranks are no more than the CPUs, and as many whole ones as can be."""
+    nodes = named([{"CPU": float(size)} for size in sizes])
+    if sum(sizes) < groups * tp:
+        with pytest.raises(InvalidConfig, match=f": {groups * tp - sum(sizes)} missing"):
+            choose_placement("cpu", groups, tp, nodes)
+        return
+    whole = min(groups, sum(size // tp for size in sizes))
+    expected = ("STRICT_PACK",) * whole + ("PACK",) * (groups - whole)
+    assert choose_placement("cpu", groups, tp, nodes).strategies == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "message"),
+    [
+        ("cuda", [CPU_NODE], r"need 8 GPUs, and this Ray cluster has 0 free on 1 node: 8 missing$"),
+        ("auto", [CPU_NODE], r"need 8 CPUs, and this Ray cluster has 4 free on 1 node \(4 on node-0\): 4 missing"),
+        ("auto", [{**GPU_NODE, "GPU": 6.0}, CPU_NODE], r"has 6 free on 2 nodes \(6 on node-0\): 2 missing"),
+        ("auto", [CPU_NODE, {"CPU": 1.0}], r"5 free on 2 nodes \(4 on node-0, 1 on node-1\): 3 missing"),
+        ("cpu", [{"CPU": 0.5}] * 7 + [{"CPU": 1.0}] * 3, r"\(1 on node-9, 1 on node-8, 1 on node-7\)"),
+        ("cuda", [{"GPU": 1.0}] * 7, r"1 on node-0\): 1 missing$"),
+        ("cpu", [], r"need 8 CPUs, and this Ray cluster has 0 free on 0 nodes: 8 missing"),
+    ],
+)
+def test_too_small_a_cluster_is_refused(device: str, nodes: list[dict[str, float]], message: str) -> None:
+    """What is missing is said in numbers, and where the rest is."""
+    with pytest.raises(InvalidConfig, match=message):
+        choose_placement(device, 2, 4, named(nodes))
+
+
+@pytest.mark.parametrize(
+    ("device", "own_ray", "at_start", "at_growth"),
+    [
+        ("cpu", False, "lower --groups or --tp, or add nodes", "ask for fewer, or add nodes"),
+        ("cuda", False, "or add nodes, or use --device cpu", "ask for fewer, or add nodes"),
+        ("cpu", True, "or serve on a Ray cluster with more (--ray-address)", "start it again with --groups 3, or with"),
+        ("cuda", True, "(--ray-address), or use --device cpu", "on one host: serve on a Ray cluster with more"),
+    ],
+)
+def test_what_helps_depends_on_who_asks(device: str, own_ray: bool, at_start: str, at_growth: str) -> None:
+    """To `serve` and to `scale` the same lack is said with what each can change; it outlives the way through Ray."""
+    with pytest.raises(NoRoom) as raised:
+        choose_placement(device, 1, 2, named([{"CPU": 1.0, "GPU": 1.0}]))
+    lack = pickle.loads(pickle.dumps(raised.value))
+    missing = f"1 group with tp 2 needs 2 {'GPU' if device == 'cuda' else 'CPU'}s, and this Ray cluster has 1 free"
+    start, growth = str(lack.at_start(own_ray=own_ray)), str(lack.at_growth(2, 3, own_ray=own_ray))
+    assert start.startswith(missing) and at_start in start
+    assert growth.startswith(f"2 groups serve, and more have no room: {missing}") and at_growth in growth
+
+
+def named(nodes: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Nodes by name."""
+    return {f"node-{number}": node for number, node in enumerate(nodes)}
+
+
+def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
+    """A group is told of all ranks on the fullest of its nodes, and of a group that moves no more where it was."""
+    hosts = RankHosts()
+    hosts.note("a", ["x", "y"])
+    hosts.note("b", ["y", "y"])
+    assert (hosts.busiest("a"), hosts.busiest("b"), hosts.busiest("c")) == (3, 3, 0)
+    hosts.note("b", [])
+    assert hosts.busiest("a") == 1

@@ -1,0 +1,140 @@
+"""When another group is wanted, and when one fewer does."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster.rank_placement import NoRoom
+from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, Sample
+from coatcheck.cluster.supervision.autoscaler import Autoscaler
+from coatcheck.proto.errors import CoatcheckError, InvalidConfig, Unavailable
+
+RULE = AutoscaleRule(least=1, most=3, target_seconds=2.0, grow_hold_seconds=10.0, shrink_hold_seconds=60.0)
+
+
+def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[Sample]:
+    """The same at every second, from 0 on."""
+    return [Sample(float(time), queue_seconds, busy) for time in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "groups", "wished"),
+    [
+        ([], 2, 2),
+        (each_second(11, 2.5), 2, 3),
+        (each_second(10, 2.5), 2, 2),  # not yet for long enough
+        (each_second(11, 2.0), 2, 2),  # at the target, not above
+        ([*each_second(10, 9.0), Sample(10.0, 0.5, 2)], 2, 2),  # it has just passed
+        ([*each_second(5, 9.0), Sample(5.0, 0.0, 2), *each_second(17, 9.0)[6:]], 2, 3),  # the dip is long ago
+        (each_second(11, 9.0), 3, 3),
+        (each_second(11, 9.0), 5, 5),  # an operator wanted more than the most
+        (each_second(61, 0.0, busy=1), 2, 1),
+        (each_second(60, 0.0, busy=1), 2, 2),
+        (each_second(61, 0.0, busy=2), 2, 2),  # nobody waits, and all have work
+        (each_second(61, 0.1, busy=1), 2, 2),
+        (each_second(61, 0.0, busy=0), 1, 1),
+        ([Sample(0.0, 0.0, 2), Sample(70.0, 0.0, 1)], 2, 2),  # looks may be far apart: nobody knows since when
+        ([Sample(0.0, 0.0, 2), Sample(10.0, 0.0, 1), Sample(70.0, 0.0, 1)], 2, 1),
+        ([Sample(0.0, 0.0, 2), Sample(12.0, 9.0, 2)], 2, 2),
+    ],
+)
+def test_the_number_follows_a_queue_that_lasts(samples: list[Sample], groups: int, wished: int) -> None:
+    """One more when all of ten seconds were above the target, one fewer when all of a minute had an idle group."""
+    assert RULE.wished(samples, groups, samples[-1].time if samples else 0.0) == wished
+
+
+@given(
+    waits=st.lists(st.tuples(st.floats(0, 10), st.integers(0, 6)), max_size=80),
+    groups=st.integers(1, 6),
+)
+def test_it_moves_by_one_within_its_bounds(waits: list[tuple[float, int]], groups: int) -> None:
+    """Whatever was seen, the wish is at most one away, and never leads out of the bounds."""
+    samples = [Sample(float(time), seconds, busy) for time, (seconds, busy) in enumerate(waits)]
+    wished = RULE.wished(samples, groups, float(len(waits)))
+    assert abs(wished - groups) <= 1
+    assert wished <= max(groups, RULE.most) and wished >= min(groups, RULE.least)
+
+
+def test_bounds_that_cannot_be_are_refused() -> None:
+    """Fewer at most than at first is refused with both numbers."""
+    with pytest.raises(InvalidConfig, match="max-groups is 1, and groups 2; it must be at least that"):
+        ServeConfig.build({"model": "m", "groups": 2, "max_groups": 1})
+    with pytest.raises(InvalidConfig, match="queue-target is 0"):
+        ServeConfig.build({"model": "m", "queue_target": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("failure", "tried"),
+    [
+        (NoRoom("1 group with tp 1 needs 1 CPU: 1 missing"), [*map(float, range(10, 21))]),
+        (Unavailable("group-2 does not start"), [10.0, 25.0]),
+    ],
+)
+async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tried: list[float]) -> None:
+    """While requests wait Ray is asked once for one group more, and it is added at the first look that finds room (or,
+    where a start has failed, a while later); then the request is taken back, so that nothing keeps its node once it is
+    idle for long enough and goes."""
+    asked: list[int] = []
+    tries: list[tuple[float, int]] = []
+    clock, groups, free, queue = 0.0, 2, False, 5.0
+
+    async def pressure() -> tuple[float, int]:
+        return queue, 2
+
+    async def scale(wished: int, _: float) -> None:
+        nonlocal groups
+        tries.append((clock, wished))
+        if wished > groups and not free:
+            raise failure
+        groups = wished
+
+    autoscaler = Autoscaler(RULE, pressure=pressure, size=lambda: groups, ask_room=asked.append, scale=scale)
+    for clock in map(float, range(120)):
+        free, queue = clock >= 20, 5.0 if clock < 40 else 0.0
+        await autoscaler.look(clock)
+    assert asked == [0, 3, 0]
+    assert tries == [*((at, 3) for at in tried), (100.0, 2)]
+    assert groups == 2
+
+
+async def test_idleness_may_be_shorter_than_a_queue() -> None:
+    """A group that is to go soon after it has nothing to do still comes when requests wait: neither forgets the
+    other's time."""
+    groups, queue = 2, 5.0
+
+    async def pressure() -> tuple[float, int]:
+        return queue, 2
+
+    async def scale(wished: int, _: float) -> None:
+        nonlocal groups
+        groups = wished
+
+    rule = AutoscaleRule(least=2, most=3, target_seconds=1.0, shrink_hold_seconds=3.0)
+    autoscaler = Autoscaler(rule, pressure=pressure, size=lambda: groups, ask_room=lambda _: None, scale=scale)
+    for clock in range(12):
+        await autoscaler.look(float(clock))
+    assert groups == 3
+    queue = 0.0
+    for clock in range(12, 18):
+        await autoscaler.look(float(clock))
+    assert groups == 2
+
+
+@pytest.mark.parametrize("apart", [0.9, 2.4, 4.5, 7.0, 61.0])
+async def test_looks_may_be_far_apart(apart: float) -> None:
+    """A group that has nothing to do goes at the first look after its minute, however seldom a busy machine looks."""
+    wanted: list[float] = []
+    clock = 0.0
+
+    async def pressure() -> tuple[float, int]:
+        return 0.0, 1
+
+    async def scale(_: int, __: float) -> None:
+        wanted.append(clock)
+
+    autoscaler = Autoscaler(RULE, pressure=pressure, size=lambda: 2, ask_room=lambda _: None, scale=scale)
+    while not wanted and clock < 200.0:
+        await autoscaler.look(clock)
+        clock += apart
+    assert wanted and wanted[0] - apart < 60.0 <= wanted[0]

@@ -1,0 +1,142 @@
+"""A group is held up: what its starts are called, what is learned of its ends, and when it is given up."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.cluster.supervision.cluster_state import GroupState
+from coatcheck.cluster.supervision.group_supervisor import GroupKeeper, backoff_seconds
+from coatcheck.proto.errors import Unavailable
+from coatcheck.router.groups.group_failures import Cause, Losses
+from tests.cluster.fake_ranks import SERVING, FakeRanks
+
+FAULT = "rank 1: Segmentation fault"
+
+
+class Kept:
+    """A keeper at work, and every state that it has told of."""
+
+    def __init__(self, ranks: FakeRanks, has_served: bool) -> None:
+        self.ranks = ranks
+        self.told: list[GroupState] = []
+        self._changed = asyncio.Event()
+        self.keeper = GroupKeeper(ranks, has_served=has_served, on_change=self._note, backoff=lambda failures: 0.0)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(self._keep())
+
+    async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
+        """Waits until its state is so."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not holds(self.keeper.state):
+                self._changed.clear()
+                await self._changed.wait()
+        return self.keeper.state
+
+    async def _keep(self) -> None:
+        await self.keeper.adopt()
+        await self.keeper.keep()
+
+    def _note(self) -> None:
+        self.told.append(self.keeper.state)
+        self._changed.set()
+
+
+Keep = Callable[..., Kept]
+
+
+@pytest.fixture
+async def keep() -> AsyncIterator[Keep]:
+    """Starts one for such ranks; it ends with the test."""
+    kept: list[Kept] = []
+
+    def started(ranks: FakeRanks, *, has_served: bool = False) -> Kept:
+        kept.append(Kept(ranks, has_served))
+        return kept[-1]
+
+    yield started
+    for one in kept:
+        one.task.cancel()
+    await asyncio.gather(*(one.task for one in kept), return_exceptions=True)
+
+
+def serves(start: int) -> Callable[[GroupState], bool]:
+    return lambda state: state.state == "serving" and state.restarts == start
+
+
+@pytest.mark.parametrize("crash", [FAULT, ""], ids=["crash", "killed"])
+async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(keep: Keep, crash: str) -> None:
+    """The ranks of two starts end before they run, as where a name is taken: the third says how the incarnation has
+    ended that requests were lost with, and routers count it as that one's."""
+    kept = keep(FakeRanks(["serves", "ends early", "ends early"]))
+    lost = await kept.until(serves(0))
+    losses = Losses()
+    loss = losses.lost("g", lost.incarnation, "the stream broke", Cause.UNKNOWN)
+    kept.ranks.crash(crash)
+    state = await kept.until(serves(3))
+    assert kept.ranks.starts == [(0, 0), (1, 1), (2, 1), (3, 1)], "each start has names of its own"
+    assert (state.incarnation, state.predecessor) == (1, crash)
+    losses.learn("g", state.incarnation - 1, crash)
+    assert loss.cause is (Cause.CRASH if crash else Cause.KILLED)
+
+
+async def test_a_start_that_fails_late_is_an_incarnation(keep: Keep) -> None:
+    """Ranks that end while they load leave a record of their own: before, they have said how those before them ended,
+    and the next ones say how they did."""
+    kept = keep(FakeRanks(["serves", "ends late"]))
+    await kept.until(serves(0))
+    kept.ranks.crash(FAULT)
+    state = await kept.until(serves(2))
+    assert kept.ranks.starts == [(0, 0), (1, 1), (2, 2)]
+    told = {state.incarnation: state.predecessor for state in kept.told if state.predecessor is not None}
+    assert told == {1: FAULT, 2: "rank 0: OutOfMemoryError"}
+    assert state.predecessor == "rank 0: OutOfMemoryError"
+
+
+@pytest.mark.parametrize("how", ["ends early", "ends late"])
+async def test_only_one_that_has_served_is_tried_again(keep: Keep, how: str) -> None:
+    """A group whose first start fails is given up with the reason; one that served before this supervisor is not."""
+    new = keep(FakeRanks([how]))
+    await new.task
+    assert new.keeper.state.state == "failed" and new.keeper.state.reason
+    with pytest.raises(Unavailable, match="g does not start: rank 0"):
+        await new.keeper.wait_started()
+    await keep(FakeRanks([how]), has_served=True).until(serves(1))
+
+
+async def test_a_renewal_is_no_failure(keep: Keep) -> None:
+    """New processes that somebody asked for come after the old ones have had a word, and are another incarnation."""
+    kept = keep(FakeRanks())
+    await kept.until(serves(0))
+    await kept.keeper.renew()
+    assert kept.ranks.ended_with_a_word == 1 and kept.ranks.starts == [(0, 0), (1, 1)]
+    assert (kept.keeper.state.state, kept.keeper.state.predecessor) == ("serving", "")
+    kept.keeper.drain()
+    assert kept.keeper.state.state == "draining"
+    kept.keeper.undrain()
+    assert kept.keeper.state.state == "serving"
+
+
+async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
+    """Whoever asked for new processes hears why they do not come up; the keeper goes on trying."""
+    kept = keep(FakeRanks(["serves", "ends late"]))
+    await kept.until(serves(0))
+    with pytest.raises(Unavailable, match="g does not start again: rank 0 has ended: out of memory"):
+        await kept.keeper.renew()
+    await kept.until(serves(2))
+
+
+async def test_ranks_that_serve_are_adopted(keep: Keep) -> None:
+    """What a former supervisor has started goes on serving under its number; what was left of others is counted."""
+    kept = keep(FakeRanks(adopted=(4, (SERVING, SERVING))), has_served=True)
+    state = await kept.until(serves(4))
+    assert not kept.ranks.starts and (state.incarnation, state.address) == (4, SERVING.address)
+    other = keep(FakeRanks(adopted=(4, ())), has_served=True)
+    await other.until(serves(5))
+    assert other.ranks.starts == [(5, 5)]
+
+
+def test_restarts_come_soon_and_then_slower() -> None:
+    """The first restart waits half a second, each further one twice as long, none longer than half a minute."""
+    waits = [backoff_seconds(failures) for failures in range(1, 12)]
+    assert waits[0] == 0.5 and waits == sorted(waits) and waits[-1] == 30.0

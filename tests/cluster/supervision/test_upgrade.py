@@ -1,0 +1,150 @@
+"""An upgrade of a cluster that serves: groups of a new version beside routers of the old one, and the way back."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from inspect import getmembers, isfunction
+from pathlib import Path
+
+import pytest
+
+from coatcheck import __version__
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.bench.setup.ray_nodes import RayNodes
+from coatcheck.cluster.supervision.supervisor import Supervisor
+from tests.cluster.serving import Serving, coatcheck, until
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[3]
+_ROOMS = ("proto", "kernels", "workers", "router", "cluster")
+
+
+_FLAG, _MORE = r"(?m)^    deterministic: bool = False$", "    made_up: int = 7\n    deterministic: bool = False"
+_EVOLUTION = (
+    ("cluster/config/serve_config.py", _FLAG, _MORE),
+    ("workers/core/group_config.py", _FLAG, _MORE),
+    ("cluster/supervision/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
+    ("workers/driver.py", r"(tp=spec\.tp),", r"\1 + config.made_up - 7,"),
+)
+# A supervisor as it was before it could be asked what routers miss.
+_FORMER = (
+    ("cluster/supervision/supervisor.py", r"(?s)    async def misses.*?\n\n", ""),
+    ("cluster/supervision/supervisor.py", r", self\.LATER\)", ")"),
+)
+
+
+class Installed:
+    """A folder that comes first on the path of every process, and holds one version at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def install(self, version: str, contract: int = 0, *, changed: Sequence[tuple[str, str, str]] = ()) -> None:
+        """In the place of the one before, as pip does it: what runs goes on with what it has read. `changed`: (file,
+        pattern, what stands there). In an evolved one settings and what ranks are told have a field that was not there
+        before, and is used."""
+        made = self.folder.with_name(f"coatcheck-{version}")
+        made.mkdir()
+        for room in _ROOMS:
+            shutil.copytree(ROOT / room, made / room, ignore=shutil.ignore_patterns("__pycache__", "csrc"))
+        _rewrite(ROOT / "__init__.py", made / "__init__.py", r'__version__ = "\S+"', f'__version__ = "{version}"')
+        number = made / "proto" / "contract.py"
+        _rewrite(number, number, r"CONTRACT: Final = \d+", f"CONTRACT: Final = {contract}")
+        for file, pattern, text in changed:
+            _rewrite(made / file, made / file, pattern, text)
+        link = self.folder / "next"
+        link.symlink_to(made)
+        link.replace(self.folder / "coatcheck")
+
+
+def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
+    text, count = re.subn(pattern, text, source.read_text())
+    assert count == 1
+    target.write_text(text)
+
+
+@pytest.mark.full  # a minute or two on two cores: seven starts of processes that import torch
+def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> None:
+    """Groups of a new version with the same contract serve beside an old router, which is renewed last. A version with
+    another contract is refused by the router at the first group, the others serve on, and the way back is the same."""
+    installed = Installed(tmp_path / "installed")
+    installed.install("0.0.1")
+    with RayNodes(tmp_path, head_cpus=2, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
+        flags = ["--groups", "2", "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
+
+        def restart(*arguments: str) -> tuple[int, str, str]:
+            flags = ["--ray-address", nodes.address, "--drain-seconds", "1"]
+            done = coatcheck("restart", *arguments, *flags, environment=nodes.environment, seconds=4 * PATIENCE_SECONDS)
+            return done.returncode, done.stdout, done.stderr
+
+        command = [str(tiny_model), *flags, "--ray-address", nodes.address]
+        with Serving(*command, environment=nodes.environment) as serving:
+            serving.wait_ready()
+            assert versions(serving) == ["0.0.1"] * 3
+            installed.install("0.0.2", changed=_EVOLUTION)
+            code, _, said = restart("group-0")
+            assert code == 0, said
+            until(lambda: versions(serving) == ["0.0.1", "0.0.2", "0.0.1"], "the status says which runs what")
+            used = {serving.generate("def main", "--max-tokens", "4")["group"] for _ in range(8)}
+            assert used <= {"group-0", "group-1"} and "group-0" in used
+            code, out, said = restart("--routers")
+            assert code == 0 and out.count("serves again") == 4, said
+            until(lambda: versions(serving) == ["0.0.2"] * 3, "all are new")
+            installed.install("0.0.3", contract=1, changed=_EVOLUTION)
+            code, _, said = restart("group-0")
+            assert code == 1 and "router-0 does not use group-0" in said
+            assert "coatcheck 0.0.2 with contract 0" in said and "0.0.3 with contract 1" in said
+            assert "install one version on every node" in said
+            assert serving.generate("def main", "--max-tokens", "4")["group"] == "group-1"
+            installed.install("0.0.4", changed=_EVOLUTION)
+            code, _, said = restart("group-0")
+            assert code == 0, said
+            until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back")
+
+
+@pytest.mark.full  # two starts for what no other version has shown yet
+def test_serve_joins_an_older_supervisor(tmp_path: Path, tiny_model: Path) -> None:
+    """A newer `serve` asks an older supervisor for nothing that it does not know, which would end its process: it is
+    ready once all serve, as the older one was."""
+    installed = Installed(tmp_path / "installed")
+    installed.install("0.0.1", changed=_FORMER)
+    with RayNodes(tmp_path, head_cpus=1, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
+        command = [str(tiny_model), "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
+        command += ["--ray-address", nodes.address]
+        with Serving(*command, environment=nodes.environment) as older:
+            older.wait_ready()
+        before = supervisors(nodes)
+        with Serving(*command, environment={**nodes.environment, "PYTHONPATH": ""}) as newer:
+            newer.wait_ready()
+            assert versions(newer) == ["0.0.1"] * 2
+            assert len(before) == 1 and supervisors(nodes) == before
+
+
+def supervisors(nodes: RayNodes) -> list[int]:
+    """Their processes."""
+    return [pid for pid, command in nodes.processes().items() if command.startswith("ray::Supervisor")]
+
+
+def versions(serving: Serving) -> list[str]:
+    """The router's, then each group's."""
+    status = serving.status()
+    return [status["version"], *(group.get("version", "") for group in status["groups"])]
+
+
+def test_what_came_later_is_told() -> None:
+    """A supervisor names every method of its own that one of the first version does not have."""
+    first = {"config", "state", "drain", "restart", "restart_router", "restart_supervisor", "scale", "stop"}
+    assert {name for name, _ in getmembers(Supervisor, isfunction) if name[0] != "_"} == first | {*Supervisor.LATER}
+
+
+@pytest.mark.parametrize("changed", [_EVOLUTION, _FORMER])
+def test_other_versions_can_be_made(tmp_path: Path, changed: Sequence[tuple[str, str, str]]) -> None:
+    """What the long tests here change in a version is still there to be changed, each in one place."""
+    Installed(tmp_path / "installed").install("0.0.1", changed=changed)
+
+
+def test_the_version_is_one() -> None:
+    """What `coatcheck --version` prints is what the package is installed as."""
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()

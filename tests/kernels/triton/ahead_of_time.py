@@ -1,0 +1,118 @@
+"""A kernel's key compiled ahead of time without a GPU, and what the binary uses.
+
+    python -m tests.kernels.triton.ahead_of_time
+
+compiles every key of kernel_keys.py for each target and writes kernels/README.md.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from coatcheck.kernels.arch import GFX942, SM_80, SM_90
+from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Key
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_90, "gfx942": GFX942}
+
+
+class Usage(NamedTuple):
+    """Bytes but for registers. `spilled`: what a thread keeps in memory for want of registers."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+# A width of the vocabulary, or a count.
+_NOT_ALIGNED = ("vocab", "words", "inner")
+
+
+def compiled(key: Key, target: str) -> Any:
+    names = key.kernel.arg_names
+    runtime = iter(key.arguments.split())
+    signature = {name: "constexpr" if name in key.constants else next(runtime) for name in names}
+    assert next(runtime, None) is None, "a type too many"
+    constants = {(names.index(name),): value for name, value in key.constants.items()}
+    # What a launch finds on its own: torch's pointers and our strides divide by 16.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, parameter in enumerate(key.kernel.params)
+        if not parameter.do_not_specialize and signature[names[i]][0] in "*i" and names[i] not in _NOT_ALIGNED
+    }
+    source = ASTSource(key.kernel, signature, constants, aligned)
+    # The AMD backend takes one or two stages where NVIDIA's takes more.
+    amd = TARGETS[target].backend == "hip"
+    stages = min(key.num_stages, 2) if amd else key.num_stages
+    options = dict(num_warps=key.num_warps, num_stages=stages, enable_fp_fusion=True)
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def usage(binary: Any, target: str) -> Usage:
+    """Read from the binary: NVIDIA's with its own tool, AMD's from the notes of its assembly."""
+    if TARGETS[target].backend == "hip":
+        notes = binary.asm["amdgcn"]
+        registers, spilled = (
+            int(re.findall(rf"\.{name}:\s*(\d+)", notes)[0]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        return Usage(registers, binary.metadata.shared, 4 * spilled)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([str(tool), "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    numbers = {kind: int(number) for kind, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return Usage(numbers["REG"], binary.metadata.shared, numbers["STACK"] + numbers["LOCAL"])
+
+
+_README = """# Kernels
+
+One operation a file: device function, launcher, plain torch reference; device functions that several share are in
+`online_softmax.py`, `prefill_tile.py` and `quantise.py`. CPU tensors in bfloat16 and float32 take the
+C of `csrc/` where it was built, CUDA tensors Triton, all others the reference.
+
+## Registers, shared memory and spills
+
+Each key compiled ahead of time without a GPU: registers a thread, KiB of shared memory a program, and bytes that a
+thread spills. A key is a kernel with what its launcher picks for a shape: 32 query heads over 8 KV heads of 128 in
+bfloat16 where its name does not say otherwise (MHA: 32 KV heads, MQA: one; capped: with a soft-cap; one order: of the
+deterministic mode). `make test` compiles the first {first} for each target, `make test-all` every one, and on
+sm_90 none may spill. Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
+
+| key | {targets} |
+|---|{lines}
+"""
+
+
+def main() -> None:
+    keys = KEYS | OTHERS
+    rows = []
+    for name, key in keys.items():
+        cells = []
+        for target in TARGETS:
+            found = usage(compiled(key(ARCHS[target]), target), target)
+            cells.append(f"{found.registers}, {found.shared / 1024:.4g} KiB, {found.spilled}")
+            if found.shared > ARCHS[target].shared or found.spilled:
+                print(f"{name} on {target}: {found}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    text = _README.format(
+        first=len(KEYS), version=triton.__version__, targets=" | ".join(TARGETS), lines="---|" * len(TARGETS)
+    )
+    (Path(__file__).parents[3] / "kernels/README.md").write_text(text + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

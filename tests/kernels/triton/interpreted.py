@@ -1,0 +1,47 @@
+"""Run by test_triton_interpreted.py with TRITON_INTERPRET=1: each kernel's launcher on CPU tensors."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tests.kernels.triton.interpreted_attention import attention, long, matrix, one_order, quantised
+from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
+from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
+from tests.kernels.triton.mended_bfloat16 import mend
+
+
+def bfloat16() -> None:
+    """What there is in bfloat16 alone, and over quantised pools, once the interpreter can do it."""
+    mend()
+    attention((torch.bfloat16,))
+    matrix(pools=(torch.bfloat16,))
+    one_order((torch.bfloat16,), torch.bfloat16)
+    quantised(torch.bfloat16, torch.bfloat16)
+    stores((torch.bfloat16,))
+    rows((torch.bfloat16,))
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "attention": attention,
+    "matrix": matrix,
+    "whole matrix": partial(matrix, whole=True),
+    "long": long,
+    "order": one_order,
+    "elements": elements,
+    "quantised": quantised,
+    "stores": stores,
+    "rows": rows,
+    "empty": empty,
+    "sampling": sampling,
+    "filters": filters,
+    "probabilities": probabilities,
+    "penalties": penalties,
+    "bfloat16": bfloat16,
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        GROUPS[name]()
+    print("agreed")

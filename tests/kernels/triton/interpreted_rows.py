@@ -1,0 +1,165 @@
+"""Norm, rotary, activation, copies and stores in Triton's interpreter; run by interpreted.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from coatcheck.kernels.attention.rotary import apply_rotary_reference, launch_rotary, rotary_and_store_reference
+from coatcheck.kernels.kv.copy_blocks import launch_copy_blocks
+from coatcheck.kernels.kv.quantise import _fp8_bits, _nibbles, _widened
+from coatcheck.kernels.kv.store_kv import launch_store_kv, store_kv_reference
+from coatcheck.kernels.layers.rms_norm import launch_rms_norm, rms_norm_reference
+from coatcheck.kernels.layers.silu_mul import launch_silu_mul, silu_mul_reference
+from coatcheck.kernels.sampling.filter_floor import launch_filter_floor
+from coatcheck.kernels.sampling.logprobs import launch_logprobs
+from coatcheck.kernels.sampling.penalties import launch_penalties
+from coatcheck.kernels.sampling.sample import launch_draw
+from coatcheck.kernels.sampling.token_mask import launch_token_mask
+from tests.kernels.caches import QUANTISED, pool_of, strided_cache
+from tests.kernels.triton.agreement import SENTINEL, agree
+
+
+@triton.jit
+def _widen_all(x, y, KIND: tl.constexpr, CONVERT: tl.constexpr, HALF: tl.constexpr):
+    i = tl.arange(0, 256)
+    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
+    if KIND == 3:
+        low, high = _nibbles(tl.load(x + i), CONVERT, dtype, True)
+        tl.store(y + i, low.to(tl.float32) + 16 * high.to(tl.float32))
+    else:
+        tl.store(y + i, _widened(tl.load(x + i), KIND, CONVERT, dtype, True).to(tl.float32))
+
+
+@triton.jit
+def _narrow_all(x, y, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y + i, _fp8_bits(tl.load(x + i)).to(tl.uint8))
+
+
+def elements() -> None:
+    """Every byte means what torch says, however e4m3 is read; and so is every tie between two e4m3 rounded."""
+    every = torch.arange(256, dtype=torch.uint8)
+    fp8 = every.view(torch.float8_e4m3fn).float()
+    number = ~fp8.isnan()
+    for kind, convert, want in (
+        (1, 1, fp8),
+        (1, 0, fp8),
+        (2, 0, every.view(torch.int8).float()),
+        (3, 0, every.float() - 8 - 16 * 8),
+    ):
+        for half in (False, True):
+            have = torch.full((256,), SENTINEL)
+            _widen_all[(1,)](every, have, KIND=kind, CONVERT=convert, HALF=half)
+            assert torch.equal(have[number | (kind != 1)], want[number | (kind != 1)]), (kind, convert, half)
+    exact = fp8[number].sort().values
+    x = torch.cat((exact, (exact[1:] + exact[:-1]) / 2, torch.randn(500) * torch.logspace(-4, 2, 500)))
+    x = torch.cat((x, torch.zeros(1024 - len(x)))).clamp(-448, 448)
+    bits = torch.zeros(1024, dtype=torch.uint8)
+    _narrow_all[(1,)](x, bits, BLOCK=1024)
+    assert torch.equal(bits.view(torch.float8_e4m3fn).float(), x.to(torch.float8_e4m3fn).float())
+
+
+def stores(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
+    """The store, and rotary with the store, into pools of every kind that is not the activations' own."""
+    for kv in (*QUANTISED, torch.float16):
+        for dtype in dtypes:
+            store(dtype, kv)
+
+
+def store(dtype: torch.dtype, kv: torch.dtype) -> None:
+    """Scales are the reference's, elements at most one step off: a compiler may fuse what the reference rounds."""
+    x = torch.randn(6, 3 * 24).to(dtype) * torch.tensor([1, 1, 1, 1e3, 0, 1e-6])[:, None].to(dtype)
+    q, k, v = (part.unflatten(1, (1, 24)) for part in x.split(24, dim=1))
+    angle = torch.randn(6, 8).repeat(1, 2)
+    slots = torch.tensor([4, -1, 0, 11, 3, 7])
+    for turned in (False, True):
+        have, want = (strided_cache(4, 1, 3, 24, kv) for _ in range(2))
+        if turned:
+            launch_rotary(q, k, v, angle.cos(), angle.sin(), torch.empty_like(q), None, have, slots)
+            rotary_and_store_reference(q, k, v, angle.cos(), angle.sin(), want, slots)
+        else:
+            launch_store_kv(k, v, have, slots)
+            store_kv_reference(k, v, want, slots)
+        ours, theirs = pool_of(have), pool_of(want)
+        changed = ours != theirs
+        if kv == torch.float8_e4m3fn:  # Triton 3.6's interpreter negates 0 to 0
+            changed &= (ours | theirs) & 0x7F != 0
+        assert changed.sum() <= 3, f"{changed.sum()} bytes differ"
+        blocks = torch.arange(4)
+        for ours, theirs in zip(have.rows_reference(blocks), want.rows_reference(blocks), strict=True):
+            largest = theirs.nan_to_num().abs().amax(-1, keepdim=True)
+            assert ((ours - theirs).nan_to_num().abs() <= 0.16 * largest).all()
+
+
+def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
+    torch.manual_seed(0)
+    for dtype in dtypes:
+        x, residual, weight = torch.randn(3, 40).to(dtype), torch.randn(3, 40).to(dtype), torch.randn(40).to(dtype)
+        for offset, cast_first in ((0.0, True), (1.0, False)):
+            out, total = torch.full_like(x, SENTINEL), torch.full_like(x, SENTINEL)
+            launch_rms_norm(x, weight, 1e-6, residual, offset, cast_first, out, total)
+            want = rms_norm_reference(x, weight, 1e-6, residual, offset, cast_first)
+            agree(out, want[0])
+            agree(total, want[1])
+        for activation in ("silu", "gelu_tanh"):
+            gate_up = torch.randn(3, 70).to(dtype)[:, :66] * 20
+            out = torch.full((3, 33), SENTINEL).to(dtype)
+            launch_silu_mul(gate_up, activation, out)
+            agree(out, silu_mul_reference(gate_up, activation))
+        rotary(dtype)
+    pool = torch.randint(0, 255, (6, 4104), dtype=torch.uint8)
+    want = pool.clone()
+    want[[0, 5]] = want[[2, 2]]
+    launch_copy_blocks(pool, pool, torch.tensor([2, 2]), torch.tensor([0, 5]), 2)
+    assert torch.equal(pool, want)
+    for width in (4104, 4099):  # eight bytes at a time, and one
+        wide, blocks = pool[:, :width], torch.tensor([5, 1, 3])
+        rows_ = torch.zeros(3, width + 5, dtype=torch.uint8)[:, :width]
+        launch_copy_blocks(wide, rows_, blocks, None, 3)
+        assert torch.equal(rows_, wide[blocks])
+        launch_copy_blocks(255 - rows_, pool[:, :width], None, blocks, 3)
+        want[blocks, :width] = 255 - want[blocks, :width]
+        assert torch.equal(pool, want)
+
+
+def empty() -> None:
+    """Steps without a row launch nothing, and nothing is written."""
+    none, slots, ids = torch.zeros(0, 24), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int32)
+    weight, heads = torch.randn(24), torch.zeros(0, 1, 24)
+    launch_rms_norm(none, weight, 1e-6, none, 0.0, True, none.clone(), none.clone())
+    launch_silu_mul(none, "silu", none[:, :12].contiguous())
+    for kv in (torch.float32, torch.int8):
+        cache = strided_cache(2, 1, 3, 24, kv)
+        before = pool_of(cache).clone()
+        launch_store_kv(heads, heads, cache, slots)
+        launch_rotary(heads, heads, heads, none, none, heads.clone(), None, cache, slots)
+        assert torch.equal(pool_of(cache), before)
+    launch_copy_blocks(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8), slots, slots, 0)
+    floats, ints = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
+    launch_filter_floor(none, floats, ints, floats, floats, floats.clone())
+    launch_draw(none, floats, floats, slots, ints, slots, slots.clone())
+    launch_token_mask(torch.zeros(2, 24), slots, torch.zeros(0, 1, dtype=torch.int32))
+    launch_penalties(none, ids, ints, ints, floats, floats, floats)
+    assert [len(part) for part in launch_logprobs(none, slots)] == [0, 0, 0]
+
+
+def rotary(dtype: torch.dtype) -> None:
+    """Also the plain store: slot -1 is skipped by both, and no other slot is touched."""
+    fused = torch.randn(4, 5 * 24).to(dtype)
+    q, k, v = (part.unflatten(1, (-1, 24)) for part in fused.split([72, 24, 24], dim=1))
+    angle = torch.randn(4, 8).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    want_q, want_k = apply_rotary_reference(q, k, cos, sin)
+    q_out, k_out = torch.empty_like(want_q), torch.empty_like(want_k)
+    launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None)
+    agree(q_out, want_q)
+    agree(k_out, want_k)
+    slots = torch.tensor([4, -1, 0, 11])
+    for turned in (False, True):
+        have, want = (strided_cache(4, 1, 3, 24, dtype) for _ in range(2))
+        if turned:
+            launch_rotary(q, k, v, cos, sin, q_out, None, have, slots)
+        else:
+            launch_store_kv(k, v, have, slots)
+        store_kv_reference(k_out if turned else k, v, want, slots)
+        assert torch.equal(pool_of(have), pool_of(want))

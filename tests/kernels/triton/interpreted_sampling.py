@@ -1,0 +1,78 @@
+"""Filters, penalties, masks, the draw and logprobs in Triton's interpreter; run by interpreted.py."""
+
+import torch
+
+from coatcheck.kernels.sampling.filter_floor import launch_filter_floor
+from coatcheck.kernels.sampling.logprobs import launch_logprobs, logprobs_reference
+from coatcheck.kernels.sampling.penalties import apply_penalties_reference, launch_penalties
+from coatcheck.kernels.sampling.sample import filter_reference, launch_draw, noise_bits_reference, sample_reference
+from coatcheck.kernels.sampling.token_mask import apply_token_mask_reference, launch_token_mask
+from tests.kernels.triton.agreement import SENTINEL, agree
+
+
+def sampling() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(4, 3000) * 2
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.5])
+    top_k, top_p = torch.tensor([0, 0, 20, 0], dtype=torch.int32), torch.tensor([1.0, 1.0, 0.9, 0.8])
+    min_p, choice = torch.zeros(4), torch.tensor([0, 1, -1, 2**31 - 1], dtype=torch.int32)
+    seed, position = torch.tensor([0, -1, 2**63 - 1, 12345]), torch.tensor([0, 2**40, 5, 131071])
+    floors = torch.empty(4)
+    launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
+    out, bits = torch.empty(4, dtype=torch.int64), torch.empty(4, 3000, dtype=torch.int64)
+    launch_draw(logits, temperature, floors, seed, choice, position, out, bits)
+    assert torch.equal(bits, noise_bits_reference(seed, choice, position, torch.arange(3000)))
+    assert torch.equal(out, sample_reference(logits, temperature, top_k, top_p, min_p, seed, choice, position))
+    for vocab in (2999, 33, 1024):
+        have, rows = torch.randn(4, 3000)[:, :vocab], torch.tensor([3, 0])
+        mask = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=torch.int32)
+        want = apply_token_mask_reference(have.clone(), rows, mask)
+        launch_token_mask(have, rows, mask)
+        assert torch.equal(have, want) and want.isinf().any()
+
+
+def probabilities() -> None:
+    """Log-probabilities and ranks of rows of any length, forbidden tokens and ties among them."""
+    torch.manual_seed(5)
+    for vocab in (1, 33, 5000):
+        logits = (torch.randn(4, vocab + 2) * 4)[:, :vocab]
+        logits[1] = logits[1].round()
+        logits[2, vocab // 2 + 1 :] = -torch.inf
+        tokens = torch.tensor([0, vocab - 1, 0, vocab // 2])
+        _, chosen, rank = launch_logprobs(logits, tokens)
+        want = logprobs_reference(logits, tokens, 0)
+        agree(chosen, want[0])
+        assert torch.equal(rank, want[1])
+
+
+def filters() -> None:
+    """Floors keep exactly the reference's set: ties, forbidden tokens, strides, and every filter alone and together."""
+    torch.manual_seed(2)
+    for vocab in (1, 5, 5000):
+        logits = (torch.randn(12, vocab + 3) * 3)[:, :vocab]
+        logits[:6] = logits[:6].round()  # ties
+        if vocab > 1:
+            logits[3, vocab // 2 :] = -torch.inf
+        temperature = torch.tensor([1.0, 0.5, 2.0, 1.0] * 3)
+        top_k = torch.tensor([0, 7, 0, 1, 50, 3, 0, 2, 5000, 0, 0, 1], dtype=torch.int32)
+        top_p = torch.tensor([0.9, 1.0, 0.3, 0.95, 0.7, 1.0, 1.0, 0.5, 0.9, 0.01, 1.0, 1.0])
+        min_p = torch.tensor([0.0, 0.01, 0.1, 0.0, 0.0, 0.3, 0.05, 0.0, 0.02, 0.0, 0.0, 1.0])
+        floors = torch.full((12,), SENTINEL)
+        launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
+        scaled = logits / temperature[:, None]
+        want = filter_reference(scaled, top_k, top_p, min_p) > float("-inf")
+        have = (scaled >= floors[:, None]) & (scaled > float("-inf"))
+        assert torch.equal(have, want), (vocab, (have != want).sum(dim=1))
+
+
+def penalties() -> None:
+    torch.manual_seed(3)
+    logits, tokens = torch.randn(5, 43)[:, :40], torch.randint(0, 40, (5, 1200), dtype=torch.int32)
+    total = torch.tensor([1200, 5, 0, 1, 1100], dtype=torch.int32)
+    prompt = torch.tensor([4, 5, 0, 0, 1050], dtype=torch.int32)
+    for row in range(5):
+        tokens[row, total[row] :] = 10**6  # padding may hold anything
+    values = (torch.tensor([1.3, 2.0, 1.5, 0.7, 1.0]), torch.tensor([0.5, 0.1, 1, -1, 0.2]), torch.rand(5))
+    want = apply_penalties_reference(logits.clone(), tokens, prompt, total, *values)
+    launch_penalties(logits, tokens, prompt, total, *values)
+    agree(logits, want)

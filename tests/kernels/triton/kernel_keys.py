@@ -1,0 +1,189 @@
+"""Every Triton kernel's keys: the constants and launch that its launcher would pick for some shape.
+
+The shapes are those of an 8B model (32 query heads over 8 KV heads of 128, blocks of 16) where the key's name does not
+say otherwise. Nothing is compiled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import triton
+
+from coatcheck.kernels.arch import Arch
+from coatcheck.kernels.attention import paged_decode, paged_prefill, rotary
+from coatcheck.kernels.kv import copy_blocks, store_kv
+from coatcheck.kernels.layers import rms_norm, silu_mul
+from coatcheck.kernels.sampling import filter_floor, logprobs, penalties, sample, token_mask
+
+Keys = Callable[[Arch], "Key"]
+
+
+class Key(NamedTuple):
+    kernel: Any
+    arguments: str  # one type per run-time argument, in the kernel's order
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+class Pool(NamedTuple):
+    """Queries of one type over a pool of another. `quantised` is the kernels' KIND."""
+
+    q: str
+    element: str
+    quantised: int
+    q_bytes: int
+    bits: int
+
+    def width(self, dim: int) -> int:
+        return dim // 2 if self.quantised == 3 else dim
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return dict(KIND=self.quantised, **({} if self.quantised else dict(k_scales=None, v_scales=None)))
+
+    @property
+    def scales(self) -> str:
+        return "*fp16 *fp16 " if self.quantised else ""
+
+    @property
+    def pairs(self) -> str:
+        """Scales where they are read two at a time."""
+        return "*i32 *i32 " if self.quantised else ""
+
+
+POOLS = {
+    "bf16": Pool("bf16", "bf16", 0, 2, 16),
+    "fp16": Pool("fp16", "fp16", 0, 2, 16),
+    "fp32": Pool("fp32", "fp32", 0, 4, 32),
+    "fp8": Pool("bf16", "u8", 1, 2, 8),
+    "int8": Pool("bf16", "u8", 2, 2, 8),
+    "int4": Pool("bf16", "u8", 3, 2, 4),
+}
+DIMS = (64, 80, 96, 128, 256)
+
+
+def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch, *, capped: bool = False) -> Key:
+    group = 32 // kv_heads
+    launch = paged_decode.pick_launch(group, pool.width(dim), pool.q_bytes, pool.bits, arch)
+    arguments = (
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *fp32 *fp32 "
+        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
+    )
+    constants = dict(
+        DIM=dim, SIZE=16, GROUP=group, HEADS=32, KV_HEADS=kv_heads, SPLIT_SIZE=paged_decode.SPLIT,
+        SEQS=paged_decode._SEQS, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
+        CONVERT=arch.convert, PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped, **pool.constants,
+    )  # fmt: skip
+    return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, one_order: bool = False) -> Key:
+    launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
+    arguments = (
+        f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} "
+        "i32 i32 i32 i32 i32 i32 fp32 fp32 i32 i32"
+    )
+    constants = dict(
+        DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True, CONVERT=arch.convert,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped or pool.q == "fp32", SINGLE=one_order,
+        **pool.constants,
+    )  # fmt: skip
+    return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
+
+
+def reduce(dim: int, arch: Arch) -> Key:
+    constants = dict(
+        HEADS=32, DIM=dim, SPLIT_SIZE=paged_decode.SPLIT, SEQS=paged_decode._SEQS,
+        BLOCK_D=triton.next_power_of_2(dim), TILE=16, SINKS=True,
+    )  # fmt: skip
+    return Key(paged_decode._reduce, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 *bf16 i32", constants, 4)
+
+
+def rotary_store(dim: int, pool: Pool, arch: Arch) -> Key:
+    q, element = f"*{pool.q}", f"*{pool.element}"
+    strides = "i32 i32 i32 i32 i32 i32 i32 i32 i32"
+    arguments = f"{q} {q} {q} *fp32 *fp32 {q} {q} {element} {element} {pool.scales}*i64 {strides}"
+    block = triton.next_power_of_2(dim)
+    rows, warps = store_kv.pick_rows(8, block)
+    constants = dict(
+        HEADS=32, KV_HEADS=8, DIM=dim, ROT=dim, SIZE=16, STORE=True, ROWS=rows, HALF=triton.next_power_of_2(dim // 2),
+        BLOCK=block,
+    )  # fmt: skip
+    return Key(rotary._rotary, arguments, constants | pool.constants, warps)
+
+
+def store_quantised(dim: int, pool: Pool, arch: Arch) -> Key:
+    block = triton.next_power_of_2(pool.width(dim))
+    rows, warps = store_kv.pick_rows(8, block)
+    constants = dict(HEADS=8, DIM=dim, SIZE=16, KIND=pool.quantised, ROWS=rows, BLOCK=block)
+    arguments = "*bf16 *bf16 *u8 *u8 *fp16 *fp16 *i64 i32 i32 i32 i32 i32 i32"
+    return Key(store_kv._store_quantised, arguments, constants, warps)
+
+
+def same(*parts: Any) -> Keys:
+    """A key that does not depend on the processor."""
+    key = Key(*parts)
+    return lambda arch: key
+
+
+# One for each kernel.
+KEYS: dict[str, Keys] = {
+    "decode": partial(decode, 128, POOLS["bf16"], 8),
+    "reduce": partial(reduce, 128),
+    "prefill": partial(prefill, 128, POOLS["bf16"]),
+    "rms_norm": same(
+        rms_norm._rms_norm, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32 fp32",
+        dict(RESIDUAL=True, CAST_FIRST=True, BLOCK=4096), 8,
+    ),
+    "silu_mul": same(silu_mul._silu_mul, "*bf16 *bf16 i32 i32", dict(GELU=False, BLOCK=1024)),
+    "store_kv": same(
+        store_kv._store_kv, "*bf16 *bf16 *bf16 *bf16 *i64 i32 i32 i32 i32", dict(HEADS=8, DIM=128, SIZE=16, BLOCK=1024)
+    ),
+    "store_quantised": partial(store_quantised, 128, POOLS["fp8"]),
+    "copy_blocks": same(
+        copy_blocks._copy_blocks, "*i64 *i64 *i64 *i64 i32 i32 i32", dict(LISTED=True, PLACED=True, BLOCK=2048)
+    ),
+    "rotary": partial(rotary_store, 128, POOLS["bf16"]),
+    "filter_floor": same(
+        filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32", dict(BLOCK=4096), 16
+    ),
+    "draw": same(
+        sample._draw, "*fp32 *fp32 *fp32 *i64 *i32 *i64 *i64 *i64 i32 i32", dict(BITS=False, BLOCK=2048), 8
+    ),
+    "logprobs": same(logprobs._logprobs, "*fp32 *i64 *fp32 *fp32 *i64 i32 i32", dict(BLOCK=4096), 8),
+    "token_mask": same(token_mask._token_mask, "*fp32 *i64 *i32 i32 i32 i32", dict(BLOCK=1024)),
+    "count_tokens": same(penalties._count_tokens, "*i32 *i32 *i32 *i32 i32 i32", dict(BLOCK=1024)),
+    "penalise": same(
+        penalties._penalise, "*fp32 *i32 *i32 *i32 *fp32 *fp32 *fp32 i32 i32 i32", dict(BLOCK=1024)
+    ),
+}  # fmt: skip
+
+
+def _others() -> Iterator[tuple[str, Keys]]:
+    for dim in DIMS:
+        for name, pool in POOLS.items():
+            if (dim, name) != (128, "bf16"):
+                yield f"decode, {dim}, {name}", partial(decode, dim, pool, 8)
+                yield f"prefill, {dim}, {name}", partial(prefill, dim, pool)
+        if dim != 128:
+            yield f"reduce, {dim}", partial(reduce, dim)
+            yield f"rotary, {dim}, bf16", partial(rotary_store, dim, POOLS["bf16"])
+    for name, pool in POOLS.items():
+        yield f"decode, 128, {name}, MHA", partial(decode, 128, pool, 32)
+        yield f"decode, 128, {name}, MQA", partial(decode, 128, pool, 1)
+        if name != "bf16":
+            yield f"rotary, 128, {name}", partial(rotary_store, 128, pool)
+    for dim, name in ((128, "bf16"), (128, "fp8"), (128, "int4"), (256, "bf16"), (256, "int4")):
+        yield f"decode, {dim}, {name}, capped", partial(decode, dim, POOLS[name], 8, capped=True)
+        yield f"prefill, {dim}, {name}, capped", partial(prefill, dim, POOLS[name], capped=True)
+        yield f"prefill, {dim}, {name}, one order", partial(prefill, dim, POOLS[name], one_order=True)
+    for name in ("int8", "int4"):
+        yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
+
+
+OTHERS = dict(_others())

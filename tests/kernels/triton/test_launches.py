@@ -1,0 +1,48 @@
+"""What a launch is chosen to be, for any shape and GPU: pure arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from coatcheck.kernels.arch import GFX942, SM_80, SM_90, Arch
+from coatcheck.kernels.attention import paged_decode, paged_prefill
+
+ADA = Arch(99 * 1024, False, 3, 128)
+
+
+@pytest.mark.parametrize("arch", [SM_80, SM_90, GFX942, ADA])
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+def test_tiles_fit_the_shape_and_the_processor(dim: int, element_size: int, arch: Arch) -> None:
+    """Tiles are powers of two that `tl.dot` takes, cover a row, and are staged no deeper than shared memory is."""
+    for width, pool_bits in ((dim, 8 * element_size), (dim, 8), (dim // 2, 4)):
+        quantised, pool_size = pool_bits <= 8, max(1, pool_bits // 8)
+        for longest in (2, 17, 4096):
+            prefill = paged_prefill.pick_launch(longest, dim, width, element_size, quantised, arch)
+            assert prefill.block_m >= min(longest, 16) and prefill.block_m < 2 * max(16, longest)
+            check(prefill, width, element_size, arch)
+        for group in (1, 4, 32):
+            decode = paged_decode.pick_launch(group, width, element_size, pool_bits, arch)
+            assert decode.block_m >= group
+            check(decode, width, pool_size, arch)
+
+
+def check(
+    launch: paged_prefill.PrefillLaunch | paged_decode.DecodeLaunch, width: int, element_size: int, arch: Arch
+) -> None:
+    for size in launch[:3]:
+        assert size >= 16 and size & (size - 1) == 0
+    assert launch.block_d >= width
+    # The number of a block takes stages beside the rows that it leads to.
+    staged = (launch.num_stages + 1) // 2 * 2 * launch.block_n * launch.block_d * element_size
+    assert launch.num_stages == 1 or staged <= arch.shared
+
+
+def test_long_chunks_take_large_tiles_where_the_processor_has_room() -> None:
+    """128 queries at once from bfloat16 everywhere; from a quantised pool only where registers are left for it."""
+    tiles = [
+        paged_prefill.pick_launch(4096, 128, 128, 2, quantised, arch).block_m
+        for arch in (SM_80, SM_90)
+        for quantised in (False, True)
+    ]
+    assert tiles == [128, 64, 128, 128]

@@ -1,0 +1,41 @@
+"""Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80, sm_90 and sm_100 and AMD's gfx942.
+
+The keys are those of kernel_keys.py, and what they use is in kernels/README.md, which ahead_of_time.py writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.triton.ahead_of_time import ARCHS, TARGETS, compiled, usage
+from tests.kernels.triton.kernel_keys import KEYS, OTHERS, Keys
+
+
+def check(key: Keys, target: str) -> None:
+    found = usage(compiled(key(ARCHS[target]), target), target)
+    assert found.shared <= ARCHS[target].shared
+    if target == "sm_90":
+        assert found.spilled == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", KEYS)
+def test_compiles_without_a_gpu(name: str, target: str) -> None:
+    """The kernel compiles for the target and fits its shared memory; on sm_90 it spills no register."""
+    check(KEYS[name], target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_key_compiles_too(name: str, target: str) -> None:
+    """Other head sizes, pools and groups: the same."""
+    check(OTHERS[name], target)
+
+
+def test_the_readme_knows_every_key() -> None:
+    """A kernel or key that was added is in the table of kernels/README.md."""
+    text = (Path(__file__).parents[3] / "kernels/README.md").read_text()
+    assert [name for name in KEYS | OTHERS if f"| {name} |" not in text] == []

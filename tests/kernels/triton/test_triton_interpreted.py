@@ -1,0 +1,49 @@
+"""The Triton kernels in Triton's interpreter on CPU, against the references.
+
+The interpreter is chosen as a kernel is decorated, so it runs in a process of its own (interpreted.py beside this
+file), a few groups of kernels in each, with TRITON_INTERPRET=1. It is wrong in bfloat16, and for those groups mended.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "attention long order sampling filters penalties probabilities",
+        "matrix elements quantised stores rows empty",
+        "bfloat16",
+    ],
+)
+def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
+    """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw: what references give."""
+    run(groups.split(), PATIENCE_SECONDS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_every_combination_of_attentions_features_agrees() -> None:
+    """Head sizes, pools, MHA, GQA and MQA, windows, caps and sinks: all of the matrix that `make test` samples."""
+    run(["whole matrix"], 1700)
+
+
+def run(groups: list[str], seconds: float) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton.interpreted", *groups],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.endswith("agreed\n")

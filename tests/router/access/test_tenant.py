@@ -1,0 +1,101 @@
+"""Tenant: what a role allows, whose cache a salt names, and what no tenant may be."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenIds
+from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
+from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
+from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.traffic import Traffic
+from tests.router.door import OpenDoor
+from tests.router.fake_group import FakeGroup
+
+
+@pytest.mark.parametrize(
+    ("role", "scope", "able"),
+    [
+        ("user", "generate", True),
+        ("user", "observe", False),
+        ("user", "manage", False),
+        ("monitor", "generate", False),
+        ("monitor", "observe", True),
+        ("monitor", "manage", False),
+        ("admin", "generate", True),
+        ("admin", "observe", True),
+        ("admin", "manage", True),
+    ],
+)
+def test_a_role_allows_just_its_scopes(role: str, scope: Scope, able: bool) -> None:
+    """What a role does not allow is refused with the roles that do."""
+    tenant = Tenant("search", role=role)
+    if able:
+        tenant.require(scope)
+    else:
+        with pytest.raises(PermissionDenied, match="'search' has the role .*admin"):
+            tenant.require(scope)
+
+
+@given(st.text(min_size=1, max_size=8), st.text(max_size=8), st.text(min_size=1, max_size=8), st.text(max_size=8))
+def test_no_salt_of_one_tenant_is_another_s(mine: str, asked: str, theirs: str, tried: str) -> None:
+    """Whatever clients send, equal salts come from equal tenants and equal words."""
+    one, two = Tenant("one", salt=mine).salted(asked), Tenant("two", salt=theirs).salted(tried)
+    assert (one == two) == ((mine, asked) == (theirs, tried))
+
+
+def test_clients_only_give_way() -> None:
+    """A request may go behind its tenant's others, never before them; without keys its word counts."""
+    tenant = Tenant("search", priority=5)
+    assert [tenant.ranked(asked) for asked in (-100, 0, 7, 2**31 - 1)] == [5, 5, 12, 2**31 - 1]
+    assert ANYONE.ranked(-100) == -100
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"name": ""}, "name is ''"),
+        ({"name": "a\nb"}, "printable"),
+        ({"role": "root"}, "role is 'root'; it must be one of user, monitor, admin"),
+        ({"weight": 0.0}, "weight is 0.0; it must be above 0"),
+        ({"weight": float("nan")}, "weight is nan"),
+        ({"max_streams": 0}, "max_streams is 0; it must be at least 1"),
+        ({"max_prompt_tokens": -1}, "max_prompt_tokens is -1"),
+        ({"tokens_per_minute": 0.0}, "tokens_per_minute is 0.0; it must be above 0"),
+        ({"priority": 2**31}, "priority is 2147483648"),
+        ({"salt": "s" * 129}, "at most 128"),
+    ],
+)
+def test_what_no_tenant_may_be(wrong: dict[str, object], said: str) -> None:
+    """A setting that cannot be is refused by its name, with what it may be."""
+    with pytest.raises(InvalidConfig, match=said):
+        Tenant(**{"name": "search", **wrong})  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_streams_are_bounded_per_tenant() -> None:
+    """One tenant's open requests count against its own bound alone, and make room as they end."""
+    traffic, few = Traffic(Measures(CollectorRegistry())), Tenant("few", max_streams=1)
+    with traffic.request(few):
+        with pytest.raises(Overloaded, match="'few' has 1 requests open"), traffic.request(few):
+            pass
+        with traffic.request(Tenant("many")), traffic.request():
+            assert traffic.active == 3
+    with traffic.request(few):
+        assert traffic.active == 1
+
+
+async def test_a_request_carries_its_tenant_to_the_group(open_door: OpenDoor) -> None:
+    """The group gets the tenant's salt and priority, and a prompt that is too long for the tenant reaches none."""
+    group = FakeGroup()
+    door = await open_door(group)
+    tenant = Tenant("search", salt="s", priority=3, max_prompt_tokens=2)
+    message = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), cache_salt="c", priority=1)
+    message.sampling.max_tokens = 1
+    await door.router.generation.generate(message, tenant=tenant)
+    (submit,) = group.submits
+    assert (submit.cache_salt, submit.priority) == ("1:sc", 4)
+    message.token_ids.ids.append(7)
+    with pytest.raises(NeverFits, match="the prompt has 3 tokens, and 'search' may send 2"):
+        await door.router.generation.generate(message, tenant=tenant)
+    assert len(group.submits) == 1

@@ -1,0 +1,71 @@
+"""Grammars that would stop a router or a group: each is refused in its time, and what is good goes through."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import Grammar
+from coatcheck.router.event_loop.grammar_validator import GrammarCheck
+
+GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+# Each compiles for minutes, or takes a process with it.
+HOSTILE = {
+    "a large divisor": Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}'),
+    "rules nested deep": Grammar("grammar", "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(4000))
+                                 + 'r4000: "a"\n'),
+}  # fmt: skip
+
+
+@pytest.fixture
+async def check() -> AsyncIterator[GrammarCheck]:
+    """Ends with the test."""
+    made = GrammarCheck()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+async def test_what_takes_too_long_is_refused(check: GrammarCheck, case: str) -> None:
+    """With what to change; the next grammar compiles as if nothing had been, and asking again takes no time."""
+    with pytest.raises(InvalidRequest, match=r"cannot be compiled: it takes .*change what it names") as first:
+        await check.require(HOSTILE[case])
+    await check.require(GOOD)
+    with pytest.raises(InvalidRequest) as second:
+        await check.require(HOSTILE[case])
+    assert str(first.value) == str(second.value)
+
+
+async def test_what_would_end_an_answer_that_has_begun_is_refused(check: GrammarCheck) -> None:
+    """The parser's limits are met where text is followed: a schema that is too wide, one that nothing fits, and one
+    that only an endless text fits say so before there is an answer."""
+    wide = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(500)}}
+    for grammar, words in (
+        (Grammar("json_schema", json.dumps(wide)), "2007 alternatives .*; an optional property counts four"),
+        (Grammar("regex", r"[^\s\S]"), "no text"),
+        (Grammar("grammar", 'start: "a" start\n'), "Too many items"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            await check.require(grammar)
+    await check.require(Grammar("json_schema", json.dumps({**wide, "required": list(wide["properties"])})))
+
+
+@pytest.mark.parametrize(("schema", "place"), [
+    ({"properties": {"x": {"items": {"minimum": "a", "type": "integer"}}}}, "#/properties/x/items"),
+    ({"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [
+        {"properties": {"a/b": {"type": "string", "pattern": "(?=a)"}}}]}}}, "#/$defs/A/anyOf/0/properties/a~1b"),
+    ({"type": "nothing"}, ""),
+])  # fmt: skip
+async def test_the_part_that_is_wrong_is_named(check: GrammarCheck, schema: dict[str, object], place: str) -> None:
+    """By a JSON pointer to the innermost schema that is refused for the same reason."""
+    with pytest.raises(InvalidRequest) as refused:
+        await check.require(Grammar("json_schema", json.dumps(schema)))
+    assert (f", at {place};" in str(refused.value)) if place else (", at #" not in str(refused.value))
+
+
+async def test_what_is_wrong_is_said(check: GrammarCheck) -> None:
+    """By whoever reads the grammar."""
+    with pytest.raises(InvalidRequest, match="regex cannot be compiled: .*invalid regex"):
+        await check.require(Grammar("regex", "("))
+    await check.require(Grammar.of_choices(["yes", "no"]))

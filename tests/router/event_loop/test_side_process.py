@@ -1,0 +1,66 @@
+"""Side processes: results and errors come back, and what ends a child ends only the call that it ran."""
+
+import asyncio
+import operator
+import os
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto.errors import InvalidRequest, Overloaded, Unavailable
+from coatcheck.router.event_loop.side_process import SideProcesses
+from tests.cluster.serving import until
+
+
+@pytest.fixture
+async def side() -> AsyncIterator[SideProcesses]:
+    """One child, behind which one call may wait."""
+    side = SideProcesses(processes=1, most_waiting=2)
+    yield side
+    await asyncio.to_thread(side.close)
+
+
+def refuse(reason: str) -> None:
+    """Raises an error that a client hears."""
+    raise InvalidRequest(reason)
+
+
+async def test_results_and_errors_come_back(side: SideProcesses) -> None:
+    """A result is returned, an error of ours is raised, and another error says what failed."""
+    assert await side.run(operator.mul, "ab", 3) == "ababab"
+    with pytest.raises(InvalidRequest, match="too many"):
+        await side.run(refuse, "too many")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        await side.run(operator.floordiv, 1, 0)
+    assert await side.finish(operator.add, 1, 2) == 3
+
+
+async def test_a_child_that_ends_is_replaced(side: SideProcesses) -> None:
+    """The call whose child the kernel kills is refused; the next call gets a new child."""
+    with pytest.raises(InvalidRequest, match="too much time or memory"):
+        await side.run(os._exit, 1)
+    assert await side.run(operator.add, 1, 2) == 3
+
+
+async def test_too_many_calls_are_refused_but_answers_wait(side: SideProcesses) -> None:
+    """With as many calls as may wait a further one is Overloaded; one that finishes an answer waits for its turn."""
+    calls = [asyncio.create_task(side.run(time.sleep, 0.2)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await side.run(operator.add, 1, 2)
+    assert await side.finish(operator.add, 1, 2) == 3
+    await asyncio.gather(*calls)
+
+
+async def test_a_call_that_runs_while_it_closes_is_unavailable() -> None:
+    """A client hears that the router stops, not that its request was too large."""
+    side = SideProcesses(processes=1)
+    assert await side.run(operator.add, 1, 2) == 3
+    call = asyncio.create_task(side.run(time.sleep, PATIENCE_SECONDS))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(until, side._threads._work_queue.empty, "a thread has taken the call")
+    await asyncio.to_thread(side.close)
+    with pytest.raises(Unavailable, match="stopping"):
+        await call

@@ -1,0 +1,205 @@
+"""A router's estimate of a group's load: the group's last report and the submissions that the report lacks."""
+
+from collections import deque
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
+from coatcheck.proto.worker_pb2 import Load, Registration
+from coatcheck.router.groups.group_load import GroupLoad, Submission
+from coatcheck.router.routing.prefix_match import Match
+
+REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
+
+
+def test_a_submission_counts_until_a_report_contains_it() -> None:
+    """A prompt adds to the queue at once, and leaves it with the first report that contains it, however late a report
+    without it comes."""
+    load = GroupLoad(REGISTRATION)
+    load.report(Load(queued_prefill_tokens=100, status=GroupStatus(waiting=2)), now=1.0)
+    load.add_submission(50)
+    load.add_submission(7)
+    seen = load.candidate("a")
+    assert (seen.queued_prefill_tokens, seen.queued_requests) == (157, 4)
+    load.report(Load(queued_prefill_tokens=90, status=GroupStatus(waiting=2)), now=60.0)
+    assert load.candidate("a").queued_prefill_tokens == 147  # it was on its way for a minute
+    load.report(Load(queued_prefill_tokens=130, status=GroupStatus(waiting=3), submissions=1), now=60.0)
+    seen = load.candidate("a")
+    assert (seen.queued_prefill_tokens, seen.queued_requests) == (137, 4)
+    load.report(Load(queued_prefill_tokens=137, status=GroupStatus(waiting=4), submissions=2), now=60.0)
+    seen = load.candidate("a")
+    assert (seen.queued_prefill_tokens, seen.queued_requests) == (137, 4)
+    load.check()
+
+
+def test_room_is_what_was_registered_until_the_group_says_more() -> None:
+    """Free and cold room come in tokens, and so do the prompt's blocks."""
+    load = GroupLoad(REGISTRATION)
+    assert load.candidate("a").free_tokens == 1600
+    load.report(
+        Load(status=GroupStatus(blocks_total=100, blocks_used=30, blocks_cached=60, restore_tokens_per_second=9)),
+        now=1.0,
+    )
+    seen = load.candidate("a", Match(3, 2, 1))
+    assert (seen.free_tokens, seen.cold_tokens, seen.chunk, seen.restore_tokens_per_second) == (160, 960, 512, 9)
+    assert (seen.device_tokens, seen.host_tokens, seen.expected_tokens) == (48, 32, 16)
+
+
+def test_the_busy_share_follows_what_the_group_counts() -> None:
+    """A group that spends its time on prompts is soon seen as busy, and as idle again when it does not."""
+    load = GroupLoad(REGISTRATION)
+    load.report(Load(prefill_seconds=1000.0), now=0.0)
+    assert load.candidate("a").busy == 0.0  # what was before is not known to be lately
+    for second in range(1, 301):
+        load.report(Load(prefill_seconds=1000.0 + 0.8 * second), now=float(second))
+    assert load.candidate("a").busy == pytest.approx(0.8, abs=0.01)
+    for second in range(301, 601):
+        load.report(Load(prefill_seconds=1240.0), now=float(second))
+    assert load.candidate("a").busy < 0.01
+
+
+def test_room_follows_what_begins_and_ends_between_reports() -> None:
+    """A seat that comes free is known at once, one that is taken too; a refusal closes the group until its report."""
+    load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
+    load.report(Load(status=GroupStatus(running=4)), now=0.0)
+    sent = [load.add_submission(1) for _ in range(4)]
+    assert not load.has_room
+    for prompt in sent:
+        prompt.begin()
+    assert not load.has_room
+    sent[0].end()
+    sent[0].end()
+    assert load.has_room
+    load.add_submission(1)
+    assert not load.has_room
+    load.report(Load(status=GroupStatus()), now=1.0)
+    assert load.has_room
+    load.refused()
+    assert load.is_full and not load.has_room
+    load.report(Load(status=GroupStatus()), now=2.0)
+    assert load.has_room
+
+
+def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None:
+    """A group counts choices, and so does its router: in the queue, running, and when one ends before the others."""
+    load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
+    request = load.add_submission(10, choices=3)
+    assert load.candidate("a").queued_requests == 3
+    request.end_choice(1)
+    request.end_choice(1)
+    assert (load.candidate("a").queued_requests, load.candidate("a").queued_prefill_tokens) == (2, 10)
+    request.begin()
+    assert (load.candidate("a").queued_requests, load.candidate("a").streams) == (0, 2)
+    request.end()
+    assert load.candidate("a").streams == 0
+    whole = load.add_submission(10, choices=2)
+    whole.end_choice(0)
+    whole.end_choice(1)
+    whole.begin()
+    assert load.candidate("a") == GroupLoad(Registration(max_num_seqs=4)).candidate("a")
+    load.check()
+
+
+SEATS, READY = 2, 4
+
+
+class OneStream(RuleBasedStateMachine):
+    """A router and a group, with messages on their way in both directions for as long as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = GroupLoad(Registration(max_num_seqs=SEATS))
+        self.sent: dict[int, Submission] = {}
+        self.last_id = 0
+        self.down: deque[tuple[str, int]] = deque()
+        self.up: deque[tuple[str, int] | Load] = deque()
+        self.unread: list[int] = []  # have begun, and their readers have not noticed
+        self.waiting: list[int] = []
+        self.running: list[int] = []
+        self.taken = 0
+
+    @precondition(lambda self: self.load.has_room)
+    @rule(most=st.sampled_from([1, 100]))
+    def submit(self, most: int) -> None:
+        for _ in range(most):
+            if self.load.has_room:
+                self.last_id += 1
+                self.sent[self.last_id] = self.load.add_submission(1)
+                self.down.append(("submit", self.last_id))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.sent)))
+        self.sent.pop(id).end()
+        self.down.append(("abort", id))
+
+    @precondition(lambda self: self.down)
+    @rule(most=st.sampled_from([1, 100]))
+    def group_takes(self, most: int) -> None:
+        for _ in range(min(most, len(self.down))):
+            kind, id = self.down.popleft()
+            if kind == "submit":
+                self.taken += 1
+                self.waiting.append(id)
+            else:
+                self.waiting = [other for other in self.waiting if other != id]
+                self.running = [other for other in self.running if other != id]
+
+    @precondition(lambda self: self.waiting and len(self.running) < SEATS)
+    @rule()
+    def group_begins(self) -> None:
+        id = self.waiting.pop(0)
+        self.running.append(id)
+        self.up.append(("begins", id))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def group_ends(self, data: st.DataObject) -> None:
+        id = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.up.append(("ends", id))
+
+    @rule()
+    def group_reports(self) -> None:
+        status = GroupStatus(running=len(self.running), waiting=len(self.waiting))
+        self.up.append(Load(status=status, submissions=self.taken))
+
+    @precondition(lambda self: self.up)
+    @rule()
+    def router_hears(self) -> None:
+        message = self.up.popleft()
+        if isinstance(message, Load):
+            self.load.report(message, now=0.0)
+        elif message[0] == "begins":
+            self.unread.append(message[1])
+        elif message[1] in self.sent:
+            self.sent[message[1]].end_choice(0)
+
+    @precondition(lambda self: self.unread)
+    @rule(data=st.data())
+    def reader_notices(self, data: st.DataObject) -> None:
+        id = self.unread.pop(data.draw(st.integers(0, len(self.unread) - 1)))
+        if id in self.sent:
+            self.sent[id].begin()
+
+    @invariant()
+    def holds(self) -> None:
+        self.load.check()
+        assert len(self.waiting) + len(self.running) <= SEATS + READY, "the group has more than it has room for"
+
+    def teardown(self) -> None:
+        """Once everything has arrived the router knows what the group knows."""
+        self.group_takes(len(self.down))
+        self.group_reports()
+        while self.up:
+            self.router_hears()
+        seen = self.load.candidate("a")
+        assert (seen.queued_requests, seen.streams) == (len(self.waiting), len(self.waiting) + len(self.running))
+        self.holds()
+
+
+TestOneStream = OneStream.TestCase
+TestOneStream.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)

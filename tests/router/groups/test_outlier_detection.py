@@ -1,0 +1,92 @@
+"""Which groups are put out since they are slow, for how long, and what they are let in again by."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto.coatcheck_pb2 import StatusRequest
+from coatcheck.proto.worker_pb2 import FromGroup
+from coatcheck.router.groups.outlier_detection import Laggards
+from tests.router.door import OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.stream import Stream, ask, undisturbed
+
+
+@pytest.mark.parametrize(
+    ("slowness", "peers", "slow"),
+    [
+        (5.0, [1.0], True),
+        (4.9, [1.0], False),
+        (50.0, [], False),  # nobody else could do its work
+        (10.0, [9.0], False),  # whatever slows all of them is not its own
+        (10.0, [1.0, 9.0], True),  # one of them is not slow
+        (10.0, [9.0, 9.0, 1.0], False),  # most are
+        (5.0, [0.0, 0.1], True),  # faster than usual is as usual
+    ],
+)
+def test_slow_is_far_beyond_its_own_past_and_its_peers(slowness: float, peers: list[float], slow: bool) -> None:
+    """Five times as long as before, and five times as much so as the lower median of the others."""
+    ejected = Laggards().judge("g", slowness, peers, 0.0)
+    assert (ejected is not None) == slow
+    if ejected is not None:
+        assert f"{slowness:.1f} times as long as they used to, those of the groups beside it 1.0" in str(ejected)
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=12))
+def test_the_last_ones_stay(slowness: list[float]) -> None:
+    """However slow they are, and in whatever order they are judged, one that is not slow beside the others is left."""
+    laggards = Laggards()
+    left = dict(enumerate(slowness))
+    for name, value in list(left.items()) * 3:
+        peers = [other for key, other in left.items() if key != name]
+        if name in left and laggards.judge(str(name), value, peers, 0.0) is not None:
+            del left[name]
+    assert min(slowness) in left.values()
+
+
+def test_pauses_grow_and_are_forgiven() -> None:
+    """Each pause is twice the last one, up to eight minutes; an hour without one begins anew."""
+    laggards, now, pauses = Laggards(), 0.0, []
+    for _ in range(6):
+        ejected = laggards.judge("g", 9.0, [1.0], now)
+        assert ejected is not None
+        pauses.append(ejected.pause)
+        now += ejected.pause + 20
+    assert pauses == [30, 60, 120, 240, 480, 480]
+    first = laggards.judge("g", 9.0, [1.0], now + 3600)
+    other = laggards.judge("other", 9.0, [1.0], now)
+    assert first is not None and other is not None and first.pause == other.pause == 30
+
+
+async def test_a_slow_group_is_put_out_until_it_is_needed(open_door: OpenDoor) -> None:
+    """Its stream moves without a gap, `status` has its reason, new work goes to the other; when that one is lost it is
+    let in at once and serves, though its pause is not over, and slow alone it stays."""
+    _, ids = await undisturbed(open_door, ask())
+    groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    slow = groups.pop((await stream.read()).started.group)
+    ((_, other),) = groups.items()
+    while len(stream.ids[0]) < 6:
+        await stream.read()
+    other.go()
+    slow.load.status.running, slow.load.status.slowness = 1, 12.0
+    slow.send(FromGroup(load=slow.load))
+    assert (await stream.finish()).final.moves == 1
+    assert stream.ids == ids
+    states = {group.name: group for group in (await door.admin.Status(StatusRequest())).groups}
+    assert states[slow.name].state == "lost" and states[other.name].state == "serving"
+    assert "steps take 12.0 times as long as they used to" in states[slow.name].reason
+    assert (await door.generation.Generate(ask())).final.group == other.name
+    slow.go()
+    await other.kill()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while [link.name for link, _ in door.router.groups.serving()] != [slow.name]:
+            await door.router.groups.next_change.wait()
+    slow.send(FromGroup(load=slow.load))
+    assert (await door.generation.Generate(ask())).final.group == slow.name
+    (status,) = [group for group in (await door.admin.Status(StatusRequest())).groups if group.name == slow.name]
+    assert "ejections: 1, the last for: its steps take 12.0 times" in status.reason

@@ -1,0 +1,65 @@
+"""Requests that are longer than the context, as OpenAI's client sees them refused."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.router.fake_group import FakeGroup
+from tests.router.web import OpenWeb
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SHORT: list[Any] = [{"role": "user", "content": "a"}]
+SAID: list[Any] = [{"role": "user", "content": "a fox " * 200}]
+# What is too long for a context of 256 tokens, and what the message says beside that.
+TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a prompt of ids": (TEXT, {"prompt": [5] * 300}, "the prompt has 300 tokens"),
+    "a prompt that leaves no room": (TEXT, {"prompt": [5] * 256}, "the prompt has 256 tokens"),
+    "a text": (TEXT, {"prompt": "a fox " * 200}, "the prompt has "),
+    "a very long text": (TEXT, {"prompt": "ab " * 10_000}, "the prompt has far more than 256 tokens"),
+    "one prompt of two": (TEXT, {"prompt": [[5], [5] * 300]}, "the prompt has 300 tokens"),
+    "prompt and max_tokens": (
+        TEXT, {"prompt": [5] * 56, "max_tokens": 201}, "you requested 257 tokens: 56 in the prompt, and max_tokens is"),
+    "prompt and 16 tokens": (TEXT, {"prompt": [5] * 250}, "you requested 266 tokens"),
+    "prompt and min_tokens": (TEXT, {"prompt": [5] * 200, "min_tokens": 100, "max_tokens": 100}, "300 tokens"),
+    "a very long text with its ids": (
+        TEXT, {"prompt": "ab " * 400_000, "return_token_ids": True}, "the prompt has far more than 256 tokens"),
+    "messages": (CHAT, {"messages": SAID}, "the prompt has "),
+    "messages and max_tokens": (CHAT, {"messages": SHORT, "max_tokens": 300},
+                                "and max_tokens is 300"),
+    "messages and min_tokens": (
+        CHAT, {"messages": SHORT, "min_tokens": 300}, "and min_tokens is 300"),
+    "messages and max_completion_tokens": (
+        CHAT, {"messages": SHORT, "max_completion_tokens": 300}, "max_tokens is 300"),
+    "very long messages": (
+        CHAT, {"messages": [{"role": "user", "content": "ab " * 10_000}]}, "the prompt has far more than 256 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_the_context_is_said_in_openai_s_words(open_web: OpenWeb, stream: bool) -> None:
+    """Whichever way a request overflows the context, its error has OpenAI's code, its field, and how many fit."""
+    group = FakeGroup()
+    web = await open_web(group)
+    for case, (path, body, words) in TOO_LONG.items():
+        with pytest.raises(openai.BadRequestError) as refused:
+            if path == TEXT:
+                await web.openai.completions.create(model="tiny", prompt="", stream=stream, extra_body=body)
+            else:
+                await web.openai.chat.completions.create(model="tiny", messages=[], stream=stream, extra_body=body)
+        error = refused.value
+        assert error.code == "context_length_exceeded", (case, error)
+        assert (error.type, error.param) == ("invalid_request_error", "prompt" if path == TEXT else "messages"), case
+        message = str(error.body["message"])  # type: ignore[index]  # of the one error
+        assert message.startswith("This model's maximum context length is 256 tokens. However, "), (case, message)
+        assert words in message, (case, message)
+    assert all(list(submit.prompt_token_ids) == [5] for submit in group.submits)  # of two prompts, the other
+
+
+async def test_only_the_context_has_that_code(open_web: OpenWeb) -> None:
+    """What is refused for another reason has no such code, and /tokenize counts what no context holds."""
+    web = await open_web(FakeGroup())
+    assert (await web.refused(TEXT, {"prompt": [700]}))["code"] is None
+    status, _, text = await web.ask("POST", "/tokenize", {"prompt": "a fox " * 200})
+    assert status == 200 and json.loads(text)["count"] > 256

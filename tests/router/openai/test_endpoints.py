@@ -1,0 +1,189 @@
+"""The other endpoints, and what no endpoint takes: each gets its status and an error in OpenAI's form."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
+from coatcheck.router.server import Router
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.fake_group import FakeGroup
+from tests.router.web import OpenWeb
+
+
+async def test_the_model_is_listed(open_web: OpenWeb) -> None:
+    """/v1/models has the one model that is served, by its name too; another is 404."""
+    web = await open_web(FakeGroup())
+    (listed,) = (await web.openai.models.list()).data
+    assert (listed.id, listed.to_dict()["max_model_len"]) == ("tiny", 256)
+    assert (await web.openai.models.retrieve("tiny")).id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        await web.openai.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError) as missing:
+        await web.openai.completions.create(model="other", prompt="a")
+    assert missing.value.code == "model_not_found"
+
+
+async def test_text_becomes_tokens_and_back(open_web: OpenWeb) -> None:
+    """/tokenize and /detokenize undo each other, and a chat is counted with its template."""
+    web = await open_web(FakeGroup())
+    _, _, text = await web.ask("POST", "/tokenize", {"prompt": "the lazy dog", "return_token_strs": True})
+    got = json.loads(text)
+    assert got["count"] == len(got["tokens"]) and "".join(got["token_strs"]) == "the lazy dog"
+    _, _, text = await web.ask("POST", "/detokenize", {"tokens": got["tokens"]})
+    assert json.loads(text) == {"prompt": "the lazy dog"}
+    _, _, text = await web.ask("POST", "/tokenize", {"messages": [{"role": "user", "content": "the lazy dog"}]})
+    assert json.loads(text)["count"] > got["count"]
+
+
+async def test_health_follows_the_groups(open_web: OpenWeb) -> None:
+    """/health is 200 while a group serves and 503 when none does."""
+    web = await open_web(FakeGroup())
+    assert (await web.ask("GET", "/health"))[0] == 200
+    await web.door.groups[0].kill()
+    await web.door.serving(0)
+    assert (await web.ask("GET", "/health"))[0] == 503
+    error = await web.refused("/v1/completions", {"prompt": "a"}, 503)
+    assert error["type"] == "server_error" and "no worker group" in error["message"]
+
+
+async def test_metrics_are_prometheus_text(open_web: OpenWeb) -> None:
+    """/metrics has each group's counts under its name."""
+    web = await open_web(FakeGroup())
+    status, headers, text = await web.ask("GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain")
+    assert 'coatcheck_group_running_sequences{group="g0"} 0' in text
+
+
+async def test_a_request_may_bring_its_id(open_web: OpenWeb) -> None:
+    """X-Request-Id names the answer and reaches the group; one that no log could hold is replaced."""
+    group = FakeGroup()
+    web = await open_web(group)
+    body = {"prompt": "a", "max_tokens": 1}
+    _, headers, text = await web.ask("POST", "/v1/completions", body, {"x-request-id": "mine"})
+    assert headers["x-request-id"] == "mine"
+    assert json.loads(text)["id"] == "cmpl-mine" and group.submits[0].request_id == "mine"
+    _, _, text = await web.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"x-request-id": "a b"})
+    assert json.loads(text)["id"] != "cmpl-a b"
+
+
+DEEP = b'{"prompt":' + b"[" * 200_000
+BAD: dict[str, tuple[str, Any, int, str]] = {
+    "no such path": ("/v2/completions", {}, 404, "no endpoint"),
+    "no JSON": ("/v1/completions", b"{", 400, "not JSON"),
+    "nothing": ("/v1/completions", b"", 400, "missing|object"),
+    "no object": ("/v1/completions", [1], 400, "JSON object"),
+    "too deep": ("/v1/completions", DEEP, 400, ""),
+    "no UTF-8": ("/v1/completions", b'{"prompt":"\xff"}', 400, ""),
+    "half a name": ("/v1/completions", {"prompt": "a", "model": "\ud800"}, 400, "surrogate"),
+    "half a field": ("/v1/completions", {"prompt": "a", "\ud800": 1}, 400, "unicode"),
+    "no prompt": ("/v1/completions", {}, 400, "prompt is missing"),
+    "prompt null": ("/v1/completions", {"prompt": None}, 400, "prompt is missing"),
+    "prompt empty": ("/v1/completions", {"prompt": ""}, 400, "prompt is empty"),
+    "prompt of none": ("/v1/completions", {"prompt": []}, 400, "prompt is empty"),
+    "empty in a batch": ("/v1/completions", {"prompt": ["a", ""], "stream": True}, 400, "prompt is empty"),
+    "ids outside": ("/v1/completions", {"prompt": [5, 700]}, 400, "token id 700"),
+    "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "greater than or equal to 0"),
+    "mixed batch": ("/v1/completions", {"prompt": ["a", 3]}, 400, "prompt"),
+    "too many": ("/v1/completions", {"prompt": ["a"] * 1025}, 400, "at most 1024"),
+    "unknown field": ("/v1/completions", {"prompt": "a", "bogus": 1}, 400, "bogus is not implemented"),
+    "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not implemented"),
+    "best_of": ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of is 3"),
+    "store": ("/v1/completions", {"prompt": "a", "store": True}, 400, "store is not implemented"),
+    "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "names no token"),
+    "bias too large": ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1e9}}, 400, "logit_bias[3]"),
+    "logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"),
+    "max_tokens": ("/v1/completions", {"prompt": "a", "max_tokens": 10**12}, 400, "max_tokens"),
+    "no max_tokens": ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "at least 1"),
+    "n": ("/v1/completions", {"prompt": "a", "n": 65}, 400, "n is 65"),
+    "infinite": ("/v1/completions", b'{"prompt":"a","temperature":Infinity}', 400, "finite"),
+    "not a number": ("/v1/completions", b'{"prompt":"a","top_p":NaN}', 400, "finite"),
+    "usage unstreamed": ("/v1/completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options is for"),
+    "answers of many log-probabilities": (
+        "/v1/completions", {"prompt": ["a"] * 200, "logprobs": 5, "n": 64, "max_tokens": 100}, 400,
+        "could have 7,680,000 log-probabilities"),
+    "many scored prompts": (
+        "/v1/completions", {"prompt": [[5] * 200] * 100, "prompt_logprobs": 5, "n": 64, "max_tokens": 1}, 400,
+        "could have 7,680,000 log-probabilities"),
+    "prompt scores": ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "does not go"),
+    "many fields": ("/v1/completions", {f"k{n}": 1 for n in range(20_000)}, 400, "has 20000 fields"),
+    "many biases": ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(20_000)))}, 400, "20000"),
+    "many nothings": ("/v1/completions", {"prompt": [[]] * 100_000}, 400, "at most 1024"),
+    "many values": ("/v1/completions", b'{"prompt":[' + b"1," * (1 << 21) + b"1]}", 413, "values; send less"),
+    "nothing to tokenize": ("/tokenize", {}, 400, "either prompt or messages"),
+    "both to tokenize": ("/tokenize", {"prompt": "a", "messages": []}, 400, "either prompt or messages"),
+    "ids to read": ("/detokenize", {"tokens": [10**6]}, 400, "outside the vocabulary"),
+    "schema": (
+        "/v1/completions", {"prompt": "a", "guided_json": {"type": "strin"}}, 400, "json_schema cannot be compiled"),
+    "schema text": ("/v1/completions", {"prompt": "a", "guided_json": "{"}, 400, "cannot be compiled"),
+    "no schema": (
+        "/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "schema is missing"),
+    "regex": ("/v1/completions", {"prompt": "a", "guided_regex": "("}, 400, "regex cannot be compiled"),
+    "grammar": ("/v1/completions", {"prompt": "a", "guided_grammar": "root ::= x"}, 400, "cannot be compiled"),
+    "lark": ("/v1/completions", {"prompt": "a", "guided_grammar": "start: x"}, 400, "grammar cannot be compiled"),
+    "choices": ("/v1/completions", {"prompt": "a", "guided_choice": []}, 400, "structured.choices"),
+    "two kinds": (
+        "/v1/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, 400, "in several ways"),
+    "grammar for ever": (
+        "/v1/completions", {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos is True"),
+    "huge schema": ("/v1/completions", {"prompt": "a", "guided_regex": "a" * 300_000}, 400, "it must be shorter"),
+    "tag": (
+        "/v1/completions", {"prompt": "a", "response_format": {"type": "structural_tag"}}, 400, "response_format"),
+}  # fmt: skip
+
+
+async def test_bad_requests_say_what_to_change(open_web: OpenWeb) -> None:
+    """Each gets its status and words that help, reaches no group, and leaves nothing open."""
+    group = FakeGroup()
+    web = await open_web(group)
+    for case, (path, body, status, words) in BAD.items():
+        error = await web.refused(path, body, status)
+        assert any(word in error["message"] for word in words.split("|")), (case, error)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert web.door.router.traffic.active == 0, case
+    assert len(group.submits) <= 1  # of a batch whose other prompt is bad
+
+
+async def test_the_wrong_method_is_405(open_web: OpenWeb) -> None:
+    """GET where POST is wanted says so."""
+    web = await open_web(FakeGroup())
+    status, headers, text = await web.ask("GET", "/v1/completions")
+    assert (status, headers["allow"]) == (405, "POST") and json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_that_is_too_long_is_413(open_web: OpenWeb, declared: bool) -> None:
+    """Whether its length is declared or shows as it comes, and the server goes on."""
+    web = await open_web(FakeGroup())
+    body = b'{"prompt":"' + b"x" * MESSAGE_BYTES + b'"}'
+    headers = {} if declared else {"transfer-encoding": "chunked"}
+    if not declared:
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    status, _, text = await web.ask("POST", "/v1/completions", body, headers)
+    assert status == 413 and f"{MESSAGE_BYTES} bytes" in json.loads(text)["error"]["message"]
+    assert (await web.ask("GET", "/health"))[0] == 200
+
+
+async def test_a_taken_port_is_refused(open_web: OpenWeb, tokenizer: TokenizerJson) -> None:
+    """The error names the address and what to do."""
+    web = await open_web(FakeGroup())
+    port = int(web.address.rpartition(":")[2])
+    router = Router(RouterConfig(model="tiny", http_port=port), tokenizer)
+    with pytest.raises(InvalidConfig, match=f"{port} for HTTP: .*choose another port"):
+        await router.start()
+    await router.stop()
+
+
+async def test_an_answer_is_not_held_back(open_web: OpenWeb) -> None:
+    """Connections are served without Nagle's algorithm, which would hold every second write back for 40 ms."""
+    web = await open_web(FakeGroup())
+    clock, seconds = asyncio.get_running_loop().time, []
+    for _ in range(8):
+        began = clock()
+        await web.openai.models.list()  # on one connection
+        seconds.append(clock() - began)
+    assert min(seconds[1:]) < 0.03

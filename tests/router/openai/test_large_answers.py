@@ -1,0 +1,77 @@
+"""Large answers are written in a side process; here small ones are, too, and compared with those written in place."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from coatcheck.router.openai import completion_response as completion_answer
+from coatcheck.router.openai import large_response as large_answer
+from tests.router.fake_group import FakeGroup
+from tests.router.web import OpenWeb
+
+_TEXT = "naïve 漢字 🙂 fox"
+_SCORED: dict[str, Any] = {"prompt": _TEXT, "echo": True, "logprobs": 3, "max_tokens": 6, "seed": 7}
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": _TEXT}], "max_tokens": 6, "seed": 7, "n": 2}
+_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "scored": ("/v1/completions", _SCORED),
+    "scored, choices": ("/v1/completions", {**_SCORED, "n": 3, "return_token_ids": True}),
+    "scored ids": ("/v1/completions", {**_SCORED, "prompt": [[1, 5, 300], [7, 301, 302]], "prompt_logprobs": 2}),
+    "scores alone": ("/v1/completions", {**_SCORED, "max_tokens": 0}),
+    "scored, streamed": ("/v1/completions", {**_SCORED, "max_tokens": 1, "stream": True}),
+    "counted on": (
+        "/v1/completions",
+        {**_SCORED, "max_tokens": 1, "n": 2, "stream": True,
+         "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "stopped": ("/v1/completions", {**_SCORED, "max_tokens": 40, "stop": ["a", "e", "o"]}),
+    "a chat": ("/v1/chat/completions", {**_CHAT, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 1}),
+    "a chat with its ids": ("/v1/chat/completions", {**_CHAT, "return_token_ids": True}),
+    "tokens": ("/tokenize", {"prompt": _TEXT, "return_token_strs": True}),
+    "a text": ("/detokenize", {"tokens": [5, 300, 301, 302] * 50}),
+}  # fmt: skip
+_CHANGING = re.compile(r'"created":\d+')
+
+
+@pytest.mark.parametrize("kind", _BODIES)
+async def test_an_answer_is_the_same_wherever_it_is_written(
+    open_web: OpenWeb, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Byte for byte, and its headers, also where it is sent in slices of three bytes."""
+    web = await open_web(FakeGroup(with_tops=True))
+    path, body = _BODIES[kind]
+
+    async def answered(large_values: int) -> tuple[dict[str, str], str]:
+        for module in (large_answer, completion_answer):
+            monkeypatch.setattr(module, "LARGE_VALUES", large_values)
+        status, headers, text = await web.ask("POST", path, body, {"x-request-id": "one"})
+        assert status == 200, text
+        headers.pop("date", None)
+        return headers, _CHANGING.sub("", text)
+
+    in_place = await answered(1 << 30)
+    assert await answered(-1) == in_place
+    monkeypatch.setattr(large_answer, "_SLICE_BYTES", 3)
+    assert await answered(-1) == in_place
+
+
+async def test_a_stream_goes_on_behind_a_large_chunk(open_web: OpenWeb, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens behind the prompt have the same offsets and log-probabilities, wherever the first chunk was written."""
+    web = await open_web(FakeGroup(with_tops=True))
+
+    async def joined(large_values: int) -> dict[str, list[Any]]:
+        for module in (large_answer, completion_answer):
+            monkeypatch.setattr(module, "LARGE_VALUES", large_values)
+        status, _, text = await web.ask("POST", "/v1/completions", {**_SCORED, "max_tokens": 20, "stream": True})
+        assert status == 200, text
+        columns: dict[str, list[Any]] = {}
+        for line in text.split("\n\n")[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            for name, column in choice["logprobs"].items():
+                columns.setdefault(name, []).extend(column)
+        return columns
+
+    in_place = await joined(1 << 30)
+    assert len(in_place["text_offset"]) > 20
+    assert await joined(-1) == in_place

@@ -1,0 +1,40 @@
+"""Requests that nobody should send: none is our fault, none is left behind."""
+
+import asyncio
+import http.client
+import random
+from collections import Counter
+from contextlib import closing
+
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from tests.router.fake_group import FakeGroup
+from tests.router.openai.mutations import mutated
+from tests.router.web import OpenWeb
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
+async def test_mutated_requests_never_break_the_router(open_web: OpenWeb, count: int) -> None:
+    """Whatever a body says, the answer is a good one or the client's error, and no request stays open."""
+    web = await open_web(FakeGroup())
+    seen = await asyncio.to_thread(send, web.address, count)
+    assert set(seen) <= {200, 400, 404}, seen
+    assert seen[200] > count / 20 and seen[400] > count / 4, seen
+    assert web.door.router.traffic.active == 0
+    assert not any(len(link.tickets) for link in web.door.router.groups.links)
+
+
+def send(address: str, count: int) -> Counter[int]:
+    """How many of each status; says which body had one of ours."""
+    dice, seen = random.Random(11), Counter[int]()
+    with closing(http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)) as connection:
+        for _ in range(count):
+            path, body = mutated(dice)
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            assert answer.status < 500, (path, body, text)
+            assert b'"server_error"' not in text, (path, body, text)
+            seen[answer.status] += 1
+    return seen

@@ -1,0 +1,46 @@
+"""What /openapi.json promises, tried by schemathesis: bodies that fit it, and bodies that do not."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from tests.router.fake_group import FakeGroup
+from tests.router.web import OpenWeb
+
+
+@pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # which schemathesis does
+@pytest.mark.parametrize("count", [15, pytest.param(800, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
+async def test_no_generated_request_is_our_fault(open_web: OpenWeb, count: int) -> None:
+    """Of every operation, valid and invalid requests alike get an answer or a refusal in OpenAI's form."""
+    web = await open_web(FakeGroup())
+    seen = await asyncio.to_thread(send, f"http://{web.address}", count)
+    assert set(seen) <= {200, 400, 404, 405, 413}, seen
+    assert seen[200] and seen[400] and web.door.router.traffic.active == 0
+
+
+def send(url: str, count: int) -> Counter[int]:
+    """How many of each status."""
+    seen = Counter[int]()
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if mode is GenerationMode.NEGATIVE and operation.method.upper() != "POST":
+                continue  # there is nothing to get wrong
+
+            @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: schemathesis.Case) -> None:
+                answer = case.call(base_url=url, timeout=PATIENCE_SECONDS)
+                seen[answer.status_code] += 1
+                assert answer.status_code < 500 and b'"server_error"' not in answer.content, answer.text
+                if answer.status_code != 200 and answer.content:
+                    assert "message" in answer.json()["error"], answer.text
+
+            ask()
+    return seen

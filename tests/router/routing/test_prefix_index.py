@@ -1,0 +1,321 @@
+"""The prefix index: exact by construction, checked against a model that is too simple to be wrong."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED, KvEvent, KvEvents, SnapshotChunk, Tier
+from coatcheck.router.routing.event_trouble import EventTrouble
+from coatcheck.router.routing.pending_prefixes import Expectation
+from coatcheck.router.routing.prefix_index import Outcome, PrefixIndex
+
+CHAIN = [bytes([block]) * 16 for block in range(6)]
+TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
+NAMES = st.sampled_from(["a", "b", "c"])
+
+
+def stored(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
+    """The group now holds it there."""
+    return KvEvent(stored=True, block_hash=CHAIN[block], tier=tier)
+
+
+def removed(block: int, tier: Tier = TIER_DEVICE) -> KvEvent:
+    """And now no longer."""
+    return KvEvent(stored=False, block_hash=CHAIN[block], tier=tier)
+
+
+def snapshot(*events: KvEvent, epoch: str = "1", sequence: int = 0) -> SnapshotChunk:
+    """A whole one."""
+    return SnapshotChunk(epoch=epoch, sequence=sequence, events=events, first=True, last=True)
+
+
+def following(*groups: str) -> PrefixIndex:
+    """An index that has these groups' empty snapshots."""
+    index = PrefixIndex()
+    for group in groups:
+        index.add_group(group, "1")
+        assert index.apply_snapshot(group, snapshot()) is Outcome.APPLIED
+    return index
+
+
+class IndexAgainstSets(RuleBasedStateMachine):
+    """The same events into the index and into plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.epochs: dict[str, int] = {}
+        self.sequences: dict[str, int] = {}
+        self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
+        self.sent: list[tuple[Expectation, str, int]] = []  # with its group and how many blocks of the chain
+        self.settled: list[Expectation] = []  # and those whose group has gone since
+        self.count = 0
+
+    @rule(group=NAMES)
+    def register(self, group: str) -> None:
+        self.count += 1
+        self.epochs[group], self.sequences[group], self.held[group] = self.count, 0, None
+        self.index.add_group(group, str(self.count))
+        self.forget_sent(group)
+
+    @rule(group=NAMES)
+    def attach_again(self, group: str) -> None:
+        """The stream to the same process is a new one: the epoch stays, all that was on its way is lost."""
+        if group in self.epochs:
+            self.held[group] = None
+            self.index.add_group(group, str(self.epochs[group]))
+            self.forget_sent(group)
+
+    def forget_sent(self, group: str) -> None:
+        self.settled += [entry[0] for entry in self.sent if entry[1] == group]
+        self.sent = [entry for entry in self.sent if entry[1] != group]
+
+    @rule(group=NAMES)
+    def leave(self, group: str) -> None:
+        self.index.remove_group(group)
+        self.forget_sent(group)
+        for known in (self.epochs, self.sequences, self.held):
+            known.pop(group, None)
+
+    @rule(group=NAMES, blocks=st.integers(0, len(CHAIN)))
+    def send_prompt(self, group: str, blocks: int) -> None:
+        expectation = self.index.expect(group, CHAIN[:blocks])
+        assert (expectation is None) == (group not in self.epochs)
+        if expectation is not None:
+            self.sent.append((expectation, group, blocks))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.sent) - 1))
+        expectation = self.sent.pop(place)[0]
+        self.index.settle(expectation)
+        self.settled.append(expectation)
+
+    @precondition(lambda self: self.settled)
+    @rule(data=st.data())
+    def settle_too_late(self, data: st.DataObject) -> None:
+        self.index.settle(data.draw(st.sampled_from(self.settled)))
+
+    @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
+    def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
+        if group in self.epochs:
+            events = [stored(block, tier) for block, tier in sorted(blocks)]
+            epoch, sequence = str(self.epochs[group]), self.sequences[group]
+            for first, part in ((True, events[:cut]), (False, events[cut:])):
+                chunk = SnapshotChunk(epoch=epoch, sequence=sequence, events=part, first=first, last=not first)
+                assert self.index.apply_snapshot(group, chunk) is Outcome.APPLIED
+            self.held[group] = set(blocks)
+
+    @rule(group=NAMES, events=st.lists(st.tuples(st.booleans(), st.integers(0, 5), TIERS), min_size=1, max_size=5))
+    def send_events(self, group: str, events: list[tuple[bool, int, Tier]]) -> None:
+        if group not in self.epochs:
+            return
+        messages = [stored(block, tier) if store else removed(block, tier) for store, block, tier in events]
+        message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=messages)
+        outcome = self.index.apply(group, message)
+        self.sequences[group] += len(events)
+        held = self.held[group]
+        if held is None:
+            assert outcome is Outcome.IGNORED
+            return
+        for store, block, tier in events:
+            (held.add if store else held.discard)((block, tier))
+
+    @rule(group=NAMES)
+    def lose_some(self, group: str) -> None:
+        if group in self.epochs:
+            self.sequences[group] += 1
+            message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=[stored(0)])
+            expected = Outcome.IGNORED if self.held[group] is None else Outcome.SNAPSHOT_NEEDED
+            assert self.index.apply(group, message) is expected
+            self.held[group] = None
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check()
+        expected = {}
+        for group, held in self.held.items():
+            counts = [0, 0, 0]
+            coming = max((blocks for _, name, blocks in self.sent if name == group), default=0)
+            for block in range(len(CHAIN)):
+                if (block, TIER_DEVICE) in (held or ()):
+                    counts[0] += 1
+                elif (block, TIER_HOST) in (held or ()):
+                    counts[1] += 1
+                elif block < coming:
+                    counts[2] += 1
+                else:
+                    break
+            if any(counts):
+                expected[group] = tuple(counts)
+        assert self.index.matched_blocks(CHAIN) == expected
+        assert self.index.stats().entries == sum(len(held or ()) for held in self.held.values())
+
+
+TestIndexAgainstSets = IndexAgainstSets.TestCase
+
+
+def test_a_chain_matches_only_without_a_break() -> None:
+    """A group that holds the third block and not the second has one block of the prefix."""
+    index = following("a")
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(2)]))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
+
+
+def test_leaving_the_device_does_not_erase_the_host() -> None:
+    """A block that is demoted stays matched, as one of the host's."""
+    index = following("a")
+    events = [stored(0), stored(1), stored(1, TIER_HOST), removed(1)]
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=events))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 1, 0)}
+
+
+def test_an_older_epoch_changes_nothing() -> None:
+    """What an earlier incarnation still had to say is counted and ignored."""
+    index = following("a")
+    index.add_group("a", "2")
+    index.apply_snapshot("a", snapshot(stored(0), epoch="2"))
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is Outcome.IGNORED
+    assert index.apply_snapshot("a", snapshot(epoch="1")) is Outcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
+    assert index.stats().troubles == {EventTrouble.OTHER_EPOCH: 1}
+
+
+def test_an_unknown_group_changes_nothing() -> None:
+    """Events of a group that has not registered, or has left, are ignored."""
+    index = following("a")
+    assert index.apply("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is Outcome.IGNORED
+    assert index.apply_snapshot("b", snapshot(stored(0))) is Outcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.UNKNOWN_GROUP: 2}
+
+
+def test_events_that_were_seen_are_not_applied_twice() -> None:
+    """A repeated message is ignored, and of one that overlaps only the new part counts."""
+    index = following("a")
+    both = [stored(0), removed(0), stored(1)]
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is Outcome.IGNORED
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both)) is Outcome.APPLIED
+    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 1
+    assert index.stats().troubles == {EventTrouble.REPEATED: 1}
+
+
+def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
+    """Events behind missing ones empty the group's part; those that follow are counted and left out."""
+    index = following("a")
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+    assert index.apply("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is Outcome.SNAPSHOT_NEEDED
+    assert index.apply("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is Outcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
+    assert index.stats().troubles == {EventTrouble.GAP: 1, EventTrouble.BEFORE_SNAPSHOT: 1}
+    index.apply_snapshot("a", snapshot(stored(0), sequence=4))
+    assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
+
+
+def test_a_snapshot_without_its_beginning_is_asked_for_again() -> None:
+    """Half a snapshot is none: nothing is known until a whole one has come."""
+    index = following("a")
+    chunk = SnapshotChunk(epoch="1", sequence=5, events=[stored(0)], last=True)
+    assert index.apply_snapshot("a", chunk) is Outcome.SNAPSHOT_NEEDED
+    assert index.matched_blocks(CHAIN) == {}
+
+
+@given(st.sampled_from([TIER_UNSPECIFIED, 7]), st.booleans())
+def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> None:
+    """A tier that this contract does not have holds nothing."""
+    index = following("a")
+    event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[event]))
+    index.check()
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.UNNAMED: 1}
+
+
+def test_what_was_sent_is_known_at_once_and_no_longer_than_until_it_is_settled() -> None:
+    """A prompt on its way counts as expected; events turn its blocks into held ones; what never came is forgotten."""
+    index = following("a")
+    expectation = index.expect("a", CHAIN[:3])
+    assert expectation is not None
+    assert index.matched_blocks(CHAIN) == {"a": (0, 0, 3)}
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(1)]))
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 1)}
+    index.settle(expectation)
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
+    assert index.stats().expected == 0
+
+
+def test_an_expectation_ends_with_its_incarnation() -> None:
+    """What was sent to a group that has restarted is not expected of the new one, and settling it then is harmless."""
+    index = following("a")
+    expectation = index.expect("a", CHAIN)
+    index.add_group("a", "2")
+    assert expectation is not None and index.matched_blocks(CHAIN) == {}
+    index.expect("a", CHAIN[:1])
+    index.settle(expectation)
+    index.check()
+    assert index.matched_blocks(CHAIN) == {"a": (0, 0, 1)}
+    assert index.expect("b", CHAIN) is None
+
+
+def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> None:
+    """A parent never seen gives no false prefix: the child matches once the parent is there too."""
+    index = following("a")
+    orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.NO_PARENT: 1}
+    index.apply("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
+    assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
+
+
+@pytest.mark.parametrize("name", [b"", b"short", bytes(17)])
+def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None:
+    """A hash is 16 bytes; anything else names no block."""
+    index = following("a")
+    index.apply("a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)]))
+    assert index.stats().troubles == {EventTrouble.UNNAMED: 1} and index.stats().entries == 0
+
+
+@pytest.mark.parametrize("by", ["events", "snapshot"])
+def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
+    """What a group may make this router remember is bounded by the blocks it registered with."""
+    index = PrefixIndex()
+    index.add_group("a", "1", capacity=2)
+    index.apply_snapshot("a", snapshot(stored(0), stored(1)))
+    if by == "events":
+        outcome = index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
+    else:
+        outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
+    assert outcome is Outcome.IMPOSSIBLE and index.stats().troubles == {EventTrouble.IMPOSSIBLE: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
+
+
+def test_a_hundred_groups_share_the_index() -> None:
+    """There is no group too many, and the place of one that left is taken again."""
+    names = [f"g{place}" for place in range(100)]
+    index = following(*names)
+    for name in names:
+        index.apply(name, KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+    index.remove_group("g50")
+    index.add_group("h", "1")
+    index.check()
+    assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}
+
+
+def test_settling_after_the_same_process_attached_again_changes_nothing() -> None:
+    """A stream that drops and attaches again keeps the group's epoch: what was on its way before is settled without
+    effect, and what is on its way now stays expected."""
+    index = following("a")
+    old = index.expect("a", CHAIN[:3])
+    index.remove_group("a")
+    index.add_group("a", "1")
+    assert old is not None
+    index.settle(old)
+    new = index.expect("a", CHAIN[:2])
+    index.settle(old)
+    assert index.matched_blocks(CHAIN) == {"a": (0, 0, 2)}
+    assert new is not None
+    index.settle(new)
+    index.settle(new)
+    assert index.matched_blocks(CHAIN) == {}
+    index.check()

@@ -1,0 +1,244 @@
+"""Which group answers: lowest cost in seconds, ties at random, every term accounted for, no term with a threshold."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
+
+TOKENS = st.integers(0, 100_000)
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        group=st.text("abcdef", min_size=1, max_size=3),
+        queued_prefill_tokens=TOKENS,
+        queued_requests=st.integers(0, 100),
+        prefill_tokens_per_second=st.sampled_from([0.0, 100.0, 10_000.0]),
+        restore_tokens_per_second=st.sampled_from([0.0, 1_000_000.0]),
+        step_seconds=st.floats(0, 1),
+        chunk=st.sampled_from([0, 512, 2048]),
+        busy=st.floats(0, 1),
+        free_tokens=TOKENS,
+        cold_tokens=TOKENS,
+        device_tokens=TOKENS,
+        host_tokens=TOKENS,
+        expected_tokens=TOKENS,
+        streams=st.integers(0, 300),
+        has_room=st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda candidate: candidate.group,
+)
+DICE = random.Random(0)
+
+
+def a_group(name: str, **known: float) -> Candidate:
+    """One that computes a thousand tokens a second and has room, unless it is said otherwise."""
+    return Candidate(name, **{"prefill_tokens_per_second": 1000.0, "free_tokens": 100_000, **known})  # type: ignore[arg-type]
+
+
+@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1))
+def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, regret: float) -> None:
+    """The decision has one row of terms per candidate, none negative. No other group's total is lower, except groups
+    without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
+    decision = choose(candidates, prompt, random.Random(0), regret=regret)
+    totals = {terms.group: terms.total for terms in decision.terms}
+    assert totals.keys() == {candidate.group for candidate in candidates}
+    ready = max((terms.cached_tokens for terms in decision.terms if terms.has_room), default=-1)
+    compared = [terms for terms in decision.terms if terms.has_room or terms.cached_tokens > ready]
+    cheaper = [terms for terms in compared if terms.total < decision.chosen.total]
+    assert decision.chosen in compared and totals[decision.group] == decision.chosen.total
+    assert all(terms.queue > decision.chosen.queue for terms in cheaper)
+    assert all(seconds >= 0 for terms in decision.terms for seconds in terms[1:8])
+    assert all(terms.total == pytest.approx(sum(terms[1:8])) for terms in decision.terms)
+    assert decision.why.startswith(f"{decision.group}: ")
+
+
+@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.data())
+def test_no_cost_jumps(candidates: list[Candidate], prompt: int, regret: float, data: st.DataObject) -> None:
+    """A thousandth more of anything moves no total by more than a hundredth and a little: there is no cliff."""
+    place = data.draw(st.integers(0, len(candidates) - 1))
+    field = data.draw(st.sampled_from(["queued_prefill_tokens", "queued_requests", "step_seconds", "free_tokens"]))
+    old = candidates[place]
+    changed = [*candidates]
+    changed[place] = old._replace(**{field: getattr(old, field) * 1.001})
+    before = choose(candidates, prompt, DICE, regret=regret).terms
+    after = choose(changed, prompt, DICE, regret=regret).terms
+    for one, other in zip(before, after, strict=True):
+        # Eviction is a difference of what is queued and what is free, so it moves by their size and not its own.
+        moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
+        behind = 40 * (1 + max(candidate.queued_requests for candidate in candidates))
+        assert abs(one.total - other.total) <= 0.01 * one.total + moved * behind + 1e-9
+
+
+@given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 1000), st.floats(0, 1))
+def test_nobody_waits_longer_than_an_idle_group_computes(
+    candidates: list[Candidate], prompt: int, regret: float, in_line: int, idle_busy: float
+) -> None:
+    """A group whose queue alone is longer than computing the whole prompt on an idle group is never chosen, however
+    much of the prompt it holds, however many wait, and however busy the idle group was before."""
+    idle = Candidate("idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy=idle_busy, free_tokens=prompt)
+    decision = choose([*candidates, idle], prompt, random.Random(0), regret=regret, in_line=in_line)
+    (alone,) = [terms for terms in decision.terms if terms.group == "idle"]
+    assert alone.queue == alone.restore == alone.eviction == 0.0
+    assert decision.chosen.queue <= alone.prefill + alone.decode
+
+
+def test_one_long_queue_does_not_make_idle_groups_look_expensive() -> None:
+    """With 1,000 requests (50 s) queued at the group that holds the prompt, an idle group computes it in 0.46 s."""
+    rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000}
+    holder = a_group("g0", queued_prefill_tokens=500_000, queued_requests=1000, device_tokens=4096, busy=1.0, **rates)
+    idle = [a_group(f"g{place}", **rates) for place in range(1, 8)]
+    decision = choose([holder, *idle], 4596, DICE)
+    assert decision.group != "g0" and decision.chosen.delay < 1.0
+    assert choose([holder._replace(queued_prefill_tokens=1000, queued_requests=2), *idle], 4596, DICE).group == "g0"
+
+
+def test_an_idle_group_that_was_busy_lately_takes_what_would_queue_too_long() -> None:
+    """The idle groups were as busy as the holder until now: a queue that is longer than the prompt still sends the
+    request to an idle group, and so does a queue of eight times as many seconds as one elsewhere."""
+    rates = {"prefill_tokens_per_second": 10_000.0, "free_tokens": 1_000_000, "busy": 0.9}
+    holder = a_group("g0", queued_prefill_tokens=10_000, queued_requests=20, device_tokens=4096, **rates)
+    others = [a_group(f"g{place}", **rates) for place in range(1, 8)]
+    decision = choose([holder, *others], 4596, DICE)
+    assert decision.group != "g0" and decision.why.endswith("; cheaper, but without room or with too long a queue: g0")
+    nearly = [group._replace(queued_prefill_tokens=500, queued_requests=1) for group in others]
+    assert choose([holder._replace(queued_prefill_tokens=4000), *nearly], 4596, DICE).group == "g0"
+    assert choose([holder, *nearly], 4596, DICE).group != "g0"
+
+
+def test_ties_are_broken_at_random() -> None:
+    """Equal groups get equal shares, not all the first one."""
+    rng = random.Random(1)
+    counts = Counter(choose([Candidate(name) for name in "abcd"], 100, rng).group for _ in range(4000))
+    assert set(counts) == set("abcd") and all(900 < count < 1100 for count in counts.values())
+
+
+def test_a_session_breaks_ties_and_nothing_else() -> None:
+    """Among equals a session goes to one group, sessions to all; a cheaper group wins over it."""
+    equal = [a_group(name) for name in "abcd"]
+    homes = {f"s{n}": {choose(equal, 100, DICE, session=f"s{n}").group for _ in range(5)} for n in range(40)}
+    assert all(len(groups) == 1 for groups in homes.values())
+    assert set.union(*homes.values()) == set("abcd")
+    (home,) = homes["s0"]
+    busy = [group._replace(queued_prefill_tokens=1) if group.group == home else group for group in equal]
+    assert choose(busy, 100, DICE, session="s0").group != home
+
+
+def test_a_cached_prefix_wins_until_the_queue_outweighs_it() -> None:
+    """With nobody waiting, locality is worth exactly the prefill that it saves."""
+    holder, idle = a_group("holder", device_tokens=800), a_group("idle")
+    assert choose([holder, idle], 1000, DICE).group == "holder"
+    assert choose([holder._replace(queued_prefill_tokens=799), idle], 1000, DICE).group == "holder"
+    assert choose([holder._replace(queued_prefill_tokens=801), idle], 1000, DICE).group == "idle"
+
+
+def test_what_is_on_its_way_counts_as_cached() -> None:
+    """A prefix that the group will have computed by then saves as much as one that it holds."""
+    coming = a_group("coming", expected_tokens=800)
+    assert choose([a_group("idle"), coming], 1000, DICE).group == "coming"
+
+
+def test_work_costs_more_when_others_wait() -> None:
+    """Each second that a choice adds is waited for by those behind it: long queues make hits worth more."""
+    holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000, queued_requests=2)
+    other = a_group("other", queued_prefill_tokens=1000, queued_requests=2)
+    assert choose([holder, other], 1000, DICE).group == "holder"
+    calm = [group._replace(queued_requests=0) for group in (holder, other)]
+    assert choose(calm, 1000, DICE).group == "other"
+
+
+def test_busy_groups_expect_more_to_come() -> None:
+    """The same queues weigh more while the groups are busier."""
+
+    def delay(busy: float) -> float:
+        return choose([a_group("a", queued_requests=1, busy=busy)], 1000, DICE).chosen.delay
+
+    assert 0 < delay(0.0) < delay(0.5) < delay(0.9) < delay(1.0) < float("inf")
+
+
+def test_restoring_costs_its_bandwidth() -> None:
+    """A prefix on the host is worth its prefill less the copy; a slow copy is worth less than an idle group."""
+    nothing = a_group("nothing", queued_prefill_tokens=100)
+    fast = a_group("host", host_tokens=800, restore_tokens_per_second=100_000.0)
+    assert choose([nothing, fast], 1000, DICE).group == "host"
+    assert choose([nothing, fast._replace(restore_tokens_per_second=800.0)], 1000, DICE).group == "nothing"
+    unmeasured = choose([fast._replace(restore_tokens_per_second=0.0)], 1000, DICE).chosen
+    assert 0 < unmeasured.restore < 0.8
+
+
+def test_eviction_is_priced_by_what_is_wanted_again() -> None:
+    """A group with free blocks is cheaper than one that must evict, by what the evicted ones are worth; the blocks of
+    running sequences are worth all of themselves."""
+    free, full = a_group("free"), a_group("full", free_tokens=0, cold_tokens=100_000)
+    used = a_group("used", free_tokens=0)
+    costs = {terms.group: terms for terms in choose([free, full, used], 1000, DICE, regret=0.25).terms}
+    assert [costs[name].eviction for name in ("free", "full", "used")] == [0.0, 0.25, 1.0]
+    assert choose([full], 1000, DICE).chosen.eviction == 0.0
+    half = a_group("half", free_tokens=1500, cold_tokens=100_000, queued_prefill_tokens=1000)
+    assert choose([half], 1000, DICE, regret=1.0).chosen.eviction == pytest.approx(
+        0.5
+    )  # the queue takes its room first
+
+
+def test_decodes_weigh_too() -> None:
+    """Of two groups with nothing queued, the one whose steps are shorter is cheaper."""
+    full, empty = a_group("full", step_seconds=0.04), a_group("empty", step_seconds=0.02)
+    assert choose([full, empty], 10, DICE).group == "empty"
+
+
+def test_prompts_are_drawn_to_where_few_are_answered() -> None:
+    """Of two groups alike but for the streams that would stand still, the one with fewer is cheaper, the more so the
+    busier both are, and a little where both are idle."""
+    many, few = a_group("many", streams=40), a_group("few", streams=10)
+
+    def gap(busy: float) -> float:
+        costs = {t.group: t for t in choose([g._replace(busy=busy) for g in (many, few)], 1000, DICE).terms}
+        return costs["many"].stall - costs["few"].stall
+
+    assert 0.0 < gap(0.0) < gap(0.5) < gap(0.9) < gap(1.0) < float("inf")
+    assert choose([g._replace(busy=0.5) for g in (many, few)], 1000, DICE).group == "few"
+    cached = many._replace(busy=0.5, device_tokens=1000)
+    assert choose([cached, few._replace(busy=0.5)], 1000, DICE).group == "many"  # what is cached makes nobody wait
+
+
+def test_a_full_group_is_waited_for_only_for_what_it_holds() -> None:
+    """While some group has room, one without is taken if it holds more of the prompt, and is cheaper; when none has
+    room the cheapest is."""
+    room = a_group("room", queued_prefill_tokens=100)
+    full = a_group("full", has_room=False)
+    decision = choose([room, full], 1000, DICE)
+    assert decision.group == "room" and "; cheaper, but without room or with too long a queue: full" in decision.why
+    holds = full._replace(device_tokens=500)
+    assert choose([room, holds], 1000, DICE).group == "full"
+    assert choose([room._replace(device_tokens=500), holds], 1000, DICE).group == "room"
+    assert choose([room, holds._replace(queued_prefill_tokens=5000)], 1000, DICE).group == "room"
+    assert choose([room._replace(has_room=False), full], 1000, DICE).group == "full"
+
+
+def test_who_waits_in_line_waits_behind_as_well() -> None:
+    """The longer the router's own line, the more a cached prefix is worth."""
+    holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
+    other = a_group("other", queued_prefill_tokens=1000)
+    assert choose([holder, other], 1000, DICE).group == "other"
+    assert choose([holder, other], 1000, DICE, in_line=4).group == "holder"
+
+
+def test_an_idle_group_is_not_known_by_what_it_once_measured() -> None:
+    """A slow measurement counts the less the less a group computes: one that did it at its start gets the requests
+    that would measure it anew, and one that is slow at work is passed over."""
+    fast = a_group("fast", streams=1, busy=0.5)
+    once = a_group("slow", prefill_tokens_per_second=700.0)
+    assert choose([fast, once], 64, DICE).group == "slow"
+    assert choose([fast, once._replace(busy=0.5)], 64, DICE).group == "fast"
+
+
+def test_a_group_without_measurements_is_assumed_average() -> None:
+    """A new group is tried like the others, whatever their rate."""
+    new = Candidate("new")
+    decision: Decision = choose([a_group("old", prefill_tokens_per_second=50.0), new], 1000, DICE)
+    assert {terms.prefill for terms in decision.terms} == {20.0}

@@ -1,0 +1,281 @@
+"""A group that is lost mid-stream: the client sees one stream, nothing lost and nothing repeated."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from coatcheck.proto.coatcheck_pb2 import GetModelResponse, StatusRequest
+from coatcheck.proto.worker_pb2 import FromGroup
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.door import OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.stream import Stream, ask, undisturbed
+
+
+@pytest.mark.parametrize("sampling", [{}, {"stop": ["zq"]}, {"n": 3}, {"logprobs": 0}], ids=str)
+async def test_a_stream_moves_without_a_gap(open_door: OpenDoor, sampling: dict[str, object]) -> None:
+    """The group dies after some tokens: the other one gets prompt, seed and delivered ids, and the stream goes on."""
+    request = ask(**sampling)
+    n = request.sampling.n or 1
+    texts, ids = await undisturbed(open_door, request)
+    groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, request, n)
+    first = groups.pop((await stream.read()).started.group)
+    while any(len(delivered) < 6 for delivered in stream.ids):
+        await stream.read()
+    (second,) = groups.values()
+    second.go()
+    await first.kill()
+    final = await stream.finish()
+    assert (stream.texts, stream.ids) == (texts, ids)
+    assert (final.final.moves, final.final.group) == (1, second.name)
+    assert sum(event.HasField("started") for event in stream.events) == 1
+    (again,) = second.submits
+    assert again.sampling.seed == 7 and list(again.prompt_token_ids) == list(first.submits[0].prompt_token_ids)
+    assert {part.choice: list(part.token_ids) for part in again.resume} == {i: ids[i][:6] for i in range(n)}
+
+
+async def test_a_choice_that_is_over_does_not_start_again(open_door: OpenDoor, tokenizer: TokenizerJson) -> None:
+    """A choice that its stop string had ended is aborted at once on the next group."""
+    words = tokenizer.encode("the quick brown fox jumps over")
+    script = lambda submit, choice, position: words[position] if choice == 0 and position < len(words) else 300  # noqa: E731
+    groups = {name: FakeGroup(name, hold_after=15, token=script) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask(n=2, stop=["brown"]), 2)
+    first = groups.pop((await stream.read()).started.group)
+    while len(stream.ids[1]) < 15:
+        await stream.read()
+    (second,) = groups.values()
+    second.go()
+    await first.kill()
+    final = await stream.finish()
+    assert stream.texts[0] == "the quick "
+    assert len(stream.ids[1]) == 20
+    assert [(abort.id, abort.choice) for abort in second.aborts] == [(second.submits[0].id, 0)]
+    assert final.final.usage.completion_tokens == len(stream.ids[0]) + 20
+
+
+async def test_a_request_waits_for_the_group_to_come_back(open_door: OpenDoor) -> None:
+    """With no other group, an accepted request waits; a new one is refused."""
+    _, ids = await undisturbed(open_door, ask())
+    group = FakeGroup(hold_after=6)
+    door = await open_door(group)
+    stream = Stream(door, ask())
+    while len(stream.ids[0]) < 6:
+        await stream.read()
+    await group.kill()
+    await door.serving(0)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask())
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    group.hold_after = None
+    await group.start()
+    await stream.finish()
+    assert stream.ids == ids
+
+
+async def test_a_stream_that_lost_its_router_waits_for_a_group(open_door: OpenDoor) -> None:
+    """A resume was accepted once: where a new request is refused, it waits for a group to come back."""
+    _, ids = await undisturbed(open_door, ask())
+    group = FakeGroup()
+    door = await open_door(group)
+    await group.kill()
+    await door.serving(0)
+    request = ask()
+    request.resume.add(choice=0, token_ids=ids[0][:6])
+    stream = Stream(door, request)
+    reading = asyncio.ensure_future(stream.finish())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await door.generation.Generate(ask())
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not reading.done()
+    await group.start()
+    await reading
+    assert stream.ids[0] == ids[0][6:]
+
+
+async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
+    """When no group comes in time, the stream ends with UNAVAILABLE."""
+    group = FakeGroup(hold_after=1)
+    door = await open_door(group, move_wait_seconds=0.05)
+    stream = Stream(door, ask())
+    await stream.read()
+    await group.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_stream_of_any_age_waits_for_a_full_group(open_door: OpenDoor) -> None:
+    """One that has run for longer than it would wait, and finds the next group full, waits all the same."""
+    _, ids = await undisturbed(open_door, ask())
+    first, second = FakeGroup("a", hold_after=3), FakeGroup("b", refuse=(8, "full"))
+    door = await open_door(first, move_wait_seconds=0.0)
+    stream = Stream(door, ask())
+    while len(stream.ids[0]) < 3:
+        await stream.read()
+    address = door.router.groups.link("a").address  # type: ignore[union-attr]  # it is attached
+    door.groups.append(second)
+    await door.router.set_groups([address, await second.start()])
+    await door.serving(2)
+    await first.kill()
+    reading = asyncio.ensure_future(stream.finish())
+    while not len(door.router.dispatch.line) and not reading.done():
+        await door.admin.Status(StatusRequest())
+    second.refuse = None
+    second.report(waiting=0)
+    assert (await reading).final.group == "b"
+    assert stream.ids == ids
+
+
+async def test_two_groups_killed_at_once_cost_no_request(open_door: OpenDoor) -> None:
+    """Requests that lose two groups before they are answered at all go on when one comes back."""
+    groups = [FakeGroup(name, hold_after=0) for name in ("a", "b")]
+    door = await open_door(*groups)
+    _, ids = await undisturbed(open_door, ask())
+    streams = [Stream(door, ask()) for _ in range(6)]
+    for stream in streams:
+        await stream.read()
+    first, second = groups
+    submitted = len(streams)
+    await first.kill()
+    await second.until(lambda: len(second.submits) == submitted)
+    await second.kill()
+    first.go()
+    await first.start()
+    for stream in streams:
+        await stream.finish()
+        assert stream.ids == ids
+
+
+async def test_bad_luck_is_not_poison(open_door: OpenDoor) -> None:
+    """A stream that comes further on each group may lose any number of them: only losses in a row count."""
+    _, ids = await undisturbed(open_door, ask())
+    groups = {name: FakeGroup(name, hold_after=3) for name in "abcdef"}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    name = (await stream.read()).started.group
+    for delivered in (3, 6, 9, 12, 15):
+        while len(stream.ids[0]) < delivered:
+            await stream.read()
+        lost = groups.pop(name)
+        for group in groups.values():
+            group.hold_after = delivered + 3
+        await lost.kill()
+        while len(stream.ids[0]) < delivered + 3:
+            await stream.read()
+        (name,) = [group.name for group in groups.values() if group.submits]
+    groups[name].go()
+    assert (await stream.finish()).final.moves == 5
+    assert stream.ids == ids
+
+
+async def test_groups_that_are_taken_away_are_no_sign_of_poison(open_door: OpenDoor) -> None:
+    """A request that has not been answered at all outlives any number of groups that were drained and then ended."""
+    _, ids = await undisturbed(open_door, ask())
+    groups = {name: FakeGroup(name, hold_after=0) for name in "abcde"}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    name = (await stream.read()).started.group
+    while len(groups) > 1:
+        there = {link.name: link.address for link in door.router.groups.links}
+        await door.router.set_groups([replace(there[name], state="draining"), *(there[g] for g in groups if g != name)])
+        del groups[name]
+        await door.router.set_groups([there[name] for name in groups])
+        (name,) = await _holding(groups)
+    groups[name].go()
+    assert (await stream.finish()).final.moves == 4
+    assert stream.ids == ids
+
+
+async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
+    """The groups that have the request by now."""
+    tasks = [asyncio.ensure_future(group.until(lambda group=group: bool(group.submits))) for group in groups.values()]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    return [name for name, group in groups.items() if group.submits]
+
+
+async def test_streams_move_only_among_equals(open_door: OpenDoor) -> None:
+    """A group with other weights does not continue a stream."""
+    other = GetModelResponse(
+        name="tiny", max_model_len=256, vocab_size=600, block_size=4, dtype="float32", kv_dtype="float32",
+        fingerprint="other weights",
+    )  # fmt: skip
+    first, second = FakeGroup("a", hold_after=3), FakeGroup("b", model=other)
+    door = await open_door(first, move_wait_seconds=0.05)
+    stream = Stream(door, ask())
+    await stream.read()
+    address = door.router.groups.link("a").address  # type: ignore[union-attr]  # it is attached
+    door.groups.append(second)
+    await door.router.set_groups([address, await second.start()])
+    await door.serving(2)
+    await first.kill()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not second.submits
+
+
+async def test_a_group_that_is_too_small_is_not_moved_to(open_door: OpenDoor) -> None:
+    """A stream in its middle is not refused for its size: it waits for a group that holds it."""
+    large, small = FakeGroup("a", hold_after=3), FakeGroup("b", num_blocks=2)
+    _, ids = await undisturbed(open_door, ask())
+    door = await open_door(large, small)
+    stream = Stream(door, ask())
+    while len(stream.ids[0]) < 3:
+        await stream.read()
+    await large.kill()
+    await door.serving(1)
+    large.hold_after = None
+    await large.start()
+    assert (await stream.finish()).final.group == "a"
+    assert stream.ids == ids and not small.submits
+
+
+async def test_a_silent_group_is_lost(open_door: OpenDoor) -> None:
+    """A group that keeps its connection and says nothing is treated as dead, and its streams move."""
+    groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
+    door = await open_door(*groups.values(), silence_seconds=4.0)
+    stream = Stream(door, ask())
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    second.go()
+    first.silent = True
+    beating = asyncio.create_task(_beat(second))
+    final = await stream.finish()
+    beating.cancel()
+    assert final.final.group == second.name
+    status = await door.admin.Status(StatusRequest())
+    (lost,) = [group for group in status.groups if group.name == first.name]
+    assert lost.state == "lost" and "said nothing" in lost.reason
+
+
+async def _beat(group: FakeGroup) -> None:
+    while True:
+        group.send(FromGroup(load=group.load))
+        await asyncio.sleep(0.2)
+
+
+async def test_a_group_taken_away_fails_over_at_once(open_door: OpenDoor) -> None:
+    """The supervisor's word is enough: its streams move before the connection breaks, and come back under a new one."""
+    groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    stream = Stream(door, ask())
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    second.go()
+    addresses = [link.address for link in door.router.groups.links]
+    lost = [replace(a, state="lost", reason="rank 1 died") if a.name == first.name else a for a in addresses]
+    await door.router.set_groups(lost)
+    final = await stream.finish()
+    assert final.final.group == second.name
+    status = await door.admin.Status(StatusRequest())
+    assert {group.name: (group.state, group.reason) for group in status.groups} == {
+        first.name: ("lost", "rank 1 died"),
+        second.name: ("serving", ""),
+    }

@@ -1,0 +1,72 @@
+"""A prompt's log-probabilities: parts in order, each once, whoever computes them."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
+from tests.router.door import OpenDoor
+from tests.router.fake_group import FakeGroup
+from tests.router.stream import Stream
+
+
+async def test_a_prompts_logprobs_come_as_they_are_computed(open_door: OpenDoor) -> None:
+    """Each part is an event of its own, in order and before the first token; Generate joins them."""
+    group = FakeGroup(chunk=3, hold_after=0)
+    door = await open_door(group)
+    request = GenerateRequest(
+        token_ids=TokenIds(ids=range(5, 13)), sampling=SamplingParams(max_tokens=2, prompt_logprobs=0)
+    )
+    stream = Stream(door, request)
+    assert (await stream.read()).HasField("started")
+    parts = [[token.token_id for token in (await stream.read()).prompt_logprobs.tokens] for _ in range(3)]
+    assert parts == [[6, 7, 8], [9, 10, 11], [12]]
+    group.go()
+    await stream.finish()
+    assert len(stream.ids[0]) == 2
+    whole = await door.generation.Generate(request)
+    assert [token.token_id for token in whole.prompt_logprobs.tokens] == [*range(6, 13)]
+    assert len(whole.choices[0].token_ids) == 2
+
+
+async def test_parts_of_a_prompts_logprobs_are_not_repeated(open_door: OpenDoor) -> None:
+    """A group that dies while it computes the prompt: the next one's parts go on behind what was passed on."""
+    groups = {name: FakeGroup(name, chunk=3, score_at_most=6) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    stream = Stream(door, GenerateRequest(token_ids=TokenIds(ids=range(5, 21)), sampling=sampling))
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    second.chunk, second.score_at_most = 4, None
+    scored: list[list[int]] = []
+    while len(scored) < 2:
+        scored.append([token.token_id for token in (await stream.read()).prompt_logprobs.tokens])
+    await first.kill()
+    await stream.finish()
+    assert len(stream.ids[0]) == 4
+    parts = [event.prompt_logprobs for event in stream.events if event.HasField("prompt_logprobs")]
+    assert [[token.token_id for token in part.tokens] for part in parts] == [
+        [6, 7, 8], [9, 10, 11], [12, 13], [14, 15, 16, 17], [18, 19, 20],
+    ]  # fmt: skip
+
+
+async def test_repeated_parts_are_no_delivery(open_door: OpenDoor) -> None:
+    """A request that ends groups at the same place of its prompt is poisonous, whatever they sent before that."""
+    groups = {name: FakeGroup(name, chunk=3, score_at_most=6) for name in ("a", "b")}
+    door = await open_door(*groups.values())
+    sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    stream = Stream(door, GenerateRequest(token_ids=TokenIds(ids=range(5, 21)), sampling=sampling))
+    first = groups.pop((await stream.read()).started.group)
+    (second,) = groups.values()
+    await stream.read()
+    await stream.read()
+    await first.kill()
+    for times in (1, 2):  # the second time it is there alone
+        await second.until(lambda times=times: len(second.submits) == times)
+        second.hang_up()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stream.finish()
+    assert refused.value.code() is grpc.StatusCode.ABORTED

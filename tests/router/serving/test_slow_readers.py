@@ -1,0 +1,137 @@
+"""Clients that stop reading, over real sockets: their streams end, and neither memory nor blocks stay with them."""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.errors import InvalidConfig, SlowReader
+from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.submission import MOST_WAITING, Ticket
+from tests.router.door import Door, OpenDoor
+from tests.router.fake_group import EOS, VOCAB, FakeGroup
+
+_CHOICES, _TOKENS = 4, 3000
+_MODEL = pb.GetModelResponse(
+    name="tiny", max_model_len=20_000, vocab_size=VOCAB, block_size=4, dtype="float32", kv_dtype="float32",
+    fingerprint="weights", eos_token_ids=[EOS],
+)  # fmt: skip
+
+
+@asynccontextmanager
+async def plain_socket(address: str) -> AsyncIterator[socket.socket]:
+    """One that takes a few kilobytes and then no more."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
+        yield client
+
+
+async def is_given_up(door: Door, group: FakeGroup) -> None:
+    """The group is told to free its blocks, and the router holds nothing any more."""
+    await group.until(lambda: bool(group.aborts))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await door.router.traffic.idle()
+    assert all(not len(link.tickets) for link in door.router.groups.links)
+
+
+async def test_sse(open_door: OpenDoor) -> None:
+    """The connection ends once nothing has been taken for so long, and with it the stream; others go on."""
+    group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
+    door = await open_door(group, http_port=0, slow_reader_seconds=1.0)
+    body = json.dumps(
+        {"prompt": "the lazy dog", "stream": True, "n": _CHOICES, "max_tokens": _TOKENS, "logprobs": 1, "seed": 1}
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    async with plain_socket(door.router.http_address) as client:
+        await asyncio.get_running_loop().sock_sendall(client, head.encode() + b"\r\n\r\n" + body)
+        await group.until(lambda: bool(group.submits))
+        await is_given_up(door, group)
+    await door.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def _field(name: str, value: str) -> bytes:
+    """Of a header, as HPACK has it in its plainest form."""
+    return b"".join([b"\0", bytes([len(name)]), name.encode(), bytes([len(value)]), value.encode()])
+
+
+def _call(message: bytes) -> bytes:
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/coatcheck.v1.Generation/GenerateStream",
+        ":authority": "a",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    headers = b"".join(_field(name, value) for name, value in fields.items())
+    data = b"\0" + struct.pack(">I", len(message)) + message
+    opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"")
+    return opening + _frame(1, 4, 1, headers) + _frame(0, 1, 1, data)
+
+
+def _request() -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(max_tokens=_TOKENS, n=_CHOICES, seed=1, logprobs=0)
+    return pb.GenerateRequest(text="the lazy dog", sampling=sampling)
+
+
+async def test_grpc_over_a_socket_that_is_not_read(open_door: OpenDoor) -> None:
+    """What HTTP/2 lets a server send without being asked for more is all that it gets."""
+    group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
+    door = await open_door(group, slow_reader_seconds=1.0)
+    async with plain_socket(f"127.0.0.1:{door.port}") as client:
+        await asyncio.get_running_loop().sock_sendall(client, _call(_request().SerializeToString()))
+        await group.until(lambda: bool(group.submits))
+        await is_given_up(door, group)
+    await door.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
+
+
+async def test_grpc_reader_that_comes_back_is_told(open_door: OpenDoor) -> None:
+    """One that reads again gets what had been sent, and then a status that says why there is no more."""
+    group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
+    door = await open_door(group, slow_reader_seconds=1.0)
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}", options=options) as channel:
+        method = channel.unary_stream("/coatcheck.v1.Generation/GenerateStream")
+        call = method(_request().SerializeToString())
+        await call.read()
+        await is_given_up(door, group)
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was taken from this stream for 1 s") as ended:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_who_falls_too_far_behind_is_cut_off() -> None:
+    """Past the bound nothing more is kept and the group is told once; what was kept is still there to be read."""
+    aborted: list[tuple[int, int | None]] = []
+    ticket = Ticket("g", 7, 0, 2, lambda id, choice: aborted.append((id, choice)))
+    for position in range(2 * MOST_WAITING + 5):
+        ticket.deliver(SequenceOutput(id=7, choice=position % 2, token_ids=[position]))
+    assert aborted == [(7, None)]
+    assert len(await ticket.take()) == 2 * MOST_WAITING
+    with pytest.raises(SlowReader, match="fell 8192 tokens behind"):
+        await ticket.take()
+    ticket.close(finished=False)
+    assert aborted == [(7, None)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, float("inf"), float("nan")])
+def test_patience_has_a_bound(seconds: float) -> None:
+    """A wait that ends at once, or never, is refused."""
+    with pytest.raises(InvalidConfig, match="slow_reader_seconds"):
+        RouterConfig(model="tiny", slow_reader_seconds=seconds)

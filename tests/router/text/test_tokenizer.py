@@ -1,0 +1,125 @@
+"""A checkpoint's own files: tokenizer and chat template, and what happens when they are wrong."""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from coatcheck.proto.errors import InvalidModel, InvalidRequest, NeverFits
+from coatcheck.router.text.tokenizer import TokenizerJson
+from tests.router.tiny_tokenizer import TEMPLATE, byte_level_tokenizer, write_model
+
+USER = [{"role": "user", "content": "hi <b>"}]
+
+
+def test_a_template_file_wins_over_the_configured_one(tmp_path: Path) -> None:
+    """chat_template.jinja is where newer checkpoints keep it; `generation` marks are part of the text."""
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ bos_token }}"
+    )
+    template = TokenizerJson.load(str(tmp_path)).template
+    assert template is not None
+    assert template.render(USER, True) == '{"role": "user", "content": "hi <b>"}<s>'
+
+
+def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
+    """Some checkpoints name their templates."""
+    write_model(tmp_path)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = TokenizerJson.load(str(tmp_path)).template
+    assert template is not None and template.render(USER, True) == "plain"
+
+
+def test_a_model_may_have_no_template(tmp_path: Path) -> None:
+    """Then there is none, and that is no error."""
+    assert TokenizerJson.load(str(write_model(tmp_path, template=None))).template is None
+
+
+@pytest.mark.parametrize("reach", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ messages[9].role }}"])
+def test_a_template_stays_in_its_sandbox(tmp_path: Path, reach: str) -> None:
+    """A template that reaches out, changes what it was given, or fails, refuses the conversation and no more."""
+    template = TokenizerJson.load(str(write_model(tmp_path, template=reach))).template
+    assert template is not None
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        template.render(USER, True)
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("tokenizer.json", "{}"), ("tokenizer.json", "not json"), ("tokenizer_config.json", "["),
+    ("tokenizer_config.json", "[]"), ("chat_template.jinja", "{% for %}"),
+])  # fmt: skip
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: str, content: str) -> None:
+    """A broken checkpoint is an InvalidModel that says which part."""
+    write_model(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(InvalidModel):
+        TokenizerJson.load(str(tmp_path))
+
+
+def test_a_path_that_is_not_mounted_here_is_named() -> None:
+    """It is not taken for a hub id, and the message has the host, since the model may be mounted on others."""
+    with pytest.raises(InvalidModel, match=f"no model directory /models/m on {socket.gethostname()}.* mounted or cop"):
+        TokenizerJson.load("/models/m")
+
+
+def test_the_tables_are_there_before_the_first_request() -> None:
+    """A vocabulary is read once, when the tokenizer is made, and not by a request that would wait for it."""
+
+    class Counted:
+        """A tokenizer that counts how often its vocabulary is read."""
+
+        def __init__(self) -> None:
+            self.real, self.reads = byte_level_tokenizer(), 0
+
+        def __getattr__(self, name: str) -> object:
+            self.reads += name in ("get_vocab", "get_added_tokens_decoder")
+            return getattr(self.real, name)
+
+    counted = Counted()
+    tokenizer = TokenizerJson(counted, None)  # type: ignore[arg-type]  # it quacks
+    made = counted.reads
+    assert tokenizer.decode(tokenizer.encode("a fox")) == tokenizer.decode(tokenizer.encode("a fox"), False) == "a fox"
+    assert tokenizer.vocab_size > 256 and counted.reads == made
+
+
+def test_the_end_of_a_turn_is_written_as_the_model_has_it(model_directory: Path) -> None:
+    """Special tokens reach the template by name, also where the configuration writes them as objects."""
+    template = TokenizerJson.load(str(model_directory)).template
+    assert template is not None and "eos_token" in TEMPLATE
+    assert template.render(USER, False) == "<|user|>hi <b></s>"
+    assert template.render(USER, True).endswith("<|assistant|>")
+
+
+def test_a_long_text_holds_nobody_up(tokenizer: TokenizerJson) -> None:
+    """Other threads, the event loop's among them, run on while a text of megabytes is encoded."""
+    encoding = threading.Thread(target=tokenizer.encode, args=("abcd " * 400_000,))
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 3  # else it would be one, or two
+
+
+def test_a_text_far_too_long_is_refused_after_its_beginning(tokenizer: TokenizerJson) -> None:
+    """Neither its time nor its memory grows with the rest; what may fit is encoded whole."""
+    text = "the quick brown fox " * 1_000
+    whole = tokenizer.encode(text)
+    assert tokenizer.encode(text, at_most=len(whole)) == whole
+    assert tokenizer.encode(text, at_most=len(whole) * 2 // 3) == whole  # for others to refuse, with the exact number
+    with pytest.raises(NeverFits, match="shorten it to at most 100 tokens"):
+        tokenizer.encode(text * 1_000, at_most=100)
+
+
+@pytest.mark.parametrize("template", [5, {"a": "b"}, [1], [{"name": "x"}]], ids=str)
+def test_a_template_of_another_kind_is_refused(tmp_path: Path, template: object) -> None:
+    """A chat template that is no text is the model's error."""
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(InvalidModel, match="chat_template"):
+        TokenizerJson.load(str(tmp_path))

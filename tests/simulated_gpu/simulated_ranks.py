@@ -1,0 +1,36 @@
+"""One of two ranks that share a simulated GPU, over the host's memory: for test_simulated_gpu.py.
+
+NCCL takes no two ranks of one GPU; what it does itself is not to be had here, what the ranks do around it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from tests.simulated_gpu.install import install
+from tests.simulated_gpu.simulated_run import make, serve
+from tests.simulated_gpu.tensors import DEVICE
+
+
+def main() -> None:
+    rank, address, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    install()
+    communicator = Communicator.join(rank, 2, address, device=DEVICE, over_host=True)
+    runner = make(path, DEVICE, "auto", communicator=communicator)
+    if rank:
+        follow(runner, communicator)
+    else:
+        group = GroupRunner(runner, communicator)
+        said, restored = serve(runner, group)
+        group.stop()
+        assert restored > 0, "nothing came back from the host: this proves nothing of it"
+        print(json.dumps(said))
+    communicator.close()
+
+
+if __name__ == "__main__":
+    main()

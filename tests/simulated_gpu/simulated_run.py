@@ -1,0 +1,165 @@
+"""What a rank of a GPU does, on a simulated one: for test_simulated_gpu.py, in a process of its own.
+
+The same requests go through an engine over the CPU's path, and through one over Triton's kernels in its interpreter,
+decode graphs, transfers and the copier's stream, under the rules of tests/simulated_gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.block_copier import Copier, CpuCopier
+from coatcheck.workers.runner.cuda_block_copier import StreamCopier
+from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.runner.tp_runner import GroupRunner
+from tests.simulated_gpu.gpu import SimulatedGpu
+from tests.simulated_gpu.install import install
+from tests.simulated_gpu.late_thread import LateThread
+from tests.simulated_gpu.memory import Hazard
+
+_BLOCKS, _HOST_BLOCKS, _SIZE = 7, 16, 8
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=2, seed=1, ignore_eos=True)
+_DRAWN = SamplingParams(
+    temperature=0.9, top_p=0.9, top_k=30, max_tokens=3, seed=7, ignore_eos=True, logprobs=2, repetition_penalty=1.2
+)
+_BASE = list(range(3, 19))
+# One after another: what the second drives out to the host, the third wants back.
+_ROUNDS: list[list[tuple[list[int], SamplingParams]]] = [
+    [([*_BASE, 5, 6, 7], _GREEDY), ([40] * 9, _DRAWN)],
+    [([60] * 41, _GREEDY)],
+    [([*_BASE, 9], _GREEDY), ([40] * 9, _DRAWN), ([8] * 3, _GREEDY)],
+]
+
+
+def make(
+    path: Path,
+    device: torch.device,
+    kv_dtype: str,
+    *,
+    deterministic: bool = False,
+    communicator: Communicator | None = None,
+) -> ModelRunner:
+    ranks = communicator or Communicator()
+    model = load_model(path, communicator=ranks, dtype="float32", device=device, deterministic=deterministic)
+    layout = BlockLayout.of(model.spec.layers, _SIZE, choose_kv_dtype(kv_dtype, model.spec.dtype))
+    pool = allocate_pool(layout, _BLOCKS, device)
+    host = allocate_host(_HOST_BLOCKS, layout.bytes_per_block, device)
+    copier: Copier = (
+        CpuCopier(pool, host, ranks) if device.type == "cpu" else StreamCopier(pool, host, ranks, LateThread())
+    )  # fmt: skip
+    return ModelRunner(
+        model, layout, pool, max_num_seqs=4, max_model_len=64, graph_sizes=(2, 4) if model.capturable else (),
+        copier=copier, communicator=communicator,
+    )  # fmt: skip
+
+
+def serve(runner: ModelRunner, group: GroupRunner | None = None) -> tuple[list[list[int]], int]:
+    """What was said, and how many blocks came back from the host."""
+    engine = Engine(
+        runner.model.spec, group or runner, num_blocks=_BLOCKS, host_blocks=_HOST_BLOCKS, block_size=_SIZE,
+        max_num_seqs=4, max_batch_tokens=24, pipeline_depth=1,
+    )  # fmt: skip
+    said: dict[str, list[int]] = {}
+    for number, requests in enumerate(_ROUNDS):
+        for prompt, sampling in requests:
+            engine.submit(Request(name := f"{number} {prompt}", tuple(prompt), sampling))
+            said[name] = []
+        while engine.has_work:
+            for output in engine.step().outputs:
+                said[output.request_id] += output.token_ids
+        engine.check()
+    return list(said.values()), engine.stats().restores
+
+
+def rules_hold(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -> None:
+    """The same tokens; nothing but tokens and reports is waited for, both streams use the pool."""
+    runner.graphs.capture()
+    gpu.watch(runner.pool)
+    runner.pool.fill_(255)  # a NaN of every float, and nothing that capturing left
+    gpu.waits.clear()
+    have, restored = serve(runner)
+    assert have == want, (have, want)
+    assert set(gpu.waits) == {"event"}, set(gpu.waits)
+    assert restored > 0 and len(gpu.watched[0].streams()) == 2, "nothing came back: this proves nothing"
+    assert (runner.graphs.steps > 0) == bool(runner.graphs.sizes)
+
+
+@contextmanager
+def hazard(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the interpreter wraps what comes out of a kernel
+        assert isinstance(error, Hazard) or "Hazard" in repr(error), repr(error)
+        assert what in repr(error), (what, repr(error))
+        return
+    raise AssertionError(f"no hazard was found: {what}")
+
+
+def what_is_forgotten_is_found(fresh: Callable[[], ModelRunner], gpu: SimulatedGpu) -> None:
+    """Each rule, as the program breaks it that forgets to wait."""
+    row = NewRow(0, 0, 9, [5] * 9, _GREEDY, ())
+    writes = [TableWrite(0, 0, 0), TableWrite(0, 1, 1)]
+    plain = StepPlan(new_rows=[row], table_writes=writes, rows=[Row(0, 0, 9, sample=True)])
+    out = StepPlan(new_rows=[row], table_writes=writes, rows=[Row(0, 0, 9, sample=True)], demotes=[(0, 0)])
+    back = StepPlan(restores=[(0, 1)])
+
+    def watched() -> ModelRunner:
+        runner = fresh()
+        gpu.watch(runner.pool)
+        return runner
+
+    gpu.streams_wait = False
+    runner = watched()
+    runner.launch(plain).wait()
+    with hazard("a kernel on stream 0 writes"):  # over what goes out
+        runner.launch(out)
+    runner = watched()
+    runner.launch(plain)
+    with hazard("a copy to the host"):  # of what a step computes
+        runner.launch(StepPlan(demotes=[(0, 0)]))
+    gpu.streams_wait, gpu.host_waits = True, False
+    tokens = fresh().launch(plain).wait().token_ids
+    assert tokens == [int.from_bytes(b"\xab" * 8, "little", signed=True)], tokens
+    runner = fresh()
+    runner.launch(StepPlan(demotes=[(0, 0)]))
+    with hazard("another"):  # a block comes back from where it has not arrived
+        runner.settle_copies()
+        runner.launch(back)
+        runner.settle_copies()
+    gpu.host_waits = True
+    runner = fresh()
+    if runner.graphs.sizes:
+        runner.graphs.capture()
+        runner.launch(plain)
+        runner.graphs._rows = runner.graphs._rows.clone()
+        with hazard("freed"):
+            runner.launch(StepPlan(rows=[Row(0, 9, 1, sample=True)]))
+
+
+def main() -> None:
+    path, kv_dtype, want = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    gpu, device = install(), torch.device("cuda", 0)
+    rules_hold(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
+    if "forget" in sys.argv:
+        what_is_forgotten_is_found(lambda: make(path, device, kv_dtype), gpu)
+    print("agreed")
+
+
+if __name__ == "__main__":
+    main()

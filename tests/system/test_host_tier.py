@@ -1,0 +1,242 @@
+"""The host tier through the real server: two groups of two ranks, pools that hold hardly one prompt each."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
+from tests.cluster.serving import Serving, kill, until
+
+pytestmark = pytest.mark.ray
+
+HOST_BYTES = 11_271 * 3072  # so much is mapped by itself, and its size found again in the process's memory
+PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model: Path) -> Iterator[Serving]:
+    """Pools of 42 blocks of 16 tokens, and host memory for thousands."""
+    size = ["--groups", "2", "--tp", "2", "--kv-memory", "128KiB", "--host-kv-memory", str(HOST_BYTES)]
+    size += ["--log-format", "json"]
+    size += ["--eviction", "lru"]  # by worth, a prompt that is asked again and again outlives any flood
+    with Serving(str(tiny_model), "--grpc-port", "0", "--dtype", "float32", *size) as serving:
+        serving.wait_ready()
+        yield serving
+
+
+def ask(
+    serving: Serving, prompt: list[int], max_tokens: int = 6, name: str = "", salt: str = ""
+) -> tuple[list[int], Any]:
+    """Greedy tokens, and the final word."""
+    sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    with grpc.insecure_channel(serving.address) as channel:
+        stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
+        ids = pb.TokenIds(ids=prompt)
+        request = pb.GenerateRequest(token_ids=ids, sampling=sampling, request_id=name, cache_salt=salt)
+        answer = stub.Generate(request, timeout=PATIENCE_SECONDS)
+    return list(answer.choices[0].token_ids), answer.final
+
+
+@contextmanager
+def all_work_for(serving: Serving, group: str) -> Iterator[None]:
+    """The other group drains meanwhile: else the router spares the group whose blocks are worth something."""
+    other = {"group-0": "group-1", "group-1": "group-0"}[group]
+    with grpc.insecure_channel(serving.address) as channel:
+        admin: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
+        admin.Drain(pb.DrainRequest(group=other, timeout_seconds=PATIENCE_SECONDS), timeout=2 * PATIENCE_SECONDS)
+        try:
+            yield
+        finally:
+            admin.Drain(pb.DrainRequest(group=other, undo=True), timeout=PATIENCE_SECONDS)
+
+
+def flood(serving: Serving, start: int) -> None:
+    """Prompts that nobody repeats, until the pool holds nothing else."""
+    for i in range(4):
+        ask(serving, [(start + 8 * i + 3 * j * (i + 1)) % 590 + 5 for j in range(200)], 1)
+
+
+def test_a_prefix_comes_back_from_the_host(serving: Serving) -> None:
+    """A prompt that others have driven out of the pool is answered as before, from host memory, and status says so."""
+    first, final = ask(serving, PROMPT)
+    with all_work_for(serving, final.group):
+        flood(serving, 0)
+        again, final = ask(serving, PROMPT)
+    assert again == first
+    found = final.usage
+    assert found.cached_host_tokens > 0 and found.cached_device_tokens + found.cached_host_tokens == 192
+    back = found.cached_host_tokens // 16
+    until(lambda: serving.group(final.group)["restores"] >= back, "the group reports it")
+    group = serving.group(final.group)
+    assert group["host_blocks_total"] > 100 and 0 < group["host_blocks_used"] <= group["host_blocks_total"]
+    assert group["demotions"] >= group["restores"] and group["integrity_failures"] == 0
+    assert group["restore_bytes_per_second"] > 0 and group["restore_tokens_per_second"] > 0
+
+
+def flip_bits(pid: int, bytes_per_block: int) -> int:
+    """One bit of every block in a process's host memory that is not zero there; returns how many that are."""
+    flipped = 0
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        start = host_memory(pid, memory)
+        # The allocator's own bytes come first, less than half a block.
+        for at in range(start + bytes_per_block // 2, start + HOST_BYTES, bytes_per_block):
+            memory.seek(at)
+            if byte := memory.read(1)[0]:
+                memory.seek(at)
+                flipped += memory.write(bytes([byte ^ 4]))
+    return flipped
+
+
+def host_memory(pid: int, memory: FileIO) -> int:
+    """Where it begins: with a page whose second word is the allocator's, the size of what it has mapped for this."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        ends, *about = line.split()
+        start, end = (int(end, 16) for end in ends.split("-"))
+        if len(about) > 4 or not about[0].startswith("rw") or end - start < HOST_BYTES:  # a file's, or too small
+            continue
+        memory.seek(start)
+        held = memory.read(end - start)
+        for page in range(0, len(held), 4096):
+            if HOST_BYTES <= int.from_bytes(held[page + 8 : page + 16], "little") < HOST_BYTES + (1 << 14):
+                return start + page
+    raise AssertionError("there is no such memory")
+
+
+def logged(pid: int, request_id: str) -> dict[str, Any]:
+    """What a rank has logged of a request's end."""
+    lines = Path(f"/proc/{pid}/fd/2").read_text().splitlines()
+    ends = [json.loads(line) for line in lines if request_id in line and "answer ended" in line]
+    found: dict[str, Any] = ends[-1]
+    return found
+
+
+def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
+    """Blocks that are not what they were when they come back are a miss: counted, told apart from others in the log,
+    computed again, and the answer stays right."""
+    first, final = ask(serving, PROMPT)
+    with all_work_for(serving, final.group):
+        flood(serving, 77)
+        before = serving.group(final.group)
+        follower = int(before["ranks"][1]["pid"])
+        assert flip_bits(follower, before["bytes_per_block"]) > 12
+        again, final = ask(serving, PROMPT, name="flipped")
+        third, after = ask(serving, PROMPT)
+        counted = before["prefix_misses"]["broken"] + 1
+        until(lambda: serving.group(final.group)["prefix_misses"]["broken"] == counted, "the group reports it")
+        now = serving.group(final.group)
+    assert again == third == first
+    assert final.usage.cached_host_tokens == 0 and after.usage.cached_device_tokens == 192
+    assert now["integrity_failures"] > before["integrity_failures"]
+    said = logged(int(now["ranks"][0]["pid"]), "flipped")
+    assert (said["prefix_miss"], said["prefix_miss_block"], said["cached_host_tokens"]) == ("broken", 0, 0)
+
+
+def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
+    """A prompt that is new, one of which only the beginning is known, and one that another salt alone has asked for are
+    told apart in the group's log."""
+    prompt = [(i * 53 + 7) % 590 + 5 for i in range(200)]
+    _, final = ask(serving, prompt, 1, "a-new-one")
+    with all_work_for(serving, final.group):
+        ask(serving, [*prompt[:64], *[598] * 100], 1, "its-beginning")
+        ask(serving, prompt, 1, "another-salt", "somebody")
+        leader = int(serving.group(final.group)["ranks"][0]["pid"])
+    said = [logged(leader, name) for name in ("a-new-one", "its-beginning", "another-salt")]
+    found = [(one["prefix_miss"], one["prefix_miss_block"]) for one in said]
+    assert found == [("never_seen", 0), ("never_seen", 4), ("other_salt", 0)]
+
+
+def _found(serving: Serving) -> dict[tuple[str, ...], float]:
+    """What /metrics says of the first group, by name and labels."""
+    with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
+        page = answer.read().decode()
+    families = text_string_to_metric_families(page)
+    return {
+        (
+            sample.name.removeprefix("coatcheck_group_"),
+            *(v for k, v in sorted(sample.labels.items()) if k != "group"),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("group") == "group-0"
+    }
+
+
+def _said(group: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    """The same from its status."""
+    free = group["blocks_total"] - group["blocks_used"] - group["blocks_cached"]
+    said: dict[tuple[str, ...], float] = {
+        ("blocks", "device", "used"): group["blocks_used"],
+        ("blocks", "device", "cached"): group["blocks_cached"],
+        ("blocks", "device", "free"): free,
+        ("blocks", "host", "cached"): group["host_blocks_used"],
+        ("blocks", "host", "free"): group["host_blocks_total"] - group["host_blocks_used"],
+        ("cached_tokens_total", "device"): group["cached_device_tokens"],
+        ("cached_tokens_total", "host"): group["cached_host_tokens"],
+        ("moved_bytes_total", "host"): group["demotions"] * group["bytes_per_block"] * 2,
+        ("moved_bytes_total", "device"): group["restores"] * group["bytes_per_block"] * 2,
+        ("demoted_blocks_total",): group["demotions"],
+        ("restored_blocks_total",): group["restores"],
+        ("integrity_failures_total",): group["integrity_failures"],
+        ("preemptions_total",): group["preemptions"],
+    }
+    said |= {("evicted_blocks_total", reason, "device"): n for reason, n in group["device_evictions"].items()}
+    said |= {("evicted_blocks_total", reason, "host"): n for reason, n in group["host_evicted"].items()}
+    said |= {("prefix_misses_total", reason): n for reason, n in group["prefix_misses"].items()}
+    return said
+
+
+def test_metrics_say_what_status_says(serving: Serving) -> None:
+    """Occupancy, hits by tier, evictions by reason, copies, their bytes, failures and misses: /metrics and the API
+    agree on them, and they add up."""
+    group: dict[str, Any] = {}
+
+    def agree() -> bool:
+        group.update(serving.group("group-0"))
+        said = _said(group)
+        found = _found(serving)
+        return {key: found[key] for key in said} == said
+
+    until(agree, "the page and the status are of the same report")
+    assert group["demotions"] <= sum(group["device_evictions"].values())
+
+
+def _in_flight(serving: Serving) -> float:
+    """Requests that the router has and has not answered."""
+    with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [sample for family in families for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == "coatcheck_active_requests")
+
+
+def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:
+    """Killed in the middle of a restore, a group takes nothing with it: the other answers, and rightly."""
+    first, final = ask(serving, PROMPT)
+    answers: list[tuple[list[int], Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(serving, PROMPT)))
+    with all_work_for(serving, final.group):
+        flood(serving, 300)
+        again, final = ask(serving, PROMPT, 1)
+        assert again == first[:1] and final.usage.cached_host_tokens
+        flood(serving, 150)
+        follower = int(serving.group(final.group)["ranks"][1]["pid"])
+        os.kill(follower, signal.SIGSTOP)  # now rank 0 can begin the restore, and not end it
+        asking.start()
+        until(lambda: _in_flight(serving) == 1, "the prompt is with its group")
+        assert not answers, "answered without one of its ranks"
+    kill(follower)
+    asking.join(PATIENCE_SECONDS)
+    assert answers[0][0] == first
+    assert answers[0][1].group != final.group and answers[0][1].moves == 1

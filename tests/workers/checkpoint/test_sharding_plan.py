@@ -1,0 +1,128 @@
+"""The sharding plan: what every rank holds, checked for all ranks at once without starting any."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.workers.attention.attention import AttentionCall
+from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan, plan_sharding
+from coatcheck.workers.checkpoint.tensor_slice import Cut
+from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.model.meta_model import build_skeleton
+from tests.workers.checkpoints import ARCHITECTURES, tiny_config
+
+CALL = AttentionCall("a", 8, 2, head_dim=4, scale=1.0, sliding_window=0, softcap=0.0, has_sinks=False)
+
+
+@cache
+def skeleton(arch: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[AttentionCall]]:
+    model = build_skeleton(tiny_config(arch), torch.float32, torch.device("cpu"), 64)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes, model.tp_plan, probe_attention(model)
+
+
+def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
+    shapes, tp_plan, calls = skeleton(arch)
+    arguments = dict(shapes=shapes, tp_plan=tp_plan, calls=calls, embedding="model.embed_tokens", head="lm_head")
+    return plan_sharding(**(arguments | changes), shard=Shard(rank, size))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_ranks_together_hold_everything(arch: str, size: int) -> None:
+    """Every element is held by some rank; only K and V rows are held by more than one, and equally often."""
+    shapes, _, _ = skeleton(arch)
+    plans = [plan(arch, rank, size) for rank in range(size)]
+    for name, shape in shapes.items():
+        cuts = [p.cuts.get(name) for p in plans]
+        if cuts[0] is None:
+            assert cuts == [None] * size
+            continue
+        held = torch.zeros(shape[cuts[0].dim], dtype=torch.int64)
+        for cut in cuts:
+            assert cut is not None
+            for start, stop in cut.ranges:
+                held[start:stop] += 1
+        shared = size == 4 and any(part in name for part in ("k_proj", "v_proj", "qkv_proj", "k_norm"))
+        assert held.max() == (2 if shared else 1), name
+        assert held.min() == (2 if shared and "qkv_proj" not in name else 1), name  # query heads are never shared
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_large_tensors_are_all_cut(arch: str) -> None:
+    """Every matrix but an expert router is cut: a rank's memory shrinks with the group."""
+    shapes, _, _ = skeleton(arch)
+    whole = {name for name, shape in shapes.items() if len(shape) > 1} - plan(arch, 0, 2).cuts.keys()
+    assert all(name.endswith("mlp.gate.weight") for name in whole)
+
+
+def test_fused_qkv_is_cut_inside_each_part() -> None:
+    """phi3's fused projection gives a rank its query heads, then its keys, then its values."""
+    cut = plan("phi3", 1, 2).cuts["model.layers.0.self_attn.qkv_proj.weight"]
+    assert cut == Cut(0, ((32, 64), (72, 80), (88, 96)))
+
+
+def test_few_kv_heads_are_shared_by_neighbours() -> None:
+    """With 2 KV heads, ranks 0 and 1 of 4 hold the first and ranks 2 and 3 the second."""
+    assert [Shard(rank, 4).kv_heads(CALL) for rank in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
+
+
+def test_norm_over_all_heads_needs_the_group() -> None:
+    """olmo2's q and k norms speak to the other ranks, qwen3's norms of single heads do not."""
+    assert plan("olmo2", 0, 2).roles["model.layers.0.self_attn.q_norm"] is Role.HEADS_NORM
+    assert "model.layers.0.self_attn.q_norm" not in plan("qwen3", 0, 2).roles
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, "tp 3 does not divide the attention heads .8.; use a divisor of 8"),
+        (16, {}, "tp 16 does not divide the attention heads"),
+        (
+            5,
+            dict(num_attention_heads=10, hidden_size=80),
+            "tp 5 is no multiple of the 2 KV heads",
+        ),
+        (4, dict(intermediate_size=98), "tp 4 does not divide the columns of model.layers.0.mlp.down_proj"),
+        (4, dict(vocab_size=5), "tp 4 is too large for a vocabulary of 5"),
+    ],
+)
+def test_tp_that_does_not_divide_is_refused(size: int, changes: dict[str, Any], message: str) -> None:
+    """A group size that divides nothing is refused with what it should divide."""
+    config = tiny_config("llama", **changes)
+    model = build_skeleton(config, torch.float32, torch.device("cpu"), 64)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    with pytest.raises(InvalidConfig, match=message):
+        plan("llama", 0, size, shapes=shapes, tp_plan=model.tp_plan, calls=probe_attention(model))
+
+
+def test_unknown_splits_are_refused() -> None:
+    """An architecture without a plan, or with an entry that we do not know, is served alone or not at all."""
+    with pytest.raises(InvalidModel, match="serve it with tp 1"):
+        plan("llama", 0, 2, tp_plan={})
+    with pytest.raises(InvalidModel, match="split as 'diagonal', which we do not know"):
+        plan("llama", 0, 2, tp_plan={"model.layers.*.mlp.up_proj": "diagonal"})
+    shapes = skeleton("llama")[0] | {"model.layers.0.self_attn.gate.weight": (8, 64)}
+    with pytest.raises(InvalidModel, match="self_attn.gate.weight .* not a tensor that we can split by heads"):
+        plan("llama", 0, 2, shapes=shapes)
+
+
+def test_window_of_a_cut_is_counted_from_its_start() -> None:
+    """A joined tensor's second half sees the cut's second range in its own counting."""
+    cut = Cut(1, ((0, 4), (8, 12)))
+    assert cut.window(0, 8) == Cut(1, ((0, 4),))
+    assert cut.window(8, 16) == Cut(1, ((0, 4),))
+    assert cut.shape_of((3, 16)) == (3, 8)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bert", "falcon", "bloom", "recurrent_gemma"])
+def test_attention_that_does_not_come_to_us_is_refused(model_type: str) -> None:
+    """State outside of the attention interface, or attention that is not causal, is refused with the reason."""
+    config = CONFIG_MAPPING[model_type](num_hidden_layers=2, vocab_size=99, pad_token_id=0)
+    with pytest.raises(InvalidModel, match=f"{model_type} cannot be served"):
+        probe_attention(build_skeleton(config, torch.float32, torch.device("cpu"), 64))

@@ -1,0 +1,51 @@
+"""The plan on the wire."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
+
+grammars = st.builds(
+    Grammar, st.sampled_from(["json_schema", "regex", "grammar"]), st.text(min_size=1).filter(str.strip)
+)
+ints = st.integers(0, 2**31 - 1)
+floats32 = st.floats(0, 2, width=32)
+sampling = st.builds(
+    SamplingParams,
+    temperature=floats32,
+    top_k=ints,
+    top_p=st.floats(0.125, 1, width=32),
+    min_p=st.floats(0, 1, width=32),
+    presence_penalty=floats32,
+    frequency_penalty=floats32,
+    repetition_penalty=st.floats(0.125, 2, width=32),
+    seed=st.integers(0, 2**64 - 1),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.dictionaries(ints, floats32, max_size=3),
+)
+sampling |= st.builds(SamplingParams, min_tokens=st.integers(0, 9), seed=ints)
+plans = st.builds(
+    StepPlan,
+    step=ints,
+    new_rows=st.lists(
+        st.builds(NewRow, ints, ints, ints, st.lists(ints, max_size=5), sampling, st.tuples(ints), st.none() | ints),
+        max_size=3,
+    ),
+    table_writes=st.lists(st.builds(TableWrite, ints, ints, ints), max_size=4),
+    copies=st.lists(st.tuples(ints, ints), max_size=3),
+    rows=st.lists(st.builds(Row, ints, ints, ints, st.booleans(), ints), max_size=4),
+    demotes=st.lists(st.tuples(ints, ints), max_size=3),
+    restores=st.lists(st.tuples(ints, ints), max_size=3),
+    forgotten=st.lists(ints, max_size=2),
+    grammars=st.lists(grammars, max_size=2),
+    stop=st.booleans(),
+)
+
+
+@given(plans)
+def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
+    """Every rank decodes exactly what rank 0 encoded."""
+    assert StepPlan.decode(plan.encode()) == plan

@@ -1,0 +1,90 @@
+"""What ranks say to each other, between real processes."""
+
+import time
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from coatcheck.workers.distributed.communicator import Communicator
+from tests.workers.ranks import run_ranks
+
+LENGTHS = (0, 1, 2047, 2048, 5000)  # around what one collective carries
+
+
+def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
+    """A rank's work: each collective once or more."""
+    mine = torch.full((2, 3), float(communicator.rank + 1))
+    said: dict[str, Any] = {"ints": []}
+    for length in LENGTHS:
+        values = array("i", range(-length, 0)) if communicator.rank == 0 else None
+        said["ints"].append(communicator.broadcast_ints(values).tolist())
+    said["last"] = communicator.all_gather(mine).tolist()
+    said["first"] = communicator.all_gather(mine, dim=0).tolist()
+    said["sum"] = communicator.all_reduce(mine).tolist()
+    said["least"] = communicator.least([5, communicator.rank, -communicator.rank])
+    said["transport"] = communicator.transport
+    said["float16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.float16)).tolist()
+    said["bfloat16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.bfloat16)).tolist()
+    return said
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+def test_ranks_hear_the_same(share_memory: bool) -> None:
+    """Sums, gathered tensors and broadcast ints are alike on every rank, in rank order, over gloo and shared memory."""
+    for said in run_ranks(2, speak, None, share_memory=share_memory):
+        assert said["transport"] == ("shared memory" if share_memory else "gloo")
+        assert said["float16"] == [1.0] * 5
+        assert said["ints"] == [list(range(-length, 0)) for length in LENGTHS]
+        assert said["last"] == [[1.0] * 3 + [2.0] * 3] * 2
+        assert said["first"] == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+        assert said["sum"] == [[3.0] * 3] * 2
+        assert said["bfloat16"] == [1.0] * 5
+        assert said["least"] == [5, 0, -1]
+
+
+def be_late(communicator: Communicator, seconds: float) -> str:
+    """Rank 1 loads for longer than a collective may take."""
+    if communicator.rank == 1:
+        time.sleep(seconds)
+    communicator.meet()
+    said = communicator.all_reduce(torch.ones(1)).tolist()
+    if communicator.rank == 1:
+        time.sleep(seconds)
+        return "asleep"
+    with pytest.raises(RuntimeError):
+        communicator.all_reduce(torch.ones(1))
+    return str(said)
+
+
+def test_ranks_wait_longer_for_each_other_to_load_than_in_a_step() -> None:
+    """A rank that is late to the meeting is waited for, and one that hangs in a step is not."""
+    assert run_ranks(2, be_late, 6.0, timeout_seconds=2.0) == ["[2.0]", "asleep"]
+
+
+def go_silent(communicator: Communicator, _: Any) -> str:
+    """Rank 1 leaves; rank 0 must not wait for it forever."""
+    if communicator.rank == 1:
+        return "left"
+    with pytest.raises(RuntimeError) as caught:
+        communicator.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+def test_lost_rank_is_an_error(share_memory: bool) -> None:
+    """A collective with a rank that has gone raises, long before the timeout of a day."""
+    answers = run_ranks(2, go_silent, None, share_memory=share_memory, timeout_seconds=86400.0)
+    assert answers[1] == "left"
+    assert answers[0]
+
+
+def test_group_of_one_never_starts_torch_distributed() -> None:
+    """Alone, every collective is the identity."""
+    alone = Communicator()
+    x = torch.arange(4.0)
+    assert alone.all_reduce(x) is x
+    assert alone.all_gather(x) is x
+    assert alone.broadcast_ints(array("i", [1, 2])).tolist() == [1, 2]
+    assert not torch.distributed.is_initialized()

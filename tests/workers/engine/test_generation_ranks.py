@@ -1,0 +1,76 @@
+"""Sampling on several ranks: what a request gets does not depend on how the model is cut."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+from tests.workers.ranks import run_ranks
+
+PROMPTS = [[(i * step + 11) % (VOCAB - 3) + 3 for i in range(30 + step)] for step in (5, 7, 37)]
+SAMPLING = SamplingParams(
+    max_tokens=10,
+    seed=2**40 + 9,
+    ignore_eos=True,
+    temperature=0.9,
+    top_k=40,
+    top_p=0.95,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    logprobs=2,
+    n=2,
+)
+
+
+def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
+    """Rank 0's tokens and logprobs of every choice; the other ranks follow."""
+    model = load_model(path, communicator=communicator, device="cpu")
+    layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
+    pool = allocate_pool(layout, 60, torch.device("cpu"))
+    runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
+    if communicator.rank:
+        follow(runner, communicator)
+        return None
+    group = GroupRunner(runner, communicator)
+    engine = Engine(model.spec, group, num_blocks=60, block_size=8, max_num_seqs=8, max_batch_tokens=24)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(Request(f"r{index}", tuple(prompt), SAMPLING))
+    said: dict[str, Any] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens, logprobs = said.setdefault(f"{output.request_id}.{output.choice}", ([], []))
+            tokens += output.token_ids
+            logprobs += [logprob.logprob for logprob in output.logprobs]
+    group.stop()
+    return said
+
+
+@cache
+def answer_alone(path: Path) -> dict[str, Any] | None:
+    """One rank's."""
+    return answer(Communicator(), path)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sampled_tokens_are_the_same_at_every_tp(checkpoint_directory: Path, tp: int) -> None:
+    """With a seed, temperature, filters, penalties and n, every number of ranks draws what one rank draws."""
+    path = tiny_checkpoint("llama", checkpoint_directory)
+    alone = answer_alone(path)
+    together = run_ranks(tp, answer, path)[0]
+    assert alone is not None and together.keys() == alone.keys()
+    for key, (tokens, logprobs) in alone.items():
+        assert together[key][0] == tokens
+        assert together[key][1] == pytest.approx(logprobs, abs=1e-4)

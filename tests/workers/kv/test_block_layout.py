@@ -1,0 +1,85 @@
+"""Where keys, values and scales lie in a block: nothing overlaps, and little is lost to padding."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.core.kv_dtype import KV_DTYPES, KvDtype, choose_kv_dtype
+from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.kv.block_layout import BlockLayout
+
+EVEN = st.integers(1, 40).map(lambda n: 2 * n)
+LAYER = st.builds(LayerSpec, st.just(8), st.integers(1, 9), EVEN, v_head_dim=st.none() | st.just(0) | EVEN)
+LAYERS = st.lists(LAYER, min_size=1, max_size=5)
+
+
+@given(LAYERS, st.sampled_from([4, 8, 16, 128]), st.sampled_from(KvDtype))
+def test_parts_of_a_block_are_apart_and_fill_it(layers: list[LayerSpec], block_size: int, kv_dtype: KvDtype) -> None:
+    """Every layer's elements and scales have their own bytes, elements on cache lines; what is left is padding."""
+    layout = BlockLayout.of(layers, block_size, kv_dtype)
+    parts = []
+    for layer, slab in zip(layers, layout.slabs, strict=True):
+        rows = layer.num_kv_heads * block_size
+        stored = [
+            (slab.k_offset, slab.k_scales_offset, layer.head_dim),
+            (slab.v_offset, slab.v_scales_offset, layer.value_dim),
+        ]
+        for offset, scales_offset, dim in stored if layer.value_dim else stored[:1]:
+            assert offset % 64 == 0
+            parts.append((offset, offset + rows * dim * kv_dtype.bits // 8))
+            if kv_dtype.is_quantised:
+                assert scales_offset % 16 == 0
+                parts.append((scales_offset, scales_offset + rows * 2))
+    parts.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(parts))
+    assert parts[-1][1] <= layout.bytes_per_block
+    assert layout.bytes_per_block - sum(end - start for start, end in parts) < 64 * (len(parts) + 1)
+
+
+@pytest.mark.parametrize(("name", "at_least"), [("fp8", 1.9), ("int8", 1.9), ("int4", 3.5)])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_quantised_pools_hold_more(name: str, at_least: float, head_dim: int, kv_heads: int, block_size: int) -> None:
+    """From the same bytes come at least 1.9 times as many blocks for fp8 and int8, 3.5 times for int4."""
+    layers = [LayerSpec(8, kv_heads, head_dim)] * 2
+    plain = BlockLayout.of(layers, block_size, KvDtype.BFLOAT16)
+    assert plain.bytes_per_block / BlockLayout.of(layers, block_size, KV_DTYPES[name]).bytes_per_block >= at_least
+
+
+def test_a_bfloat16_block_is_what_arithmetic_says() -> None:
+    """32 layers of 8 heads of 128 in bfloat16 take 131,072 bytes a token."""
+    assert BlockLayout.of([LayerSpec(32, 8, 128)] * 32, 16, KvDtype.BFLOAT16).bytes_per_token == 131_072
+
+
+@pytest.mark.parametrize(("kv_dtype", "elements", "scales"), [(KvDtype.BFLOAT16, 1152, 0), (KvDtype.INT8, 576, 2)])
+def test_a_latent_cache_holds_one_vector_a_token(kv_dtype: KvDtype, elements: int, scales: int) -> None:
+    """Where values lie in the keys, a layer takes the latent vector and its one scale, and nothing else."""
+    layout = BlockLayout.of([LayerSpec(128, 1, 512 + 64, v_head_dim=0)] * 61, 64, kv_dtype)
+    assert (layout.bytes_per_token, layout.scale_bytes_per_token) == (61 * (elements + scales), 61 * scales)
+
+
+def test_int4_refuses_an_odd_head_dim_and_names_the_layer() -> None:
+    """Two elements share a byte; the message says which layer, and what to use instead."""
+    with pytest.raises(InvalidConfig, match=r"layer 1 has head_dim 65, which is odd; use int8 or fp8"):
+        BlockLayout.of([LayerSpec(8, 8, 64), LayerSpec(8, 8, 65)], 16, KvDtype.INT4)
+    assert BlockLayout.of([LayerSpec(8, 8, 65)], 16, KvDtype.INT8).slabs[0].head_dim == 65
+
+
+def test_unknown_kv_dtypes_are_refused_with_those_that_exist() -> None:
+    """auto is the model's own."""
+    assert choose_kv_dtype("auto", "bfloat16") is KvDtype.BFLOAT16
+    assert choose_kv_dtype("int4", "bfloat16") is KvDtype.INT4
+    with pytest.raises(InvalidConfig, match="kv-dtype is 'int3'; use auto, bf16, fp16, fp8, int8, int4"):
+        choose_kv_dtype("int3", "bfloat16")
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    """A planner imports it without paying for torch."""
+    code = "import sys, coatcheck.workers.kv.block_layout; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,101 @@
+"""What an engine says of a prompt whose prefix it did not find: each reason, and how blocks went."""
+
+import dataclasses
+
+from coatcheck.proto.retention import Retention
+from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, content_chain
+from coatcheck.workers.core.tier import Tier
+from tests.workers.collector import Collector, request
+from tests.workers.kv.test_kv_cache_manager import ask, make_engine
+
+PROMPT = list(range(1, 42))
+
+
+def miss_of(done: Collector, name: str) -> PrefixMiss | None:
+    """As the first output says it."""
+    return done.first[name, 0].miss
+
+
+def test_what_nobody_has_asked_for_was_never_seen() -> None:
+    """A new prompt misses at its first block, a longer one of its kind behind what it shares, the same one nowhere."""
+    engine, _ = make_engine(64)
+    assert miss_of(ask(engine, "first", PROMPT), "first") == PrefixMiss(0, MissReason.NEVER_SEEN)
+    assert miss_of(ask(engine, "longer", PROMPT[:20] + [99] * 20), "longer") == PrefixMiss(5, MissReason.NEVER_SEEN)
+    assert miss_of(ask(engine, "again", PROMPT), "again") is None
+    assert miss_of(ask(engine, "short", [1, 2, 3]), "short") is None
+    assert engine.stats().prefix_misses == {MissReason.NEVER_SEEN: 2}
+
+
+def test_what_was_evicted_says_when_and_why() -> None:
+    """Without a host tier the miss names the device, the reason and how long ago; every eviction is counted by it."""
+    engine, _ = make_engine(24, 0)
+    ask(engine, "first", PROMPT)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    miss = miss_of(ask(engine, "again", PROMPT), "again")
+    assert miss is not None and miss.evicted is not None
+    assert (miss.reason, miss.evicted.tier) == (MissReason.EVICTED, Tier.DEVICE)
+    assert miss.evicted.reason is EvictionReason.WORTH_LEAST
+    assert 0 < miss.seconds_ago < 10
+    assert engine.stats().device_evictions[EvictionReason.WORTH_LEAST] > 10
+
+
+def test_what_left_the_host_too_names_the_host() -> None:
+    """The last tier that held a block is the one that a miss names, with its own count of evictions."""
+    engine, _ = make_engine(24, 12)
+    ask(engine, "first", PROMPT)
+    for i in range(12):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    miss = miss_of(ask(engine, "again", PROMPT), "again")
+    assert miss is not None and miss.evicted is not None and miss.evicted.tier is Tier.HOST
+    assert sum(engine.stats().host_evictions.values()) > 0
+
+
+def test_a_prompt_said_to_be_unwanted_names_that() -> None:
+    """What went first because its request had said so is a miss of that reason."""
+    engine, _ = make_engine(24, 0)
+    engine.submit(dataclasses.replace(request("first", PROMPT, 4), retention=Retention(0)))
+    Collector(engine).run()
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    miss = miss_of(ask(engine, "again", PROMPT), "again")
+    assert miss is not None and miss.evicted is not None and miss.evicted.reason is EvictionReason.UNWANTED
+
+
+def test_another_salts_tokens_are_told_apart_from_new_ones() -> None:
+    """The prompt of one tenant asked for by another is a miss of its salt; behind it, what is new to both is new."""
+    engine, _ = make_engine(64)
+    ask(engine, "first", PROMPT, salt="a")
+    assert miss_of(ask(engine, "other", PROMPT, salt="b"), "other") == PrefixMiss(0, MissReason.OTHER_SALT)
+    longer = PROMPT[:40] + [99] * 20
+    assert miss_of(ask(engine, "longer", longer, salt="b"), "longer") == PrefixMiss(10, MissReason.NEVER_SEEN)
+
+
+def test_a_broken_block_is_named_as_such() -> None:
+    """A block that came back wrong from host memory is the miss, though all before it were found."""
+    engine, runner = make_engine()
+    ask(engine, "first", PROMPT)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    runner.broken = {slot for slot, held in runner.host.items() if held[3] == tuple(PROMPT[:24])}
+    assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(5, MissReason.BROKEN)
+    assert engine.stats().prefix_misses[MissReason.BROKEN] == 1
+
+
+def test_what_is_sooner_computed_is_named_as_such() -> None:
+    """Where copies are slow, a block that the host has is computed, and the miss says that it was a choice."""
+    engine, _ = make_engine()
+    ask(engine, "first", PROMPT)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    tiers = engine.scheduler.tiers
+    tiers.prices = dataclasses.replace(tiers.prices, restore=1e6)
+    assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(0, MissReason.RECOMPUTED)
+
+
+def test_contents_are_chains() -> None:
+    """The number of a block depends on its tokens and on all before it, and only full blocks have one."""
+    one, two = content_chain((1, 2, 3, 4, 5), 2), content_chain((9, 2, 3, 4), 2)
+    assert len(one) == 2
+    assert not set(one) & set(two)
+    assert content_chain((1, 2, 3, 4), 2) == one

@@ -1,0 +1,62 @@
+"""What copying is weighed against."""
+
+import pytest
+
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.kv.copy_cost import CopyPrices
+from coatcheck.workers.runner.block_copier import CopyLog
+
+CHEAP = CopyPrices(16, demote=1e-4, restore=1e-4, prefill=1e-3, step=0.02)
+DEAR = CopyPrices(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
+
+
+def test_a_prefix_is_restored_where_that_is_sooner() -> None:
+    """A fast copy beats a slow prefill, a slow copy does not, and a long queue before it counts too."""
+    assert CHEAP.restores(100, queued=0, beside_decodes=False)
+    assert not DEAR.restores(100, queued=0, beside_decodes=False)
+    assert not CHEAP.restores(1, queued=1000, beside_decodes=False)
+
+
+def test_beside_decodes_a_short_prefix_is_computed() -> None:
+    """One block would wait for a step of its own; computing its 16 tokens is sooner. Many blocks are worth the wait."""
+    assert CHEAP.restores(1, queued=0, beside_decodes=False)
+    assert not CHEAP.restores(1, queued=0, beside_decodes=True)
+    assert CHEAP.restores(50, queued=0, beside_decodes=True)
+
+
+def test_what_is_not_measured_is_tried() -> None:
+    """Before the first prefill and the first copies are measured, blocks are kept and restored."""
+    assert CopyPrices(16).keeps and CopyPrices(16).restores(1, queued=9, beside_decodes=True)
+    assert CopyPrices(16).blocks_per_step(beside_decodes=True) > 0
+
+
+def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
+    """Out and back against 16 tokens of prefill."""
+    assert CHEAP.keeps and not DEAR.keeps
+
+
+@pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 30), (CHEAP, False, 200), (DEAR, True, 1)])
+def test_a_step_moves_what_it_has_time_for(prices: CopyPrices, beside: bool, blocks: int) -> None:
+    """A share of a decode step's time beside decodes, and always at least one block."""
+    assert prices.blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
+
+
+def test_a_loss_is_the_cheaper_of_copying_and_computing() -> None:
+    """Whole blocks are copied out and back, or computed; the tokens behind the last whole block are computed."""
+    assert CHEAP.loss(36) == pytest.approx(2 * 2e-4 + 4e-3)
+    assert DEAR.loss(36) == pytest.approx(36e-3)
+
+
+def test_one_bad_moment_is_no_price() -> None:
+    """A copy that took a second among others of a millisecond changes nothing, be it the first; several of them do."""
+    log = CopyLog(Communicator())
+
+    def price(*seconds: float) -> float:
+        for taken in seconds:
+            log.demoted(log.begin(2), 2 * taken)
+        report = log.report()
+        assert report is not None and report.restore_seconds == 0
+        return report.demote_seconds
+
+    assert price(1.0, 0.001) == price(0.001, 1.0, 0.001) == pytest.approx(0.001)
+    assert price(1.0, 1.0) == pytest.approx(1.0)

@@ -1,0 +1,176 @@
+"""Which cold block goes next: by worth, by use, by tenant, and in any mix with what requests asked for."""
+
+import tracemalloc
+from weakref import WeakKeyDictionary
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coatcheck.proto.retention import Retention
+from coatcheck.workers.core.cache_reasons import EvictionReason
+from coatcheck.workers.kv.block_pool import BlockPool
+from coatcheck.workers.kv.eviction import SHELTER_SECONDS
+from coatcheck.workers.kv.prefix_registry import Prefix
+from tests.workers.pool_visit import chain_of, make_eviction, serve
+
+
+class EvictionMachine(RuleBasedStateMachine):
+    """Chains that fork, by three tenants, come and go and are retained while time passes."""
+
+    order, capacity = "cost", 12
+    takes_what_it_finds = False  # else a request only asks for what is cold, as one that waits does
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eviction = make_eviction(self.order, self.capacity, ghosts=20)
+        self.cold: dict[bytes, Prefix] = {}
+        self.asked: WeakKeyDictionary[Prefix, list[tuple[float, Retention | None]]] = WeakKeyDictionary()
+
+    @rule(tenant=st.sampled_from("abc"), branch=st.integers(0, 2), length=st.integers(1, 6), data=st.data())
+    def insert(self, tenant: str, branch: int, length: int, data: st.DataObject) -> None:
+        chain = [f"{tenant}{depth if depth < 2 else (branch, depth)}".encode() for depth in range(length)]
+        retention = data.draw(st.none() | st.builds(Retention, st.integers(0, 3), st.sampled_from([1.0, 50.0, 2000.0])))
+        book = self.eviction.book
+        book.want(chain, tenant, retention)
+        for depth in reversed(range(length)):
+            record = book.name(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
+            self.asked.setdefault(record, []).append((book.now, retention))
+            if chain[depth] in self.cold and self.takes_what_it_finds:
+                self.eviction.remove(self.cold.pop(chain[depth]))
+            if chain[depth] not in self.cold:
+                self.cold[chain[depth]] = record
+                self.eviction.insert(record)
+
+    @precondition(lambda self: self.cold)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        block_hash = data.draw(st.sampled_from(sorted(self.cold)))
+        self.eviction.remove(self.cold.pop(block_hash))
+
+    @precondition(lambda self: self.cold)
+    @rule()
+    def pop(self) -> None:
+        parents = {prefix.parent_hash for prefix in self.cold.values()}
+        leaves = [prefix for prefix in self.cold.values() if prefix.block_hash not in parents]
+        gone = self.eviction.pop()
+        assert self.cold.pop(gone.block_hash) is gone
+        assert gone in leaves
+        self.pop_checked(gone, leaves)
+
+    def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
+        """One of the leaves that there were is gone."""
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        self.eviction.book.advance(self.eviction.book.now + seconds)
+
+    @invariant()
+    def holds(self) -> None:
+        self.eviction.check(self.cold.values())
+        self.eviction.book.check()
+        now = self.eviction.book.now
+        for prefix in self.cold.values():
+            assert prefix.claims.in_force(now) == self.claim(prefix)
+            assert prefix.claims.is_unwanted(now) == self.is_unwanted(prefix)
+
+    def claim(self, prefix: Prefix) -> tuple[int, float]:
+        """The highest that anybody has asked for and whose time is not over, of all asked so far."""
+        claims = [(asked.priority, at + asked.ttl_seconds) for at, asked in self.asked[prefix] if asked is not None]
+        return max((claim for claim in claims if claim[0] and claim[1] > self.eviction.book.now), default=(0, 0.0))
+
+    def is_unwanted(self, prefix: Prefix) -> bool:
+        """Whether the last to ask for it had no need of it any more, and nobody claims it."""
+        at, asked = self.asked[prefix][-1]
+        is_last = asked is not None and asked.priority == 0 and at + asked.ttl_seconds > self.eviction.book.now
+        return is_last and not self.claim(prefix)[0]
+
+
+class LruMachine(EvictionMachine):
+    """The same in order of use."""
+
+    order = "lru"
+
+
+class ClaimMachine(EvictionMachine):
+    """The same far below the cap: whatever has been asked for by whom, the lines are emptied in their order."""
+
+    order, capacity = "lru", 1000
+    takes_what_it_finds = True
+
+    def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
+        unwanted = [leaf for leaf in leaves if self.is_unwanted(leaf)]
+        claims = [self.claim(leaf) for leaf in leaves]
+        assert not unwanted or gone in unwanted
+        assert self.claim(gone) == min(claims)  # where nobody claims one, that is the least
+
+
+TestEvictionByWorth = EvictionMachine.TestCase
+TestEvictionByWorth.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEvictionByUse = LruMachine.TestCase
+TestEvictionByClaim = ClaimMachine.TestCase
+TestEvictionByClaim.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestEvictionByUse.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_wanted_again_stays_through_a_scan() -> None:
+    """A prompt that comes back outlives a flood of prompts that never do, which least recently used cannot give."""
+    found = {}
+    for order in ("lru", "cost"):
+        pool = BlockPool(20, make_eviction(order, 20))
+        found[order] = 0
+        for second in range(300):
+            pool.book.advance(float(second))
+            if second % 10 == 0:
+                found[order] += serve(pool, chain_of("again", 5))
+            else:
+                serve(pool, chain_of(f"once {second} ", 4))
+    assert found["lru"] == 0
+    assert found["cost"] > 100
+
+
+@pytest.mark.parametrize("order", ["lru", "cost"])
+def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
+    """A tenant that asks for 50 times the pool leaves a quiet one half of its equal share of what is cold, until
+    that one has asked for nothing for long."""
+    pool = BlockPool(40, make_eviction(order, 40))
+    quiet = chain_of("quiet", 10)
+    serve(pool, quiet, "quiet")
+    for number in range(500):
+        serve(pool, chain_of(f"flood {number} ", 4), "flood")
+    assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are cold while the flood's newest prompt runs
+    assert pool.stats().evictions[EvictionReason.OVER_SHARE] > 0
+    pool.book.advance(SHELTER_SECONDS + 1)
+    for number in range(20):
+        serve(pool, chain_of(f"later {number} ", 4), "flood")
+    assert serve(pool, quiet, "quiet") == 0
+
+
+@pytest.mark.parametrize("priority", [None, 0, 50])
+def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
+    """A prompt that is asked for over a thousand times without any eviction leaves no more behind than hundreds do."""
+    pool = BlockPool(40, make_eviction("cost", 40))
+    retention = None if priority is None else Retention(priority, 1000.0)
+    taken = []
+    tracemalloc.start()
+    for number in range(1200):
+        pool.book.advance(number * 0.1)
+        serve(pool, chain_of("again", 2), retention=retention)
+        pool.drain_events()
+        if number % 400 == 399:
+            taken.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert taken[2] - taken[1] < 8_000
+
+
+def test_ghosts_are_bounded() -> None:
+    """The book forgets who was evicted longest ago, and knows those again that it has not forgotten."""
+    pool = BlockPool(8, make_eviction("cost", 8, ghosts=100))
+    for number in range(200):
+        serve(pool, chain_of(f"prompt {number} ", 4))
+        pool.book.check()
+    assert len(pool.book) <= 108
+    pool.book.want(chain_of("prompt 180 ", 4))
+    assert pool.book.name(b"prompt 180 0", b"").wants == 2
+    assert pool.book.name(b"prompt 0 0", b"").wants == 1

@@ -1,0 +1,281 @@
+"""The engine over two tiers, with a fake model that reads its KV back and copies that take their time."""
+
+import dataclasses
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coatcheck.proto.retention import Retention
+from coatcheck.workers.engine.engine import Engine
+from tests.workers.collector import Collector, request
+from tests.workers.fake_runner import SPEC, FakeRunner, answer
+
+
+def make_engine(
+    num_blocks: int = 24, host_blocks: int = 64, *, depth: int = 0, delays: list[int] | None = None, seqs: int = 8
+) -> tuple[Engine, FakeRunner]:
+    """4-token blocks; a step takes a millisecond for each time that somebody looks at the clock."""
+    rng = random.Random(1)
+    runner = FakeRunner(num_blocks, 4, delay=lambda: rng.choice(delays or [0]))
+    ticks = count()
+    engine = Engine(
+        SPEC,
+        runner,
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_seqs=seqs,
+        max_batch_tokens=64,
+        host_blocks=host_blocks,
+        pipeline_depth=depth,
+        clock=lambda: next(ticks) * 1e-3,
+    )
+    return engine, runner
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 4, **changes: object) -> Collector:
+    """Runs one request to its end, with nothing beside it."""
+    engine.submit(request(name, prompt, max_tokens, **changes))
+    return Collector(engine).run()
+
+
+@pytest.mark.parametrize(("depth", "delays"), [(0, [0]), (1, [0]), (1, [0, 1, 5])])
+def test_an_evicted_prefix_comes_back_from_the_host(depth: int, delays: list[int]) -> None:
+    """A prompt whose blocks were evicted is answered from host memory, and only its last tokens are computed."""
+    engine, runner = make_engine(depth=depth, delays=delays)
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    assert runner.demoted >= 10
+    computed = runner.computed
+    done = ask(engine, "again", prompt)
+    assert done.tokens["again", 0] == answer(prompt, 4, seed=7)
+    assert (done.first["again", 0].cached_device_tokens, done.first["again", 0].cached_host_tokens) == (0, 40)
+    assert runner.computed - computed <= 1 + 3
+    assert runner.restored == 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    depth=st.integers(0, 1),
+    num_blocks=st.integers(12, 30),
+    host_blocks=st.integers(1, 40),
+    delays=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+)
+def test_any_mix_is_answered_exactly(
+    data: st.DataObject, depth: int, num_blocks: int, host_blocks: int, delays: list[int]
+) -> None:
+    """Demotions, restores, broken blocks, aborts, preemption, retention and dear copies, of any tenant in
+    any order, change no answer and lose no block."""
+    engine, runner = make_engine(num_blocks, host_blocks, depth=depth, delays=delays, seqs=data.draw(st.integers(1, 6)))
+    collector = Collector(engine)
+    stems = [[5] * 9, [6] * 14, [5] * 4 + [7] * 18, list(range(1, 25))]
+    wanted: dict[tuple[str, int], list[int]] = {}
+    for i in range(data.draw(st.integers(1, 14))):
+        prompt = data.draw(st.sampled_from(stems)) + data.draw(st.lists(st.integers(1, 9), max_size=5))
+        n, limit = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 14))
+        for choice in range(n):
+            wanted[f"r{i}", choice] = answer(prompt, limit, choice, 7)
+        salt, priority = data.draw(st.sampled_from(["", "a"])), data.draw(st.integers(0, 1))
+        retention = data.draw(st.none() | st.builds(Retention, st.sampled_from([0, 50]), st.sampled_from([0.01, 9.0])))
+        asked = request(f"r{i}", prompt, limit, n=n, salt=salt, priority=priority)
+        engine.submit(dataclasses.replace(asked, retention=retention, tenant=data.draw(st.sampled_from(["", "t"]))))
+        runner.seconds["demote"] = data.draw(st.sampled_from([1e-6, 1e-6, 10.0]))
+        runner.seconds["restore"] = data.draw(st.sampled_from([1e-6, 1e-6, 10.0]))
+        for _ in range(data.draw(st.integers(0, 12))):
+            collector.step()
+        event = data.draw(st.integers(0, 5))
+        if event == 0:
+            engine.abort(*data.draw(st.sampled_from(sorted(wanted))))
+            engine.check()
+        elif event == 1 and runner.host:
+            runner.broken.add(data.draw(st.sampled_from(sorted(runner.host))))
+    collector.run()
+    for key, tokens in wanted.items():
+        said = collector.tokens.get(key, [])
+        assert said == (tokens if key in collector.ends else tokens[: len(said)])
+    assert engine.stats().blocks_used == 0 and not engine.stats().running
+
+
+def test_events_of_both_tiers_rebuild_what_is_held() -> None:
+    """A subscriber that applies every event holds what the snapshot says, tier by tier."""
+    engine, _ = make_engine(16, 12, depth=1, delays=[0, 2])
+    held = set()
+    for i in range(20):
+        engine.submit(request(f"r{i}", [i % 5 + 1] * 13 + [i % 7 + 1], 9))
+        while engine.has_work:
+            for event in engine.step().events:
+                key = event.tier, event.block_hash
+                assert (key in held) != event.stored, "stored twice or removed unheld"
+                held ^= {key}
+    assert held == {(event.tier, event.block_hash) for event in engine.snapshot()}
+    assert {tier.name for tier, _ in held} == {"DEVICE", "HOST"}
+
+
+def test_a_broken_block_is_computed_again() -> None:
+    """A checksum that does not match is a miss from that block on: counted, computed, and the answer stays right."""
+    engine, runner = make_engine()
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    runner.broken = {slot for slot, held in runner.host.items() if held[3] == tuple(prompt[:24])}
+    computed = runner.computed
+    done = ask(engine, "again", prompt)
+    assert done.tokens["again", 0] == answer(prompt, 4, seed=7)
+    assert engine.stats().integrity_failures == 1
+    assert done.first["again", 0].cached_device_tokens + done.first["again", 0].cached_host_tokens == 20
+    assert runner.computed - computed == 41 - 20 + len(done.tokens["again", 0]) - 1
+
+
+def test_decodes_go_on_while_blocks_come_back() -> None:
+    """While a long prefix is being restored, every running sequence gets a token at every step."""
+    engine, runner = make_engine(300, 300)
+    prompt = [i % 900 + 1 for i in range(500)]
+    ask(engine, "first", prompt)
+    ask(engine, "flood", [7] * 1100)
+    engine.submit(request("talk", [3, 4], 60, ignore_eos=True))
+    collector = Collector(engine)
+    collector.step()
+    runner_before = runner.restored
+    engine.submit(request("again", prompt, 1))
+    for said in range(1, 12):
+        assert len(collector.tokens["talk", 0]) == said
+        collector.step()
+    assert runner.restored - runner_before > 0
+    assert collector.run().tokens["again", 0] == answer(prompt, 1, seed=7)
+
+
+def test_two_requests_for_one_evicted_prefix_restore_it_once() -> None:
+    """Who comes while another restores the prefix waits for that, and then shares it."""
+    engine, runner = make_engine(depth=1, delays=[3])
+    stem = list(range(1, 41))
+    ask(engine, "first", [*stem, 50])
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    for i in range(3):
+        engine.submit(request(f"again{i}", [*stem, 60 + i], 2))
+    Collector(engine).run()
+    assert runner.restored == 10
+
+
+def test_a_preempted_sequence_comes_back_from_the_host() -> None:
+    """What preemption takes from a sequence is demoted, and restored instead of computed when there is room."""
+    engine, runner = make_engine(12, 64)
+    for i in range(4):
+        engine.submit(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
+    done = Collector(engine).run()
+    assert engine.stats().preemptions > 0
+    for i in range(4):
+        assert done.tokens[f"r{i}", 0] == answer_on([i + 1] * 9, 30)
+    assert runner.restored > 0
+    assert runner.computed < 4 * (9 + 29) + 5 * engine.stats().preemptions
+
+
+def test_preemption_takes_whose_loss_is_cheapest() -> None:
+    """Of two younger sequences the one that has computed less of its own gives way, though the other came later."""
+    engine, _ = make_engine(17, 0)  # the oldest is the first to find no block
+    engine.submit(request("old", [1] * 9, 40, ignore_eos=True))
+    engine.submit(request("small", [2] * 6, 40, ignore_eos=True))
+    engine.submit(request("large", [3] * 26, 40, ignore_eos=True))
+    collector = Collector(engine)
+    while not engine.stats().preemptions:
+        collector.step()
+    running = {sequence.request.request_id for sequence in engine.scheduler.running}
+    assert running == {"old", "large"}
+    collector.run()
+    for name, prompt in (("old", [1] * 9), ("small", [2] * 6), ("large", [3] * 26)):
+        assert collector.tokens[name, 0] == answer_on(prompt, 40)
+
+
+def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
+    """Where moving a block takes longer than making it, preemption demotes nothing but a block to try now and then."""
+    engine, runner = make_engine(12, 64)
+    prices = engine.scheduler.tiers.prices
+    for i in range(4):
+        engine.submit(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
+    collector = Collector(engine)
+    while engine.has_work:
+        engine.scheduler.tiers.prices = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
+        collector.step()
+    evictions = sum(engine.stats().device_evictions.values())
+    assert engine.stats().preemptions > 0 and runner.demoted <= evictions / 30
+    for i in range(4):
+        assert collector.tokens[f"r{i}", 0] == answer_on([i + 1] * 9, 30)
+
+
+def test_a_price_of_a_bad_moment_is_measured_again() -> None:
+    """Copies that once took seconds, for the machine was busy with something else, are tried now and then, so that the
+    tier is of use again when they are fast again."""
+    engine, runner = make_engine()
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    runner.seconds["demote"] = 10.0
+    ask(engine, "flood", [100] * 80)
+    slow = runner.demoted
+    ask(engine, "slow flood", [101] * 80)
+    assert runner.demoted == slow > 0
+    runner.seconds["demote"] = 1e-6
+    for i in range(4):
+        ask(engine, f"flood{i}", [102 + i] * 80)
+    assert runner.demoted > slow + 10
+    assert ask(engine, "again", [*([102] * 80), 7]).first["again", 0].cached_host_tokens == 80
+
+
+def test_restores_that_were_slow_once_are_tried_again() -> None:
+    """While restores are dear a prompt is computed, save for one block now and then; that tells when they are cheap."""
+    engine, runner = make_engine(host_blocks=200)
+    prompt = list(range(1, 42))
+    ask(engine, "first", prompt)
+    for i in range(3):
+        ask(engine, f"flood{i}", [100 + i] * 80)
+    runner.seconds["restore"] = 10.0
+    assert ask(engine, "slow", prompt).first["slow", 0].cached_host_tokens == 40
+    runner.seconds["restore"] = 1e-6
+    found = []
+    for i in range(60):
+        for name, tokens in ((f"again{i}", prompt), (f"between{i}", [100 + i % 3] * 80)):
+            found.append(ask(engine, name, tokens).first[name, 0].cached_host_tokens)
+    tried = found.index(4)  # one block
+    assert max(found[:tried]) == 0 and max(found[tried + 1 :]) > 20
+
+
+def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
+    """What the fake model says when nothing ends it."""
+    from tests.workers.fake_runner import next_token
+
+    said: list[int] = []
+    while len(said) < max_tokens:
+        said.append(next_token(prompt + said, 0, 7))
+    return said
+
+
+@pytest.mark.parametrize("host_blocks", [0, 12])
+def test_a_retention_counts_while_its_request_waits(host_blocks: int) -> None:
+    """What a request that has no room yet wants retained is not what makes room for those who run meanwhile."""
+    engine, runner = make_engine(24, host_blocks)
+    runner.seconds["restore"] = 10.0  # dear: what the host has is of no use
+    wanted = list(range(1, 21))
+    ask(engine, "older", [*wanted, 22], 1)
+    ask(engine, "newer", list(range(101, 122)), 1)
+    engine.submit(request("runs", list(range(201, 241)), 32, ignore_eos=True))
+    collector = Collector(engine)
+    collector.step()
+    waits = request("waits", [*wanted, *range(301, 332)], 1)
+    engine.submit(dataclasses.replace(waits, retention=Retention(50)))
+    while ("runs", 0) not in collector.ends:
+        collector.step()
+    assert engine.stats().device_evictions
+    assert collector.run().first["waits", 0].cached_device_tokens == 20
+
+
+def test_without_a_host_tier_nothing_is_copied() -> None:
+    """Size 0 turns the tier off: no plan asks for a copy."""
+    engine, runner = make_engine(host_blocks=0)
+    for i in range(5):
+        ask(engine, f"r{i}", [100 + i] * 80)
+    assert runner.demoted == runner.restored == 0 and not engine.scheduler.tiers.has_copies

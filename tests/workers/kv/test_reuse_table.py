@@ -1,0 +1,49 @@
+"""What keeping a block is worth, learned from when blocks like it were wanted again."""
+
+from coatcheck.workers.kv.reuse_table import LifeTable
+
+
+def live(table: LifeTable, kind: int, seconds: int, again: float | None) -> None:
+    """For so long, one block a second begins its life, and all are wanted again after `again` seconds, if ever."""
+    start = table.now
+    begun = []
+    for second in range(seconds):
+        table.advance(start + second)
+        if again is not None:
+            for cohort in [c for c in begun if table.now - c.since >= again]:
+                table.end(cohort)
+                begun.remove(cohort)
+        begun.append(table.begin(kind))
+        table.join(begun[-1])
+
+
+def test_kinds_that_come_back_are_worth_more() -> None:
+    """A kind that always comes back within seconds is worth more at every early age than one that never does."""
+    table = LifeTable(2)
+    live(table, 0, 500, None)
+    live(table, 1, 500, 3.0)
+    table.advance(table.now + 1)
+    assert all(table.rate(1, band) > 10 * table.rate(0, band) for band in range(3))
+
+
+def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
+    """Where all come back after a minute, a block is worth most shortly before, and little once that has passed."""
+    table = LifeTable(1)
+    live(table, 0, 2000, 60.0)
+    table.advance(table.now + 1)
+    rates = [table.rate(0, band) for band in range(9)]
+    due = table.band(60.0)
+    assert rates[:due] == sorted(rates[:due])
+    assert max(rates) == rates[due]
+    assert rates[due + 1] < rates[due] / 10
+
+
+def test_an_old_life_is_counted_in_every_band_it_has_come_to() -> None:
+    """A jump of the clock over several bands ages a cohort through each of them."""
+    table = LifeTable(1)
+    cohort = table.begin(0)
+    table.join(cohort, 5)
+    table.advance(100.0)
+    assert cohort.band == table.band(100.0)
+    table.end(cohort)
+    assert cohort.size == 4

@@ -1,0 +1,113 @@
+"""Two tiers under a real model, on one rank and on two over gloo: bytes that leave the pool and come back."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core.kv_dtype import KvDtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import load_model
+from coatcheck.workers.runner.block_copier import CpuCopier
+from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import DeviceStep, ModelRunner
+from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+from tests.workers.ranks import run_ranks
+
+BLOCKS, HOST_BLOCKS = 20, 60
+PROMPT = [(i * 37 + 11) % (VOCAB - 3) + 3 for i in range(77)]  # nine blocks of 8 and a bit
+FLOODS = [[(i * step + 5) % (VOCAB - 3) + 3 for i in range(120)] for step in (41, 43, 47)]
+SAMPLING = SamplingParams(max_tokens=6, seed=2**40 + 9, ignore_eos=True, temperature=0.9)
+
+
+class Vandal(ModelRunner):
+    """Flips a bit of its rank's host memory just before the first restore reads it."""
+
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """As a ModelRunner does."""
+        if plan.restores and isinstance(self._copier, CpuCopier) and not self.done:
+            self.done = True
+            self._copier.host[plan.restores[3][0], 100] ^= 4
+        return super().launch(plan)
+
+    done = False
+
+
+def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype]) -> dict[str, Any] | None:
+    """A prompt, others that drive it out, and the prompt again; one rank may be a vandal's."""
+    path, vandal, kv_dtype = argument
+    model = load_model(path, communicator=communicator, device="cpu")
+    layout = BlockLayout.of(model.spec.layers, 8, kv_dtype)
+    pool = allocate_pool(layout, BLOCKS, torch.device("cpu"))
+    copier = CpuCopier(pool, allocate_host(HOST_BLOCKS, layout.bytes_per_block, pool.device), communicator)
+    kind = Vandal if communicator.rank == vandal else ModelRunner
+    runner = kind(model, layout, pool, max_num_seqs=4, max_model_len=256, copier=copier)
+    if communicator.rank:
+        follow(runner, communicator)
+        return None
+    group, seconds = GroupRunner(runner, communicator), count()
+    engine = Engine(
+        model.spec,
+        group,
+        num_blocks=BLOCKS,
+        block_size=8,
+        max_num_seqs=4,
+        max_batch_tokens=64,
+        host_blocks=HOST_BLOCKS,
+        clock=lambda: float(next(seconds)),  # so that no busy machine makes computing look cheaper than copying
+    )
+    said: dict[str, Any] = {}
+    prompts = {"first": PROMPT, **{f"flood{i}": flood for i, flood in enumerate(FLOODS)}, "again": PROMPT}
+    for name, prompt in prompts.items():
+        engine.submit(Request(name, tuple(prompt), SAMPLING))
+        said[name] = []
+        while engine.has_work:
+            for output in engine.step().outputs:
+                said[name] += output.token_ids
+                if output.cached_host_tokens >= 0:
+                    said[f"{name} cached"] = (output.cached_device_tokens, output.cached_host_tokens)
+            engine.check()
+    group.stop()
+    stats = engine.stats()
+    return {**said, "failures": stats.integrity_failures, "restores": stats.restores, "price": stats.restore_seconds}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_blocks_come_back_byte_for_byte(checkpoint_directory: Path, tp: int) -> None:
+    """A prompt whose blocks were demoted and restored on every rank is answered as it was the first time."""
+    said = run(tp, tiny_checkpoint("llama", checkpoint_directory), None)
+    assert said["again"] == said["first"] and len(said["first"]) == 6
+    assert said["again cached"] == (0, 72) and said["restores"] == 9
+    assert said["failures"] == 0 and said["price"] > 0
+
+
+def test_quantised_blocks_move_as_they_are(checkpoint_directory: Path) -> None:
+    """Elements and scales lie in one row, so that a restored int8 block is the demoted one."""
+    said = run(1, tiny_checkpoint("llama", checkpoint_directory), None, KvDtype.INT8)
+    assert said["again"] == said["first"] and said["again cached"] == (0, 72)
+
+
+@pytest.mark.parametrize(("tp", "vandal"), [(1, 0), (2, 0), (2, 1)])
+def test_a_flipped_bit_is_a_miss(checkpoint_directory: Path, tp: int, vandal: int) -> None:
+    """One bit flipped in one rank's host memory: counted, computed again from there on, and the answer stays right."""
+    said = run(tp, tiny_checkpoint("llama", checkpoint_directory), vandal)
+    assert said["again"] == said["first"]
+    assert said["failures"] == 1
+    assert said["again cached"] == (0, 24)
+
+
+def run(tp: int, path: Path, vandal: int | None, kv_dtype: KvDtype = KvDtype.FLOAT32) -> dict[str, Any]:
+    """Rank 0's account."""
+    argument = path, vandal, kv_dtype
+    said = life(Communicator(), argument) if tp == 1 else run_ranks(tp, life, argument)[0]
+    assert said is not None
+    return said

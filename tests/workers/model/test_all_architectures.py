@@ -1,0 +1,64 @@
+"""Every causal architecture of transformers, in many variants: equal to transformers, or refused with a reason."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES
+from tests.workers.architecture_sweep import MODEL_TYPES, Verdict, configs_of, documented_model_types, verdict_on
+
+# One for each thing that a family does in a way of its own, beyond tests/workers/model/test_other_architectures.py.
+_SAMPLE = {
+    "afmoe/plain": "equal",
+    "bailing_hybrid/plain": "refused",
+    "bart/plain": "refused",  # learned positions that it counts by itself
+    "cohere2/windows-mixed": "equal",
+    "flint/plain": "equal",
+    "gpt_oss/window": "equal",
+    "granite_swa/windows-mixed": "equal",
+    "hunyuan_v1_moe/tied": "equal",
+    "lfm2/plain": "refused",
+    "llama4_text/plain": "equal",  # a chunk as long as the context hides nothing
+    "llama4_text/chunked": "refused",
+    "modernbert-decoder/plain": "equal",
+    "phimoe/window": "equal",
+    "qwen2_moe/windows-mixed": "equal",
+    "zaya/plain": "refused",
+}
+
+
+def verdicts(model_type: str, directory: Path, only: set[str] | None = None) -> list[Verdict]:
+    chosen = [(name, config) for name, config in configs_of(model_type) if only is None or name in only]
+    return [verdict_on(name, config, directory / str(index)) for index, (name, config) in enumerate(chosen)]
+
+
+@pytest.mark.parametrize("name", _SAMPLE)
+def test_a_sample_is_equal_or_refused(name: str, tmp_path: Path) -> None:
+    """Logits and greedy tokens of chunks beside another sequence are transformers', or the model is refused."""
+    (verdict,) = verdicts(name.partition("/")[0], tmp_path, {name})
+    assert verdict.outcome == _SAMPLE[name], verdict.detail
+
+
+def test_the_documented_types_are_tested() -> None:
+    """docs/models.md names the types of the parity tests, and those of the sample above that are served."""
+    tested, others = documented_model_types()
+    assert tested == TESTED_MODEL_TYPES
+    assert not tested & others
+    equal = {name.partition("/")[0] for name, outcome in _SAMPLE.items() if outcome == "equal"}
+    assert equal <= tested | others
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_no_architecture_is_served_wrong(model_type: str, tmp_path: Path) -> None:
+    """No variant of a family gives other logits than transformers', and none fails without a reason in words;
+    docs/models.md lists a type if its plain variant is served, and only then."""
+    found = verdicts(model_type, tmp_path)
+    faults = [verdict for verdict in found if verdict.outcome in ("wrong", "crashed")]
+    print(model_type, dict(Counter(verdict.outcome for verdict in found)))
+    assert not faults, faults
+    tested, others = documented_model_types()
+    is_served = any(verdict.outcome == "equal" for verdict in found if verdict.name.endswith("/plain"))
+    assert is_served == (model_type in tested | others), found

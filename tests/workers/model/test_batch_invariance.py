@@ -1,0 +1,157 @@
+"""Deterministic groups: a request's bits do not depend on what shares its steps, nor on what was cached."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coatcheck.kernels.layers.linear import ROW_TILE, PackedLinear
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.request import Request
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.batch_invariance import check_deterministic
+from coatcheck.workers.model.meta_model import build_skeleton, read_config
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from tests.workers.checkpoints import VOCAB, tiny_checkpoint
+from tests.workers.ranks import run_ranks
+
+Answers = dict[str, tuple[list[int], list[float]]]
+
+PROMPTS = {f"r{step}": [(i * step + 11) % (VOCAB - 3) + 3 for i in range(40 + step)] for step in (5, 23, 37)}
+SAMPLING = SamplingParams(
+    max_tokens=14, seed=2**40 + 9, ignore_eos=True, temperature=0.9, top_p=0.95, repetition_penalty=1.2, logprobs=3
+)
+
+
+class Group:
+    """Rank 0 of a model's group, which makes one engine after the other over pools of its own."""
+
+    def __init__(self, model: Model, communicator: Communicator, kv_dtype: str) -> None:
+        self.model = model
+        self.layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
+        self.runner = ModelRunner(
+            model, self.layout, allocate_pool(self.layout, 80, torch.device("cpu")), max_num_seqs=8, max_model_len=256
+        )
+        self.group = GroupRunner(self.runner, communicator) if communicator.size > 1 else self.runner
+
+    def engine(self, *, num_blocks: int = 80, budget: int = 256) -> Engine:
+        return Engine(
+            self.model.spec, self.group, num_blocks=num_blocks, block_size=8, max_num_seqs=8, max_batch_tokens=budget
+        )
+
+
+def run(engine: Engine, *names: str) -> Answers:
+    """Tokens and the bits of every log-probability, of requests submitted together."""
+    for name in names:
+        engine.submit(Request(name, tuple(PROMPTS[name]), SAMPLING))
+    said: Answers = {name: ([], []) for name in names}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens, logprobs = said[output.request_id]
+            tokens += output.token_ids
+            for one in output.logprobs:
+                logprobs += [one.logprob, *(value for _, value in one.top)]
+    return said
+
+
+def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> dict[str, Any] | None:
+    """The same requests cold, in company, chunked, cached, and preempted; None on ranks that follow."""
+    path, dtype, kv_dtype = arguments
+    model = load_model(path, communicator=communicator, dtype=dtype, device="cpu", deterministic=True)
+    group = Group(model, communicator, kv_dtype)
+    if communicator.rank:
+        follow(group.runner, communicator)
+        return None
+    ways: dict[str, Any] = {"cold": {}}
+    for name in PROMPTS:
+        ways["cold"] |= run(group.engine(), name)
+    ways["in company"] = run(group.engine(), *PROMPTS)
+    ways["chunked"] = run(group.engine(budget=7), *PROMPTS)
+    warm = group.engine(budget=31)
+    run(warm, *PROMPTS)
+    ways["cached"] = run(warm, *reversed(PROMPTS))
+    assert warm.throughput.counts()["cached_device_tokens"] > 0, "nothing was cached: this proves nothing"
+    small = group.engine(num_blocks=26, budget=64)
+    ways["preempted"] = run(small, *PROMPTS)
+    assert small.scheduler.num_preemptions > 0, "nobody was preempted: this proves nothing"
+    if communicator.size > 1:
+        group.group.stop()  # type: ignore[union-attr]  # a GroupRunner, since there are others
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kv_dtype", "tp"),
+    [
+        ("llama", "bfloat16", "auto", 1),
+        ("llama", "float32", "auto", 1),
+        ("gemma2", "bfloat16", "auto", 1),
+        ("qwen3", "bfloat16", "int8", 2),
+        ("llama", "bfloat16", "auto", 4),
+        ("olmo2", "bfloat16", "auto", 1),
+    ],
+)
+def test_the_same_bits_in_every_way(tmp_path: Path, arch: str, dtype: str, kv_dtype: str, tp: int) -> None:
+    """Cold, in company, chunked, cached and preempted runs agree in each token and each bit of each logprob."""
+    path = tiny_checkpoint(arch, tmp_path, num_attention_heads=4)  # heads of 16
+    arguments = (path, dtype, kv_dtype)
+    ways = every_way(Communicator(), arguments) if tp == 1 else run_ranks(tp, every_way, arguments)[0]
+    assert ways is not None
+    for way, answers in ways.items():
+        for name, answer in ways["cold"].items():
+            assert answers[name] == answer, f"{name} {way} differs from {name} cold"
+
+
+def test_a_mixture_of_experts_is_refused(checkpoint_directory: Path) -> None:
+    """A model whose products depend on the company is refused with what to change."""
+    path = tiny_checkpoint("mixtral", checkpoint_directory)
+    with pytest.raises(InvalidConfig, match="without --deterministic"):
+        load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
+
+
+def test_a_gpu_takes_what_is_fused_and_refuses_the_rest(tmp_path: Path) -> None:
+    """torch's own norms sum in an order that the number of tokens chooses, on a GPU alone: the refusal says so."""
+    gpu, dtype = torch.device("cuda"), torch.bfloat16
+    for arch, taken in (("llama", True), ("olmo2", False)):
+        config = read_config(tiny_checkpoint(arch, tmp_path / arch))
+        causal = build_skeleton(config, dtype, torch.device("cpu"), 64)
+        calls = probe_attention(causal)
+        with nullcontext() if taken else pytest.raises(InvalidConfig, match="olmo2 is not one"):
+            check_deterministic(causal, calls, dtype, gpu)
+
+
+def test_odd_heads_on_cpu_are_refused(checkpoint_directory: Path) -> None:
+    """Heads that only the reference attends over are refused with their size."""
+    path = tiny_checkpoint("llama", checkpoint_directory)
+    with pytest.raises(InvalidConfig, match="here: 8"):
+        load_model(path, communicator=Communicator(), device="cpu", deterministic=True)
+
+
+def test_float16_on_cpu_is_refused(checkpoint_directory: Path) -> None:
+    """What only the references compute is refused with what to change."""
+    path = tiny_checkpoint("llama", checkpoint_directory)
+    with pytest.raises(InvalidConfig, match="set --dtype"):
+        load_model(path, communicator=Communicator(), dtype="float16", device="cpu", deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_in_tiles_do_not_know_each_other(dtype: torch.dtype) -> None:
+    """With fixed rows, a library's product of one row is the same bits in any company."""
+    torch.manual_seed(0)
+    linear = PackedLinear(torch.randn(200, 130).to(dtype), torch.randn(200).to(dtype), fixed_rows=True)
+    if linear.form == "native":
+        linear.form, linear._weight = "plain", torch.randn(200, 130).to(dtype)
+    x = torch.randn(3 * ROW_TILE + 5, 130).to(dtype)
+    whole = linear(x)
+    for first, last in ((0, 1), (3, 9), (ROW_TILE - 1, ROW_TILE + 1), (5, 3 * ROW_TILE)):
+        assert torch.equal(linear(x[first:last]), whole[first:last])
+    assert linear(x[None, :0]).shape == (1, 0, 200)

@@ -1,0 +1,167 @@
+"""Every architecture gives transformers' own greedy tokens, at every tensor-parallel size."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.model.model import Model, load_model
+from tests.workers.checkpoints import ARCHITECTURES, VOCAB, tiny_checkpoint
+from tests.workers.driver import Driver
+from tests.workers.ranks import run_ranks
+
+MAX_TOKENS = 12
+CHUNK = 16
+# Longer than a window (16) and several chunks, or inside of one.
+PROMPT_LENGTHS = (50, 7, 37)
+# With longrope the whole of every prompt must lie past the original length, or transformers itself changes frequencies.
+LONGROPE_LENGTHS = (50, 34, 40)
+
+# The pairwise sample: every architecture alone, each kind of split at 2 or at 4 ranks (with 2 KV heads).
+_SAMPLE = {
+    2: ("llama", "gemma2", "phi3-longrope", "olmo2", "mixtral"),
+    4: ("qwen2", "qwen3", "phi3", "olmo2", "qwen3-moe", "llama3-rope"),
+}
+CASES = [
+    pytest.param(arch, tp, marks=() if tp == 1 or arch in _SAMPLE[tp] else pytest.mark.full, id=f"{arch}-tp{tp}")
+    for tp in (1, 2, 4)
+    for arch in ARCHITECTURES
+]
+
+
+def prompts_of(arch: str) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(len(arch))
+    lengths = LONGROPE_LENGTHS if "longrope" in arch else PROMPT_LENGTHS
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@cache
+def expected(path: Path, arch: str) -> list[list[int]]:
+    """What transformers.generate gives for each prompt alone."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    tokens = []
+    for prompt in prompts_of(arch):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
+        tokens.append(out[0, len(prompt) :].tolist())
+    return tokens
+
+
+def load(path: Path, communicator: Communicator) -> Model:
+    return load_model(path, communicator=communicator, dtype="float32", device="cpu")
+
+
+def run_models(communicator: Communicator, paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """A rank's work: every architecture in one process group, since starting processes costs seconds."""
+    outcomes = {}
+    for arch, path in paths.items():
+        model = load(path, communicator)
+        driver = Driver(model)
+        outcomes[arch] = {
+            "tokens": driver.greedy(prompts_of(arch), MAX_TOKENS, chunk=CHUNK),
+            "weight_bytes": model.spec.weight_bytes,
+            "block_bytes": driver.layout.bytes_per_block,
+            "fingerprint": model.spec.fingerprint,
+        }
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def group_outcomes(request: pytest.FixtureRequest, checkpoint_directory: Path) -> Any:
+    """Outcomes of all ranks by tp, run on first use with just the architectures that this session selected."""
+    selected: dict[int, set[str]] = {}
+    for item in request.session.items:
+        if item.path == request.path and (params := getattr(item, "callspec", None)) and "tp" in params.params:
+            selected.setdefault(params.params["tp"], set()).add(params.params.get("arch", "llama"))
+
+    @cache
+    def run(tp: int) -> list[dict[str, dict[str, Any]]]:
+        paths = {arch: tiny_checkpoint(arch, checkpoint_directory) for arch in sorted(selected[tp] | {"llama"})}
+        return [run_models(Communicator(), paths)] if tp == 1 else run_ranks(tp, run_models, paths)
+
+    return run
+
+
+@pytest.mark.parametrize(("arch", "tp"), CASES)
+def test_greedy_tokens_equal_transformers(arch: str, tp: int, group_outcomes: Any, checkpoint_directory: Path) -> None:
+    """Chunked prompts beside others' decodes give, on every rank, the tokens that each prompt alone gives."""
+    wanted = expected(tiny_checkpoint(arch, checkpoint_directory), arch)
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # prompts that all end alike would prove little
+    for rank, outcome in enumerate(group_outcomes(tp)):
+        assert outcome[arch]["tokens"] == wanted, f"rank {rank}"
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_weights_and_pool_shrink_with_ranks(tp: int, group_outcomes: Any) -> None:
+    """A rank holds its share of the weights, and of the KV pool until every rank holds just one KV head."""
+    (alone,) = group_outcomes(1)
+    ranks = group_outcomes(tp)
+    whole = alone["llama"]
+    norms = 7 * 64 * 4  # two a layer and the last, which every rank holds whole
+    for outcome in ranks:
+        here = outcome["llama"]
+        assert here["block_bytes"] == whole["block_bytes"] // 2  # two KV heads: four ranks share them
+        assert here["fingerprint"] == whole["fingerprint"]
+        assert here["weight_bytes"] <= (whole["weight_bytes"] - norms) / tp * 1.05 + norms + 3 * 2 * 8 * 64 * 4
+    replicated = 0 if tp == 2 else 3 * 2 * (2 * 8 * 64 * 4)  # K and V rows, held twice
+    total = sum(outcome["llama"]["weight_bytes"] for outcome in ranks)
+    assert total == whole["weight_bytes"] + (tp - 1) * norms + replicated
+
+
+def test_neighbours_do_not_move_longrope(checkpoint_directory: Path) -> None:
+    """A short sequence's logits do not change by a bit when a long one joins its batch."""
+    model = load(tiny_checkpoint("phi3-longrope", checkpoint_directory), Communicator())
+    short, long = prompts_of("phi3-longrope")[0][:9], prompts_of("phi3-longrope")[0]
+    driver = Driver(model)
+    alone = driver.step([(driver.start(short, 1), 9)])
+    together = driver.step([(driver.start(short, 1), 9), (driver.start(long, 1), 50)])
+    torch.testing.assert_close(together[0], alone[0], rtol=0, atol=1e-5)
+
+
+def test_longrope_takes_short_factors_for_a_short_limit(checkpoint_directory: Path) -> None:
+    """With max_model_len inside of the original length, answers are transformers' for short prompts."""
+    path = tiny_checkpoint("phi3-longrope", checkpoint_directory)
+    model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=32)
+    prompt = prompts_of("phi3-longrope")[0][:20]
+    driver = Driver(model)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 20)])[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_dynamic_rope_stretches_when_asked(checkpoint_directory: Path) -> None:
+    """Asked for twice its length, a dynamic NTK model takes transformers' frequencies for that length."""
+    path = tiny_checkpoint("dynamic-rope", checkpoint_directory)
+    model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu", max_model_len=512)
+    assert model.spec.max_model_len == 512
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    prompt = torch.randint(3, VOCAB, (512,), generator=torch.Generator().manual_seed(1)).tolist()
+    driver = Driver(model)
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(driver.step([(driver.start(prompt, 1), 512)])[0], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
+def test_bfloat16_rounds_no_worse_than_transformers(arch: str, checkpoint_directory: Path) -> None:
+    """In bfloat16 our logits are about as far from float32's as transformers' own bfloat16 logits are."""
+    path = tiny_checkpoint(arch, checkpoint_directory)
+    prompt = prompts_of(arch)[0]
+
+    def reference(dtype: torch.dtype) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        with torch.inference_mode():
+            logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].float()
+        return logits
+
+    driver = Driver(load_model(path, communicator=Communicator(), dtype="bfloat16", device="cpu"))
+    sequence = driver.start(prompt, 0)
+    ours = torch.stack([driver.step([(sequence, 1)])[0] for _ in prompt])
+    exact = reference(torch.float32)
+    assert (ours - exact).square().mean() < 1.5 * (reference(torch.bfloat16) - exact).square().mean()

@@ -1,0 +1,98 @@
+"""Decode steps that are padded to a captured size: which are, and that the padding changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.workers.core.step_plan import Row
+from coatcheck.workers.runner.cuda_graphs import graph_sizes, pick_size
+from tests.workers.checkpoints import tiny_checkpoint
+from tests.workers.padded_steps import load, make_runner, padded_beside_plain, serve
+
+
+@given(max_num_seqs=st.integers(1, 1000), count=st.integers(1, 300))
+def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
+    """Sizes ascend to what may run at once, 256 at most, and waste at most half of a step's rows."""
+    sizes = graph_sizes(max_num_seqs)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
+    rows = [Row(slot, 5, 1, sample=True) for slot in range(count)]
+    size = pick_size(rows, sizes, 10**9)
+    if count > sizes[-1]:
+        assert size is None
+    else:
+        assert size is not None and count <= size <= max(1, 2 * count - 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [
+        ([Row(0, 4, 1, sample=True)], 2),
+        ([Row(s, 9, 1, sample=True) for s in range(3)], 4),
+        ([Row(s, 9, 1, sample=True) for s in range(5)], None),  # more than was captured
+        ([Row(0, 4, 1, sample=True), Row(1, 0, 3, sample=True)], None),  # a prefill
+        ([Row(0, 4, 1, sample=True), Row(1, 3, 1, sample=False)], None),  # the middle of a prompt
+        ([Row(0, 40, 1, sample=True), Row(1, 59, 1, sample=True)], None),  # 101 tokens of context
+        ([Row(0, 40, 1, sample=True), Row(1, 58, 1, sample=True)], 2),
+        ([], None),
+    ],
+)
+def test_only_decodes_that_fit_take_a_graph(rows: list[Row], size: int | None) -> None:
+    """A step goes to the smallest size that holds it, if all of it decodes and its contexts have room."""
+    assert pick_size(rows, (2, 4), 100) == size
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kv_dtype"),
+    [("llama", "float32", "auto"), ("llama", "bfloat16", "int8"), ("qwen3", "bfloat16", "auto"),
+     ("gemma2", "float32", "fp8"), ("olmo2", "float32", "auto")],
+)  # fmt: skip
+def test_padding_changes_no_token_and_no_byte(checkpoint_directory: Path, arch: str, dtype: str, kv_dtype: str) -> None:
+    """Requests through padded steps say the same, and leave the same bytes in the pool."""
+    model = load(tiny_checkpoint(arch, checkpoint_directory), dtype)
+    want, have, plain, padded, sizes = padded_beside_plain(model, kv_dtype)
+    assert have == want
+    assert torch.equal(plain, padded)
+    assert {2, 4, 8} >= set(sizes) and len(set(sizes)) > 1, "nothing was padded: this proves nothing"
+
+
+def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path) -> None:
+    """A runner that was given sizes steps plainly until they are captured."""
+    runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), (2, 8))
+    assert serve(runner)[1] == []
+
+
+def test_only_fused_dense_models_are_captured(checkpoint_directory: Path) -> None:
+    """Experts that ask the host, and modules that we do not know by heart, go without graphs."""
+    capturable = {
+        arch: load(tiny_checkpoint(arch, checkpoint_directory)).capturable for arch in ("llama", "mixtral", "olmo2")
+    }
+    assert capturable == {"llama": True, "mixtral": False, "olmo2": False}
+
+
+@pytest.mark.parametrize(
+    ("arch", "kv_dtype"), [pytest.param("llama", "auto", marks=pytest.mark.full), ("qwen3", "int8")]
+)
+def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_dtype: str) -> None:
+    """A whole model over the Triton kernels, interpreted, plain and padded, says what the CPU path says."""
+    path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=1)
+    want = padded_beside_plain(load(path), kv_dtype, short=True)[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.padded_steps", str(path), kv_dtype, json.dumps(want)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.endswith("agreed\n")

@@ -1,0 +1,37 @@
+"""How large a rank's host memory is, and that it is all there from the start."""
+
+import pytest
+import torch
+
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.workers.kv.pool_size import choose_host_blocks
+from coatcheck.workers.runner.host_memory import allocate_host
+
+
+@pytest.mark.parametrize(
+    ("host_kv_memory", "sharing", "blocks"), [(0.0, 2, 0), (5_500.0, 2, 5), (0.5, 1, 50), (0.5, 4, 12), (1.0, 1, 100)]
+)
+def test_bytes_are_per_rank_and_shares_are_shared(host_kv_memory: float, sharing: int, blocks: int) -> None:
+    """Above 1 it is bytes for each rank; below, a share that all ranks of the host divide; 0 is none."""
+    assert choose_host_blocks(host_kv_memory, free_bytes=100_000, sharing_ranks=sharing, bytes_per_block=1000) == blocks
+
+
+@pytest.mark.parametrize(
+    ("host_kv_memory", "free", "message"),
+    [
+        (60_000.0, 100_000, "100,000 are free beside the KV pools; lower host-kv-memory"),
+        (5_000.0, -10, "0 are free beside the KV pools; lower host-kv-memory"),
+        (999.0, 100_000, "one block takes 1,000; raise host-kv-memory, or set it to 0"),
+        (0.001, 100_000, "raise host-kv-memory"),
+    ],
+)
+def test_a_host_tier_that_cannot_be_is_refused(host_kv_memory: float, free: int, message: str) -> None:
+    """More than the machine's memory, or less than a block, is an InvalidConfig that says what to change."""
+    with pytest.raises(InvalidConfig, match=message):
+        choose_host_blocks(host_kv_memory, free_bytes=free, sharing_ranks=2, bytes_per_block=1000)
+
+
+def test_host_memory_is_zeroed_rows() -> None:
+    """One row a block, nothing in it."""
+    memory = allocate_host(3, 128, torch.device("cpu"))
+    assert memory.shape == (3, 128) and memory.dtype == torch.uint8 and not memory.any()

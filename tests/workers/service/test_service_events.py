@@ -1,0 +1,175 @@
+"""What rank 0's service tells every router unasked: snapshots, events and load, on real streams."""
+
+import asyncio
+
+import grpc.aio
+import pytest
+
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.workers.core.step_output import KvEvent, StepOutput
+from coatcheck.workers.core.tier import Tier
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.service.outbox import Subscriber
+from coatcheck.workers.service.wire import EVENTS_PER_MESSAGE, event_messages, snapshot_messages
+from tests.workers.served_group import Group, Router, start_group
+
+
+async def test_events_follow_the_snapshot_without_a_gap(group: Group) -> None:
+    """A router that attaches during work gets a snapshot and then exactly the events numbered from it on."""
+    async with Router(group.address, "early") as early:
+        await early.submit(1, list(range(40)), ignore_eos=True, max_tokens=60)
+        await early.next("batch")
+        async with Router(group.address, "late") as late:
+            chunk = (await late.next("snapshot")).snapshot
+            await early.answer()
+            await early.submit(2, list(range(100, 140)), ignore_eos=True, max_tokens=20)
+            await early.answer()
+            held = {event.block_hash for event in chunk.events}
+            expected, total = chunk.sequence, await asyncio.wrap_future(group.loop.call(Engine.snapshot))
+            async for message in late.messages("events"):
+                assert message.events.sequence == expected and message.events.epoch == "e"
+                expected += len(message.events.events)
+                held |= {event.block_hash for event in message.events.events if event.stored}
+                held -= {event.block_hash for event in message.events.events if not event.stored}
+                if held == {event.block_hash for event in total}:
+                    break
+
+
+async def test_a_snapshot_may_be_asked_for_again(group: Group) -> None:
+    """A router that lost count asks for a snapshot on the stream it has, and gets one as of now."""
+    async with Router(group.address) as router:
+        assert not (await router.next("snapshot")).snapshot.events
+        await router.submit(1, list(range(40)), max_tokens=2)
+        await router.answer()
+        await router.send(snapshot=wire.SnapshotRequest())
+        again = (await router.next("snapshot")).snapshot
+        assert len(again.events) == 5 and again.sequence == 5
+
+
+async def test_load_comes_after_a_change_and_while_idle(group: Group) -> None:
+    """Load says what runs while it runs, and repeats while idle as the engine's heartbeat."""
+    async with Router(group.address) as router:
+        group.runner.step_seconds = 0.05
+        await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=400)
+        while (load := (await router.next("load")).load).status.running != 1:
+            pass
+        await router.send(abort=wire.Abort(id=1))
+        assert load.status.blocks_total == 64 and load.status.state == "serving"
+        while (load := (await router.next("load")).load).status.running != 0:
+            pass
+        later = (await router.next("load")).load
+        assert later.status.ranks[0].steps > load.status.ranks[0].steps
+
+
+async def test_a_load_counts_exactly_the_submissions_that_it_names(group: Group) -> None:
+    """Each router hears how many of its own submissions a load contains: those that run or wait are as many as all
+    routers' together, less those that were refused, whether the service or the engine refused them."""
+    group.runner.step_seconds = 0.02
+    kinds = [
+        ("kept", [1, 2, 3], {"max_tokens": 400, "ignore_eos": True}),
+        ("refused by the service", [1], {"max_tokens": 1, "temperature": -1.0}),
+        ("refused by the engine", [5000], {"max_tokens": 1}),
+    ]
+    sent: dict[str, list[bool]] = {"a": [], "b": []}  # by router, in the order of sending: whether it is kept
+    loads: dict[str, dict[int, wire.Load]] = {"a": {}, "b": {}}  # by router and step
+
+    async with Router(group.address, "a") as a, Router(group.address, "b") as b:
+
+        async def submit(router: Router, kind: int) -> None:
+            name, prompt, sampling = kinds[kind]
+            sent[router.hello.router].append(name == "kept")
+            await router.submit(len(sent[router.hello.router]), prompt, **sampling)
+
+        async def hear(router: Router) -> None:
+            """Every load until one that contains all that the router has sent."""
+            async for message in router.messages("load"):
+                load, name = message.load, router.hello.router
+                loads[name][load.status.ranks[0].steps] = load
+                if load.submissions == len(sent[name]):
+                    break
+
+        for order in ([0, 1, 0], [2, 0, 1], [1, 2, 0]):
+            await asyncio.gather(hear(a), hear(b))
+            for kind in order:
+                await submit(a, kind)
+                await submit(b, (kind + 1) % 3)
+        await asyncio.gather(hear(a), hear(b))
+    common = loads["a"].keys() & loads["b"].keys()
+    assert len(common) >= 2
+    for step in common:
+        one, other = loads["a"][step], loads["b"][step]
+        kept = sum(sent["a"][: one.submissions]) + sum(sent["b"][: other.submissions])
+        assert one.status.running + one.status.waiting == kept
+    assert [sorted(of.items())[-1][1].submissions for of in loads.values()] == [9, 9]
+
+
+async def test_a_long_step_is_not_silence(group: Group) -> None:
+    """While a step takes seconds, as a large prefill on a CPU may, load goes on being reported."""
+    async with Router(group.address) as router:
+        await router.next("load")
+        group.runner.step_seconds = 4.5
+        await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=1)
+        steps = []
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            async for message in router.messages("load", "batch"):
+                if message.HasField("batch"):
+                    break
+                steps.append(message.load.status.ranks[0].steps)
+        assert len(steps) - len(set(steps)) >= 2, "no load was repeated while the step went on"
+        group.runner.step_seconds = 0.0  # the next one, which ends the test
+
+
+async def test_a_router_that_does_not_read_is_cut_off() -> None:
+    """When a router's buffer is full its stream ends with RESOURCE_EXHAUSTED, and the engine never waited."""
+    group = start_group(num_blocks=4096, buffer_bytes=4096)
+    async with Router(group.address, "sleeps") as sleeps:
+        await sleeps.next("snapshot")
+        events = [KvEvent(True, bytes([i % 256]) * 16, b"", Tier.DEVICE) for i in range(5000)]
+        stats = await asyncio.wrap_future(group.loop.call(Engine.stats))
+        group.loop.call(lambda _: group.service.publish(StepOutput(0, [], events), stats)).result()
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            async for _ in sleeps.messages("events"):
+                pass
+        assert cut.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "'sleeps' let more than 4096 bytes pile up" in (cut.value.details() or "")
+    async with Router(group.address) as again:
+        await again.submit(1, [1, 2], max_tokens=2)
+        assert (1, 0) in await again.answer()
+    group.loop.stop()
+    group.service.stop()
+
+
+def test_messages_of_events_keep_the_contracts_bound() -> None:
+    """A full message of stored events stays below 256 KiB, and chunks say which is first and last."""
+    events = [KvEvent(True, b"h" * 16, b"p" * 16, Tier.DEVICE)] * (2 * EVENTS_PER_MESSAGE + 1)
+    chunks = list(snapshot_messages("e" * 36, 2**60, events))
+    assert [(chunk.snapshot.first, chunk.snapshot.last) for chunk in chunks] == [(1, 0), (0, 0), (0, 1)]
+    assert max(chunk.ByteSize() for chunk in chunks) <= 256 << 10
+    sequences = [message.events.sequence for message in event_messages("e", 10, events)]
+    assert sequences == [10, 10 + EVENTS_PER_MESSAGE, 10 + 2 * EVENTS_PER_MESSAGE]
+
+
+async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
+    """While a snapshot is sent, tokens go first, and events wait; those that it contains are dropped."""
+    subscriber = Subscriber(1, "r", buffer_bytes=1 << 20)
+    sent: list[str] = []
+
+    async def write(message: wire.FromGroup) -> None:
+        kind = message.WhichOneof("message") or ""
+        sent.append(f"{kind}{message.events.sequence}" if kind == "events" else kind)
+
+    def events(sequence: int) -> wire.FromGroup:
+        return wire.FromGroup(events=wire.KvEvents(sequence=sequence, events=[wire.KvEvent()]))
+
+    subscriber.hold_events()
+    for message in (events(1), events(2), wire.FromGroup(batch=wire.StepBatch())):
+        subscriber.put(message)
+    chunk = wire.FromGroup(snapshot=wire.SnapshotChunk())
+    subscriber.put_snapshot(2, iter([chunk, chunk]))
+    writer = asyncio.create_task(subscriber.write_to(write))
+    await asyncio.sleep(0)
+    subscriber.put(events(3))
+    await asyncio.sleep(0)
+    writer.cancel()
+    assert sent == ["batch", "snapshot", "snapshot", "events2", "events3"]

@@ -1,0 +1,125 @@
+"""CheckpointFiles: which tensors a checkpoint's safetensors files hold, from their headers alone.
+
+A header is a few kilobytes at the beginning of a file, so that hundreds of gigabytes are checked within a second. This
+module does not import torch, and reads no tensor.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+
+from coatcheck.proto.errors import InvalidModel
+from coatcheck.proto.json_file import read_json_object
+
+# A header's dtype -> torch's name; other dtypes are not served.
+STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+_POINTER: Final = b"version https://git-lfs"
+_OTHER_FORMATS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as its file's header describes it; `start` and `end` are byte offsets in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_entries(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a checkpoint by name. Raises InvalidModel if files are missing, broken or of another format."""
+    entries: dict[str, TensorEntry] = {}
+    for file in _tensor_files(directory):
+        try:
+            entries.update(_read_header(file))
+        except OSError as error:
+            raise InvalidModel(f"{file} cannot be read: {error.strerror or error}") from error
+    if not entries:
+        raise InvalidModel(f"{directory}: its safetensors files hold no tensor; fetch it again")
+    return entries
+
+
+def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
+    """The torch name of the tensor's dtype. Raises InvalidModel for a dtype that is not served."""
+    if entry.dtype not in STORED_DTYPES:
+        raise InvalidModel(
+            f"{model}: tensor {name} is stored as {entry.dtype}; only {', '.join(STORED_DTYPES)} checkpoints are "
+            "served: convert it, or take the unquantised one"
+        )
+    return STORED_DTYPES[entry.dtype]
+
+
+def _tensor_files(directory: Path) -> list[Path]:
+    """The shards that the index names, or the files there are."""
+    index = directory / "model.safetensors.index.json"
+    if (content := read_json_object(index)) is not None:
+        named = content.get("weight_map")
+        values = list(named.values()) if isinstance(named, dict) else []
+        if not values or not all(isinstance(name, str) and Path(name).name == name != ".." for name in values):
+            raise InvalidModel(f"{index} does not map tensors to files beside it; fetch it again")
+        names = set(values)
+        missing = sorted(name for name in names if not (directory / name).is_file())
+        if missing:
+            raise InvalidModel(f"{directory}: {index.name} names {_some(missing)}, missing here; fetch it again")
+        return [directory / name for name in sorted(names)]
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(file for file in directory.glob("*.safetensors") if file.is_file())
+    if not files:
+        others = sorted(file.name for pattern in _OTHER_FORMATS for file in directory.glob(pattern))
+        found = f" (it has {_some(others)})" if others else ""
+        raise InvalidModel(
+            f"{directory} has no safetensors file{found}; other weight formats are not read: convert it first"
+        )
+    return files
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
+    """A safetensors file opens with its header's length (u64, little endian), then the header as JSON."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if prefix == _POINTER[:8]:
+            raise InvalidModel(f"{file} is a Git LFS pointer in place of the weights; run `git lfs pull` beside it")
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if len(prefix) == 8 and length > _MOST_HEADER_BYTES:
+            raise InvalidModel(f"{file} is not a safetensors file: it does not open with a header; fetch it again")
+        if 8 + length > size:
+            raise InvalidModel(f"{file} is truncated ({size} bytes, the header is incomplete); fetch it again")
+        try:
+            header = json.loads(stream.read(length))
+        except (ValueError, RecursionError) as error:
+            raise InvalidModel(f"{file} is not a safetensors file: {error}") from error
+    try:
+        entries = {name: _entry(file, 8 + length, info) for name, info in header.items() if name != "__metadata__"}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidModel(f"{file} has a header that does not describe tensors; fetch it again") from error
+    end = max((entry.end for entry in entries.values()), default=8 + length)
+    if size > end:
+        raise InvalidModel(f"{file} is longer than its header promises ({size} bytes, not {end}); fetch it again")
+    if size < end:
+        raise InvalidModel(f"{file} is truncated ({size} bytes, its header promises {end}); fetch it again")
+    try:  # the library's own rules: offsets without gaps, sizes that match shapes
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise InvalidModel(f"{file} cannot be read: {error}; fetch it again") from error
+    yield from entries.items()
+
+
+def _entry(file: Path, base: int, info: dict[str, Any]) -> TensorEntry:
+    """A header's entry; raises AttributeError, KeyError, TypeError or ValueError if `info` is malformed."""
+    start, end = map(int, info["data_offsets"])
+    return TensorEntry(file, str(info["dtype"]), tuple(map(int, info["shape"])), base + start, base + end)
+
+
+def _some(names: list[str]) -> str:
+    """At most three of them, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,192 @@
+"""StepPlan: everything a rank must know to compute one step, as plain ints.
+
+Rank 0's scheduler makes it; every rank, rank 0 included, carries it out on its own mirror of the state: a table of
+token ids and a table of block numbers, one row (a *slot*) per running sequence. Decodes therefore send no token:
+the sampler has written it into the mirror, which is also why plan N + 1 can be made before step N's tokens are
+known. `encode` and `decode` turn a plan into one flat int32 array for the wire. It knows no tensor and no request.
+"""
+
+import struct
+from array import array
+from dataclasses import dataclass, field
+from typing import Self
+
+from coatcheck.proto.grammar import KINDS, Grammar
+from coatcheck.proto.sampling import SamplingParams
+
+_HEADER = 10
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A sequence takes a slot: its tokens so far and how to sample it."""
+
+    slot: int
+    choice: int
+    prompt_len: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]  # what min_tokens holds back: the model's end tokens and the request's
+    grammar: int | None = None  # by its place among all ever announced
+
+
+@dataclass(slots=True)
+class Row:
+    """`num_tokens` tokens of a slot from position `start` on; the last one's logits are sampled if `sample`."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    sample: bool
+    adapter: int = 0
+
+
+@dataclass(slots=True)
+class TableWrite:
+    """block_tables[slot][index] = block."""
+
+    slot: int
+    index: int
+    block: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Carried out in this order: demotes, restores, new rows, table writes, copies, then the rows in one
+    forward pass. Ranks report on demotes and restores, in that order, when each is done (see CopyReport), and on
+    grammars, which are compiled beside the steps (see GrammarPress).
+    """
+
+    step: int = 0
+    new_rows: list[NewRow] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block)
+    rows: list[Row] = field(default_factory=list)
+    demotes: list[tuple[int, int]] = field(default_factory=list)  # (from device block, to host slot)
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (from host slot, to device block)
+    forgotten: list[int] = field(default_factory=list)  # grammars, by their places among all ever announced
+    grammars: list[Grammar] = field(default_factory=list)  # for sequences to come
+    stop: bool = False  # the group ends after this plan
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ranks would do nothing but remember block numbers."""
+        work = self.rows, self.new_rows, self.demotes, self.restores, self.forgotten, self.grammars
+        return not any(work)
+
+    def encode(self) -> "array[int]":
+        """The plan as int32."""
+        out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
+        out.extend((len(self.rows), len(self.demotes), len(self.restores), len(self.forgotten), len(self.grammars)))
+        for new in self.new_rows:
+            params = _encode_sampling(new.sampling)
+            out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
+            out.append(-1 if new.grammar is None else new.grammar)
+            out.extend(new.token_ids)
+            out.extend(new.stop_token_ids)
+            out.extend(params)
+        for write in self.table_writes:
+            out.extend((write.slot, write.index, write.block))
+        for pair in (*self.copies, *self.demotes, *self.restores):
+            out.extend(pair)
+        for row in self.rows:
+            out.extend((row.slot, row.start, row.num_tokens, int(row.sample), row.adapter))
+        out.extend(self.forgotten)
+        for asked in self.grammars:
+            encoded = _encode_grammar(asked)
+            out.append(len(encoded))
+            out.extend(encoded)
+        return out
+
+    @classmethod
+    def decode(cls, ints: "array[int]") -> Self:
+        """The plan that `encode` made."""
+        step, stop, num_new, num_writes, num_copies, num_rows = ints[:6]
+        num_demotes, num_restores, num_forgotten, num_asked = ints[6:_HEADER]
+        at = _HEADER
+        new_rows = []
+        for _ in range(num_new):
+            slot, choice, prompt_len, num_ids, num_stops, num_params, grammar = ints[at : at + 7]
+            ids_end = at + 7 + num_ids
+            stops_end = ids_end + num_stops
+            ids, stops = ints[at + 7 : ids_end].tolist(), tuple(ints[ids_end:stops_end])
+            at = stops_end + num_params
+            sampling = _decode_sampling(ints[stops_end:at])
+            new_rows.append(NewRow(slot, choice, prompt_len, ids, sampling, stops, None if grammar < 0 else grammar))
+        writes = [TableWrite(*ints[i : i + 3]) for i in range(at, at + 3 * num_writes, 3)]
+        at += 3 * num_writes
+        pairs = [(ints[i], ints[i + 1]) for i in range(at, at + 2 * (num_copies + num_demotes + num_restores), 2)]
+        copies, pairs = pairs[:num_copies], pairs[num_copies:]
+        at += 2 * (num_copies + num_demotes + num_restores)
+        rows = [
+            Row(ints[i], ints[i + 1], ints[i + 2], bool(ints[i + 3]), ints[i + 4])
+            for i in range(at, at + 5 * num_rows, 5)
+        ]
+        at += 5 * num_rows
+        forgotten = list(ints[at : at + num_forgotten])
+        at += num_forgotten
+        grammars = []
+        for _ in range(num_asked):
+            grammars.append(_decode_grammar(ints[at + 1 : at + 1 + ints[at]]))
+            at += 1 + ints[at]
+        demotes, restores = pairs[:num_demotes], pairs[num_demotes:]
+        return cls(step, new_rows, writes, copies, rows, demotes, restores, forgotten, grammars, bool(stop))
+
+
+def _bits(*values: float) -> "array[int]":
+    return array("i", struct.pack(f"={len(values)}f", *values))
+
+
+def _encode_sampling(params: SamplingParams) -> "array[int]":
+    # Stop strings, n, max_tokens and ignore_eos are for the host; ranks need only what changes the draw. So does a
+    # grammar, but that they have been told, and it may be long: the row has its number.
+    out = array("i", struct.pack("=Q", params.seed or 0))
+    out.extend(_bits(params.temperature, params.top_p, params.min_p))
+    out.extend(_bits(params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+    out.append(params.top_k)
+    out.append(params.min_tokens)
+    out.append(-1 if params.logprobs is None else params.logprobs)
+    out.append(-1 if params.prompt_logprobs is None else params.prompt_logprobs)
+    for token, bias in params.logit_bias.items():
+        out.append(token)
+        out.extend(_bits(bias))
+    return out
+
+
+def _encode_grammar(grammar: Grammar) -> "array[int]":
+    """Which kind, how many bytes, and those."""
+    text = grammar.text.encode()
+    out = array("i", (KINDS.index(grammar.kind), len(text)))
+    out.frombytes(text + bytes(-len(text) % 4))
+    return out
+
+
+def _decode_grammar(ints: "array[int]") -> Grammar:
+    kind, length = ints[:2]
+    return Grammar(KINDS[kind], ints[2:].tobytes()[:length].decode())
+
+
+def _decode_sampling(ints: "array[int]") -> SamplingParams:
+    (seed,) = struct.unpack("=Q", ints[:2].tobytes())
+    temperature, top_p, min_p, repetition, presence, frequency = struct.unpack("=6f", ints[2:8].tobytes())
+    top_k, min_tokens, logprobs, prompt_logprobs = ints[8:12]
+    biases = {ints[i]: struct.unpack("=f", ints[i + 1 : i + 2].tobytes())[0] for i in range(12, len(ints), 2)}
+    return SamplingParams(
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=biases,
+        seed=seed,
+        logprobs=None if logprobs < 0 else logprobs,
+        prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
+    )

@@ -1,0 +1,149 @@
+"""Leader: what rank 0 does beside its part of each step: it schedules, and serves the group's routers.
+
+It is given a rank that is warm. It does not know how ranks meet, nor where their bytes come from.
+"""
+
+import logging
+import uuid
+from collections.abc import Callable
+from typing import NoReturn
+
+from coatcheck.kernels.native import native_status
+from coatcheck.proto import coatcheck_pb2 as public
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.contract import CONTRACT, VERSION
+from coatcheck.proto.tracing import Tracing
+from coatcheck.workers.core.copy_report import CopyReport
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.model_spec import ModelSpec
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.engine.engine_loop import EngineLoop
+from coatcheck.workers.host.crash_record import CrashRecord
+from coatcheck.workers.host.process_setup import die
+from coatcheck.workers.runner.memory_budget import Reservation
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.runner.tp_runner import GroupRunner
+from coatcheck.workers.service.group_report import GroupReport
+from coatcheck.workers.service.worker_service import WorkerService
+from coatcheck.workers.structured.grammar_backend import Grammars
+
+_log = logging.getLogger(__name__)
+
+
+class Leader:
+    """Serves once it is made, at `address`; `run` steps until `stop`, which any thread may call; then `close`.
+
+    `copies`: what the warm-up's copies took. `compiled`: how many kernels there have been since readiness.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        spec: ModelSpec,
+        runner: ModelRunner,
+        communicator: Communicator,
+        memory: Reservation,
+        ranks: list[public.RankStatus],
+        *,
+        name: str,
+        host: str,
+        record: CrashRecord,
+        grammars: Grammars,
+        copies: CopyReport | None,
+        compiled: Callable[[], int],
+    ) -> None:
+        on_gpu = memory.pool.device.type == "cuda"
+        self._group_runner = GroupRunner(runner, communicator) if communicator.size > 1 else None
+        self.engine = Engine(
+            spec,
+            self._group_runner or runner,
+            num_blocks=memory.num_blocks,
+            host_blocks=memory.host_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            max_model_len=config.max_model_len,
+            eviction=config.eviction,
+            pipeline_depth=1 if on_gpu else 0,
+            grammars=grammars,
+        )
+        self.engine.price(copies)
+        self._tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
+        report = GroupReport(
+            _registration(config, spec, self.engine, memory),
+            ranks,
+            kernels="triton" if on_gpu else native_status(),
+            bytes_per_block=memory.layout.bytes_per_block,
+            compiled=compiled,
+        )
+        self._service = WorkerService(
+            report,
+            plane=config.plane,
+            tracing=self._tracing,
+            max_open=config.max_num_seqs + config.max_waiting,
+        )
+        self._name = name
+        self._record = record
+        self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=self._die)
+        address = self._service.start(self._loop, f"{host}:0")
+        self.address = f"{host}:{address.rpartition(':')[2]}"
+        _log.info(
+            "%s serves on %s: %d blocks of %d tokens, %d in host memory",
+            config.name,
+            address,
+            memory.num_blocks,
+            config.block_size,
+            memory.host_blocks,
+        )
+
+    def run(self) -> None:
+        """Steps in this thread, the one that has warmed the model up."""
+        self._loop.run()
+
+    def stop(self) -> None:
+        """`run` ends after the step under way."""
+        self._loop.stop()
+
+    def close(self) -> None:
+        """Sends the other ranks home, and ends every stream."""
+        if self._group_runner is not None:
+            self._group_runner.stop()
+        self._service.stop()
+        if self._tracing is not None:
+            self._tracing.close()
+
+    def _die(self, error: BaseException) -> NoReturn:
+        """The engine has failed, and with it the group; routers are to know whether what ran may have done it."""
+        try:
+            self._record.note(error)
+            if cause := self._record.cause(error):
+                self._service.say_last(cause, self.engine.not_begun())
+        finally:  # whatever goes wrong with its last word
+            die(self._name, error)
+
+
+def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: Reservation) -> wire.Registration:
+    model = public.GetModelResponse(
+        name=spec.name,
+        max_model_len=engine.max_model_len,
+        vocab_size=spec.vocab_size,
+        block_size=engine.block_size,
+        dtype=spec.dtype,
+        kv_dtype=choose_kv_dtype(config.kv_dtype, spec.dtype),
+        fingerprint=spec.fingerprint,
+        eos_token_ids=spec.eos_token_ids,
+    )
+    return wire.Registration(
+        group=config.name,
+        epoch=str(uuid.uuid4()),
+        model=model,
+        num_blocks=memory.num_blocks,
+        host_blocks=memory.host_blocks,
+        tp=spec.tp,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        contract=CONTRACT,
+        version=VERSION,
+    )

@@ -1,0 +1,60 @@
+"""How many blocks a rank's KV pool and its host memory get, from bytes or from a share of what is free.
+
+Pure arithmetic: it knows no device. Every rank decides for itself, and the group takes the smallest answer.
+"""
+
+from coatcheck.proto.errors import InvalidConfig
+
+
+def choose_num_blocks(
+    kv_memory: float,
+    *,
+    free_bytes: int,
+    sharing_ranks: int,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int | None,
+) -> int:
+    """`kv_memory` above 1 is bytes for this rank, else a share of `free_bytes`, divided among `sharing_ranks`.
+
+    Raises InvalidConfig when the pool exceeds what is free, or cannot hold one block, or one sequence of
+    `max_model_len` where the operator asked for that length.
+    """
+    pool_bytes = int(kv_memory) if kv_memory > 1 else int(kv_memory * free_bytes / sharing_ranks)
+    if pool_bytes * sharing_ranks > free_bytes:
+        raise InvalidConfig(
+            f"kv-memory asks for {pool_bytes:,} bytes for each of {sharing_ranks} ranks on this device, and "
+            f"{free_bytes:,} are free; lower kv-memory"
+        )
+    num_blocks = pool_bytes // bytes_per_block
+    if num_blocks < 1:
+        raise InvalidConfig(
+            f"kv-memory gives {pool_bytes:,} bytes a rank, and one block of {block_size} tokens takes "
+            f"{bytes_per_block:,}; raise kv-memory or lower block-size"
+        )
+    if max_model_len is not None and num_blocks * block_size < max_model_len:
+        needed = -(-max_model_len // block_size) * bytes_per_block
+        raise InvalidConfig(
+            f"max-model-len {max_model_len} takes {needed:,} bytes of KV a rank, and kv-memory gives {pool_bytes:,}; "
+            "raise kv-memory or lower max-model-len"
+        )
+    return num_blocks
+
+
+def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:
+    """`host_kv_memory` above 1 is bytes for this rank, 0 is no host tier, else it is a share of `free_bytes`, divided
+    among `sharing_ranks`. Raises InvalidConfig when the memory exceeds what is free, or cannot hold one block."""
+    if not host_kv_memory:
+        return 0
+    host_bytes = int(host_kv_memory) if host_kv_memory > 1 else int(host_kv_memory * free_bytes / sharing_ranks)
+    if host_bytes * sharing_ranks > free_bytes:
+        raise InvalidConfig(
+            f"host-kv-memory asks for {host_bytes:,} bytes for each of {sharing_ranks} ranks on this host, and "
+            f"{max(free_bytes, 0):,} are free beside the KV pools; lower host-kv-memory, or set it to 0"
+        )
+    if host_bytes < bytes_per_block:
+        raise InvalidConfig(
+            f"host-kv-memory gives {max(host_bytes, 0):,} bytes a rank, and one block takes {bytes_per_block:,}; "
+            "raise host-kv-memory, or set it to 0"
+        )
+    return host_bytes // bytes_per_block

@@ -1,0 +1,77 @@
+"""GrammarPress: compiles grammars on one rank beside its steps, and says how many are ready on all ranks.
+
+    start(plan) ... the step is computed ... report()
+
+A large grammar takes as long as many steps, and those whose step it is have nothing to do with it. So plans announce
+grammars, threads of the rank's own make them, one for each lane and in that order, and a request joins the plans when
+every rank has its grammar. It does not know who waits for one.
+"""
+
+import os
+import threading
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from coatcheck.proto.grammar import Grammar
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.structured.grammar_backend import Compiled, Grammars
+from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
+
+_IDLE_SECONDS = 0.001
+_NICE = 4  # of these threads: where cores are few, a third of one beside a step's
+# The library recurses over rules that refer to rules, and a stack that overflows ends the process. A router refuses
+# what overflows 2 MiB (see router/grammar_compiler). A thread's default is as little where the stack's limit
+# (ulimit -s) is unlimited, and less where that is low.
+_STACK_BYTES = 16 << 20
+
+
+class GrammarPress:
+    """`grammars` gets what is compiled, in the step's own thread."""
+
+    def __init__(self, grammars: Grammars, communicator: Communicator) -> None:
+        self._grammars = grammars
+        self._communicator = communicator
+        self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in AT_ONCE]
+        self._work = [deque[tuple[int, Future[Compiled]]]() for _ in AT_ONCE]  # each with its grammar's number
+        self._made = [0 for _ in AT_ONCE]
+        self._agreed = 0  # in all lanes together
+        self._next = 0  # the next grammar's number
+        self._idle = False
+
+    def start(self, plan: StepPlan) -> None:
+        """Forgets what the plan says, and queues what it announces."""
+        self._idle = not plan.rows
+        for number in plan.forgotten:
+            self._grammars.drop(number)
+        for grammar in plan.grammars:
+            lane = lane_of(grammar)
+            self._work[lane].append((self._next, self._submit(lane, grammar)))
+            self._next += 1
+
+    def report(self) -> tuple[int, ...] | None:
+        """Of all that were announced in each lane, how many are ready on every rank, oldest first; None while none is
+        under way. Where the step computes nothing, it is worth a moment's wait."""
+        if self._agreed == self._next:
+            return None
+        if self._idle and (first := [work[0][1] for work in self._work if work]):
+            wait(first, timeout=_IDLE_SECONDS, return_when=FIRST_COMPLETED)
+        for lane, work in enumerate(self._work):
+            while work and work[0][1].done():
+                number, made = work.popleft()
+                self._grammars.keep(number, made.result())
+                self._made[lane] += 1
+        agreed = tuple(self._communicator.least(self._made))
+        self._agreed = sum(agreed)
+        return agreed
+
+    def _submit(self, lane: int, grammar: Grammar) -> Future[Compiled]:
+        before = threading.stack_size(_STACK_BYTES)  # a lane's thread starts with its first grammar
+        try:
+            return self._threads[lane].submit(self._grammars.compile, grammar)
+        finally:
+            threading.stack_size(before)
+
+
+def _give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

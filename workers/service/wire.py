@@ -1,0 +1,103 @@
+"""The wire forms of what an engine says, and the engine's form of what a router asks.
+
+Pure conversion between protobuf messages and plain values. It does not know streams or threads.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from coatcheck.proto import coatcheck_pb2 as public
+from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.errors import CoatcheckError, status_of
+from coatcheck.proto.retention import Retention
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.workers.core import step_output
+from coatcheck.workers.core.request import Request
+
+# A stored block's event takes 42 bytes: a full message stays below the contract's 256 KiB.
+EVENTS_PER_MESSAGE = 6000
+
+
+def request_of(submit: wire.Submit, request_id: str) -> Request:
+    """The engine's form of a submission; raises InvalidRequest for sampling or a retention that cannot be."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        sampling=SamplingParams.from_message(submit.sampling),
+        resume={resumed.choice: tuple(resumed.token_ids) for resumed in submit.resume},
+        cache_salt=submit.cache_salt,
+        priority=submit.priority,
+        uncached_tokens=submit.uncached_tokens if submit.HasField("uncached_tokens") else None,
+        retention=Retention.from_message(submit.retention) if submit.HasField("retention") else None,
+        tenant=submit.tenant,
+        seconds_left=submit.seconds_left if submit.HasField("seconds_left") else None,
+    )
+
+
+def write_output(
+    message: wire.SequenceOutput, output: step_output.SequenceOutput, submit_id: int, attempt: int
+) -> None:
+    """Fills a message that is still empty: zeros are left as they are, since this runs per sequence and step."""
+    message.id = submit_id
+    message.token_ids.extend(output.token_ids)
+    if attempt:
+        message.attempt = attempt
+    if output.choice:
+        message.choice = output.choice
+    if output.logprobs:
+        message.logprobs.extend(map(_logprob, output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(map(_logprob, output.prompt_logprobs))
+    if output.finish_reason is not None:
+        message.finish_reason = output.finish_reason.value  # type: ignore[assignment]  # the same numbers by contract
+    if output.stop_token_id is not None:
+        message.stop_token_id = output.stop_token_id
+    if output.cached_device_tokens >= 0:
+        message.cached.device_tokens = output.cached_device_tokens
+        message.cached.host_tokens = max(output.cached_host_tokens, 0)
+        message.cached.queued_seconds = output.queued_seconds
+        message.cached.prefill_seconds = output.prefill_seconds
+
+
+def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
+    """The events, numbered from `sequence` on, in as many messages as their bound asks for."""
+    for start in range(0, len(events), EVENTS_PER_MESSAGE):
+        part = events[start : start + EVENTS_PER_MESSAGE]
+        yield wire.FromGroup(
+            events=wire.KvEvents(epoch=epoch, sequence=sequence + start, events=map(_event, part)),
+        )
+
+
+def refused_message(submit_id: int, attempt: int, error: CoatcheckError) -> wire.FromGroup:
+    """A submission, or what was left of it, is not answered."""
+    refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
+    return wire.FromGroup(refused=refused)
+
+
+def snapshot_messages(epoch: str, sequence: int, held: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
+    """Everything held, at least one chunk; events from `sequence` on follow it."""
+    last = max(len(held) - 1, 0) // EVENTS_PER_MESSAGE
+    for index in range(last + 1):
+        part = held[index * EVENTS_PER_MESSAGE : (index + 1) * EVENTS_PER_MESSAGE]
+        yield wire.FromGroup(
+            snapshot=wire.SnapshotChunk(
+                epoch=epoch, sequence=sequence, events=map(_event, part), first=index == 0, last=index == last
+            )
+        )
+
+
+def _event(event: step_output.KvEvent) -> wire.KvEvent:
+    return wire.KvEvent(
+        stored=event.stored,
+        block_hash=event.block_hash,
+        parent_hash=event.parent_hash,
+        tier=event.tier.value,  # type: ignore[arg-type]  # the same numbers by contract
+    )
+
+
+def _logprob(logprob: step_output.TokenLogprob) -> public.TokenLogprob:
+    return public.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        rank=logprob.rank,
+        top=[public.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top],
+    )
