@@ -28,7 +28,7 @@ CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class EngineCase:
     """One row: a decode step of `batch` sequences, or (batch 0) a prefill of `tokens`; `target` times as fast."""
 
     batch: int
@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineFigures:
     """One row's figures, in milliseconds."""
 
     what: str
@@ -53,7 +53,12 @@ class Row:
     share_of_roof: float
 
 
-CASES = (Case(1, CONTEXT, 2.5), Case(16, CONTEXT, 4.0), Case(32, CONTEXT, 3.5), Case(0, 512, 1.4))
+CASES = (
+    EngineCase(1, CONTEXT, 2.5),
+    EngineCase(16, CONTEXT, 4.0),
+    EngineCase(32, CONTEXT, 3.5),
+    EngineCase(0, 512, 1.4),
+)
 
 
 def main(
@@ -83,7 +88,7 @@ def main(
         json_path.write_text(json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
-def measure(case: Case, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int) -> tuple[float, float]:
+def measure(case: EngineCase, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int) -> tuple[float, float]:
     """Seconds of transformers and of ours, each in its best round; they take turns."""
     # Half of the decode steps come before the context is reached, half after.
     length = case.tokens - steps // 2 if case.batch else case.tokens
@@ -100,14 +105,16 @@ def measure(case: Case, ours: Coatcheck, theirs: Transformers, rounds: int, step
     return their_best, our_best
 
 
-def judge(case: Case, their_best: float, our_best: float, ours: Coatcheck, bandwidth: float, throughput: float) -> Row:
+def judge(
+    case: EngineCase, their_best: float, our_best: float, ours: Coatcheck, bandwidth: float, throughput: float
+) -> EngineFigures:
     """The row of the table, with what the machine could do at most."""
     if case.batch:
         roof = (ours.weight_bytes + case.batch * case.tokens * ours.kv_bytes_per_token) / bandwidth
     else:
         # Two operations a weight (of two bytes) and token; attention and the head, of one position, are left out.
         roof = case.tokens * (ours.weight_bytes - EMBEDDING_BYTES) / throughput
-    return Row(
+    return EngineFigures(
         what=case.title,
         transformers_ms=their_best * 1e3,
         coatcheck_ms=our_best * 1e3,
@@ -118,7 +125,7 @@ def judge(case: Case, their_best: float, our_best: float, ours: Coatcheck, bandw
     )
 
 
-def as_table(rows: list[Row], bandwidth: float, throughput: float) -> Table:
+def as_table(rows: list[EngineFigures], bandwidth: float, throughput: float) -> Table:
     """The issue's table with what came out."""
     roofs = f"roofs: memory {bandwidth / 1e9:.0f} GB/s, matrices {throughput / 1e9:.0f} GFLOP/s in bfloat16"
     table = Table(title="82M llama, bfloat16, milliseconds", caption=roofs)

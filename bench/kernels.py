@@ -38,7 +38,7 @@ COLD = 100 << 20  # bytes to cycle through: more than any cache here
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """`ours` and `theirs` do the same work `times` times over."""
 
     what: str
@@ -51,7 +51,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KernelTiming:
     """One row's figures, in microseconds a call."""
 
     what: str
@@ -63,7 +63,7 @@ class Row:
     share_of_bound: float
 
 
-def linears() -> Iterator[Case]:
+def linears() -> Iterator[KernelCase]:
     """The packed product beside oneDNN's own packing (what torch's inductor would use)."""
     for features, depth in ((1280, 768), (4096, 768), (768, 2048), (8192, 768)):
         copies = max(2, COLD // (features * depth * 2))
@@ -82,11 +82,18 @@ def linears() -> Iterator[Case]:
                     torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
             size = features * depth
-            yield Case(f"linear {depth} to {features}, {rows} rows", "oneDNN packed", ours, theirs, copies, size * 2,
-                       2 * size * rows)  # fmt: skip
+            yield KernelCase(
+                f"linear {depth} to {features}, {rows} rows",
+                "oneDNN packed",
+                ours,
+                theirs,
+                copies,
+                size * 2,
+                2 * size * rows,
+            )
 
 
-def attention() -> Iterator[Case]:
+def attention() -> Iterator[KernelCase]:
     """Attention over the pool in place, beside SDPA on keys and values that someone has already gathered."""
     for batch, q_len, context in ((1, 1, 256), (16, 1, 256), (32, 1, 256), (1, 1, 8192), (1, 512, 512), (1, 512, 2048)):
         blocks = -(-context // BLOCK)
@@ -100,12 +107,23 @@ def attention() -> Iterator[Case]:
         caches = [KVCache(pool[:, 2 * layer], pool[:, 2 * layer + 1]) for layer in range(LAYERS)]
 
         def ours(
-            q: Tensor = q, caches: list[KVCache] = caches, tables: Tensor = tables,
-            lengths: Tensor = lengths, starts: Tensor = starts, q_len: int = q_len,
-        ) -> None:  # fmt: skip
+            q: Tensor = q,
+            caches: list[KVCache] = caches,
+            tables: Tensor = tables,
+            lengths: Tensor = lengths,
+            starts: Tensor = starts,
+            q_len: int = q_len,
+        ) -> None:
             for cache in caches:
-                paged_attention(q, cache, block_tables=tables, seq_lens=lengths, cu_seqlens_q=starts,
-                                max_seqlen_q=q_len, scale=DIM**-0.5)  # fmt: skip
+                paged_attention(
+                    q,
+                    cache,
+                    block_tables=tables,
+                    seq_lens=lengths,
+                    cu_seqlens_q=starts,
+                    max_seqlen_q=q_len,
+                    scale=DIM**-0.5,
+                )
 
         def theirs(q: Tensor = q, gathered: Tensor = gathered, bias: Tensor = bias, batch: int = batch) -> None:
             turned = q.unflatten(0, (batch, -1)).transpose(1, 2)
@@ -115,11 +133,18 @@ def attention() -> Iterator[Case]:
                 )
 
         pairs = batch * (q_len * context - q_len * (q_len - 1) / 2)
-        yield Case(f"attention, batch {batch}, {q_len} of {context}", "SDPA, gathered", ours, theirs, LAYERS,
-                   batch * context * KV_HEADS * DIM * 4, 4 * pairs * HEADS * DIM)  # fmt: skip
+        yield KernelCase(
+            f"attention, batch {batch}, {q_len} of {context}",
+            "SDPA, gathered",
+            ours,
+            theirs,
+            LAYERS,
+            batch * context * KV_HEADS * DIM * 4,
+            4 * pairs * HEADS * DIM,
+        )
 
 
-def rows() -> Iterator[Case]:
+def rows() -> Iterator[KernelCase]:
     """The small steps beside their plain torch forms."""
     for tokens in (1, 32, 512):
         x, weight = torch.randn(tokens, 768).bfloat16(), torch.randn(768).bfloat16()
@@ -144,10 +169,10 @@ def rows() -> Iterator[Case]:
             ),
         ]
         for what, ours, theirs, moved in cases:
-            yield Case(f"{what}, {tokens} tokens", "torch", ours, theirs, 1, moved, 0)
+            yield KernelCase(f"{what}, {tokens} tokens", "torch", ours, theirs, 1, moved, 0)
 
 
-def sampling() -> Iterator[Case]:
+def sampling() -> Iterator[KernelCase]:
     """The draw beside its torch form, which sorts."""
     for vocabulary, filters in ((8192, False), (8192, True), (128256, True)):
         logits = torch.randn(16, vocabulary)
@@ -159,10 +184,10 @@ def sampling() -> Iterator[Case]:
         named = dict(zip(names, knobs, strict=True))
         what = f"draw, 16 rows of {vocabulary}" + (", top-k and top-p" if filters else "")
         ours, theirs = partial(sample, logits, **named), partial(sample_reference, logits, *knobs)
-        yield Case(what, "torch", ours, theirs, 1, logits.nbytes, 0)
+        yield KernelCase(what, "torch", ours, theirs, 1, logits.nbytes, 0)
 
 
-def measure(case: Case, bandwidth: float, throughput: float, rounds: int) -> Row:
+def measure(case: KernelCase, bandwidth: float, throughput: float, rounds: int) -> KernelTiming:
     ours = theirs = float("inf")
     case.ours(), case.theirs()
     for _ in range(rounds):
@@ -170,7 +195,7 @@ def measure(case: Case, bandwidth: float, throughput: float, rounds: int) -> Row
         theirs = min(theirs, best_seconds(case.theirs, 3))
     ours, theirs = ours / case.times * 1e6, theirs / case.times * 1e6
     bound = max(case.bytes_read / bandwidth, case.operations / throughput) * 1e6
-    return Row(case.what, case.beside, ours, theirs, theirs / ours, bound, bound / ours)
+    return KernelTiming(case.what, case.beside, ours, theirs, theirs / ours, bound, bound / ours)
 
 
 def main(
@@ -190,16 +215,29 @@ def main(
                 continue
             row = measure(case, bandwidth, throughput, rounds)
             found.append(row)
-            table.add_row(row.what, row.beside, f"{row.ours_us:.1f}", f"{row.theirs_us:.1f}", f"{row.ratio:.2f}",
-                          f"{row.bound_us:.1f}", f"{row.share_of_bound:.0%}")  # fmt: skip
+            table.add_row(
+                row.what,
+                row.beside,
+                f"{row.ours_us:.1f}",
+                f"{row.theirs_us:.1f}",
+                f"{row.ratio:.2f}",
+                f"{row.bound_us:.1f}",
+                f"{row.share_of_bound:.0%}",
+            )
     console = Console()
     console.print(
         f"{native_status()}, {threads} threads: {bandwidth / 1e9:.1f} GB/s, {throughput / 1e9:.0f} GFLOP/s bf16"
     )
     console.print(table)
     if out is not None:
-        facts = dict(machine=describe_machine(), threads=threads, kernels=native_status(), bandwidth=bandwidth,
-                     throughput=throughput, rows=[asdict(row) for row in found])  # fmt: skip
+        facts = dict(
+            machine=describe_machine(),
+            threads=threads,
+            kernels=native_status(),
+            bandwidth=bandwidth,
+            throughput=throughput,
+            rows=[asdict(row) for row in found],
+        )
         out.write_text(json.dumps(facts, indent=2) + "\n")
 
 

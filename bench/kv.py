@@ -20,7 +20,7 @@ from coatcheck.bench.kv_cases.trace_replay import CAPACITIES, TRACES, Hits, clos
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.public_traces import AZURE, FOLDER, Traces, check_traces
 from coatcheck.cluster.command import fail
-from coatcheck.cluster.planner.lengths import Lengths
+from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.proto.errors import InvalidConfig
 
 _CONTEXT = 8192
@@ -69,7 +69,7 @@ def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
 
 def lengths(traces: Path) -> list[dict[str, Any]]:
     """How many whole sequences the same memory holds, by the planner's own arithmetic."""
-    known = Lengths.read(traces / AZURE, _CONTEXT)
+    known = LengthDistribution.read(traces / AZURE, _CONTEXT)
     reserved = known.reserved(_POOL_TOKENS, 1, _CONTEXT)
     table = Table("block size", "paged", f"{_CONTEXT} reserved", "times", "waste %")
     rows: list[dict[str, Any]] = []

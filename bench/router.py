@@ -23,12 +23,12 @@ from typing import Annotated
 import typer
 
 from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
-from coatcheck.cluster.ray_cluster.cluster_ca import Authority, Plane
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registration, SnapshotChunk
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NOTHING
@@ -40,7 +40,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     processes = multiprocessing.get_context("spawn")
     group_pipe, group_end = processes.Pipe()
     client_pipe, client_end = processes.Pipe()
-    plane = Plane.signed_by(Authority()) if tls else Plane()
+    plane = PlaneCertificates.signed_by(ClusterCA()) if tls else PlaneCertificates()
     group = processes.Process(target=run_group, args=(group_end, streams, pace, plane.group), daemon=True)
     group.start()
     aside = asyncio.get_running_loop().run_in_executor
@@ -49,7 +49,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
         cert, key = _files(plane, Path(folder))
         router = Router(RouterConfig(model="m", plane=plane.router, tls_cert=cert, tls_key=key), byte_tokenizer())
         address = await router.start()
-    await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
+    await router.set_groups([GroupEndpoint("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
         await router.groups.next_change.wait()
     client = processes.Process(
@@ -76,7 +76,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     }
 
 
-def _files(plane: Plane, folder: Path) -> tuple[str | None, str | None]:
+def _files(plane: PlaneCertificates, folder: Path) -> tuple[str | None, str | None]:
     """The group's certificate serves the router's clients as well: the cost is the same."""
     if plane.group is None:
         return None, None

@@ -28,7 +28,7 @@ import typer
 from coatcheck.bench.routing_simulation.rules import rules
 from coatcheck.bench.routing_simulation.service_model import ServiceModel
 from coatcheck.bench.routing_simulation.shared_prompt import SHARED_PROMPT, shared_prompt_trace
-from coatcheck.bench.routing_simulation.simulation import GROUPS, OURS, Cell, Outcome, pooled_hits, run
+from coatcheck.bench.routing_simulation.simulation import GROUPS, OURS, Cell, SimulationResult, pooled_hits, run
 from coatcheck.bench.setup.public_traces import AZURE, CONVERSATION, FOLDER, SYNTHETIC, Traces, check_traces
 from coatcheck.cluster.benchmark.request_trace import TraceEntry, read_trace
 from coatcheck.cluster.command import fail
@@ -56,7 +56,9 @@ def _cells(only: str) -> list[Cell]:
     return cells
 
 
-def _run_cell(task: tuple[Cell, Path, int, dict[str, Outcome]]) -> tuple[Cell, float, dict[str, Outcome]]:
+def _run_cell(
+    task: tuple[Cell, Path, int, dict[str, SimulationResult]],
+) -> tuple[Cell, float, dict[str, SimulationResult]]:
     """Runs every rule whose outcome is not known yet in one cell."""
     cell, traces, routers, known = task
     entries = _entries(cell, traces)
@@ -74,7 +76,7 @@ def _entries(cell: Cell, traces: Path) -> list[TraceEntry]:
     return shared_prompt_trace() if cell.trace == SHARED_PROMPT else read_trace(traces / FILES[cell.trace])
 
 
-def _row(cell: Cell, pooled: float, outcomes: dict[str, Outcome]) -> tuple[str, list[bool]]:
+def _row(cell: Cell, pooled: float, outcomes: dict[str, SimulationResult]) -> tuple[str, list[bool]]:
     """A line of the table, and whether p90, p99, goodput and imbalance are as they should be, and p90 10% better."""
     ours = outcomes[OURS]
     others = {rule: outcome for rule, outcome in outcomes.items() if rule != OURS}
@@ -107,8 +109,8 @@ def _read(path: Path | None, routers: int) -> dict[str, dict[str, Any]]:
     return {row["cell"]: row for row in written["cells"]}
 
 
-def _parse(cell: Cell, row: dict[str, Any]) -> tuple[Cell, float, dict[str, Outcome]]:
-    return cell, row["pooled_hit_ratio"], {rule: Outcome(**figures) for rule, figures in row["rules"].items()}
+def _parse(cell: Cell, row: dict[str, Any]) -> tuple[Cell, float, dict[str, SimulationResult]]:
+    return cell, row["pooled_hit_ratio"], {rule: SimulationResult(**figures) for rule, figures in row["rules"].items()}
 
 
 def main(

@@ -31,7 +31,7 @@ Results = dict[str, dict[Scenario, Figures]]
 _ENGINE_STEP = """
 import sys, torch
 from pathlib import Path
-from coatcheck.bench.contestants import Coatcheck
+from coatcheck.bench.engine_cases.contestants import Coatcheck
 torch.set_num_threads(2)
 engine = Coatcheck(Path(sys.argv[1]))
 print(*[second for _ in range(3) for second in engine.decode([list(range(512))], 64)])

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 if TYPE_CHECKING:
     import typer
 
-# name -> module in this room with a function of that name
+# Each subcommand's module in this package. The module has a function of the subcommand's name.
 COMMANDS = {
-    "serve": "serve",
-    "generate": "generate",
-    "status": "status",
-    "drain": "status",
-    "top": "top",
-    "restart": "restart",
-    "scale": "scale",
-    "explain": "explain",
-    "bench": "bench",
-    "plan": "plan",
-    "keys": "keys",
+    "serve": "commands.serve",
+    "generate": "commands.generate",
+    "status": "commands.status",
+    "drain": "commands.status",
+    "top": "commands.top",
+    "restart": "commands.restart",
+    "scale": "commands.scale",
+    "explain": "commands.explain",
+    "bench": "benchmark.bench",
+    "plan": "planner.plan",
+    "keys": "commands.keys",
 }
 
 

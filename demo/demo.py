@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import Answer
+from coatcheck.cluster.client.stream_result import StreamResult
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError
 
@@ -73,7 +73,7 @@ def main() -> None:
     sys.exit(code)
 
 
-async def converse(address: str) -> dict[str, Answer]:
+async def converse(address: str) -> dict[str, StreamResult]:
     """Three prompts: the second goes on from the first and its answer, the third has nothing to do with them."""
     async with Client([address]) as client:
         first = await ask(client, FIRST)
@@ -82,11 +82,11 @@ async def converse(address: str) -> dict[str, Answer]:
     return {"a prompt": first, "its follow-up": second, "another": third}
 
 
-async def ask(client: Client, prompt: str) -> Answer:
+async def ask(client: Client, prompt: str) -> StreamResult:
     """Streams one answer to the terminal, the end of its prompt in grey before it."""
     console.print(Text(f"… {prompt[-160:]}", style="dim"), end="", soft_wrap=True)
     sampling = pb.SamplingParams(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS // 2, temperature=0.6, seed=11)
-    answer = Answer(time.perf_counter())
+    answer = StreamResult(time.perf_counter())
     async for event in client.generate_stream(pb.GenerateRequest(text=prompt, sampling=sampling)):
         answer.add(event, time.perf_counter())
         if event.HasField("delta"):
@@ -112,7 +112,7 @@ def show(lines: Iterable[str]) -> None:
         console.print(line, end="", markup=False, soft_wrap=True)
 
 
-def as_table(answers: dict[str, Answer]) -> Table:
+def as_table(answers: dict[str, StreamResult]) -> Table:
     """What was reused, who answered, and how fast."""
     table = Table(title="what it took")
     table.add_column("", no_wrap=True)

@@ -16,7 +16,7 @@ from coatcheck.proto.log_lines import configure_logging
 from coatcheck.router.access.connection_limits import raise_limit
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat, LoopHeartbeat
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 
 
@@ -51,7 +51,7 @@ class RouterActor:
         """Where it listens for HTTP, as "host:port"; empty when it does not."""
         return self._started().http_address
 
-    async def set_groups(self, groups: Sequence[GroupAddress], version: int = 0) -> None:
+    async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
         """See Router.set_groups."""
         await self._started().set_groups(groups, version)
 

@@ -23,7 +23,7 @@ from grpc_status import rpc_status
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReader, status_of
 from coatcheck.proto.tracing import CARRIED
-from coatcheck.router.access.authenticator import Gate
+from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope, Tenant
 from coatcheck.router.event_loop.message_limits import check_bytes, parse
 from coatcheck.router.event_loop.side_process import SideProcesses
@@ -39,14 +39,14 @@ RequestIterator = AsyncIterator[bytes]
 Question = TypeVar("Question", bound=Message)
 
 
-class Edge:
+class GrpcHandlers:
     """Makes gRPC handlers of methods. The gate admits the caller before any of its message is read.
 
     `knows`: the method also takes `tenant`. `generates`: it also takes `on_decision`, the `carrier` of the caller's
     trace, and `deadline`.
     """
 
-    def __init__(self, gate: Gate, slow_reader_seconds: float, side: SideProcesses) -> None:
+    def __init__(self, gate: Authenticator, slow_reader_seconds: float, side: SideProcesses) -> None:
         self._gate = gate
         self._side = side
         self._slow_reader_seconds = slow_reader_seconds

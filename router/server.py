@@ -26,26 +26,26 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
 from coatcheck.proto.log_lines import configure_logging
 from coatcheck.proto.tracing import Tracing
-from coatcheck.router.access.authenticator import Gate
+from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.connection_limits import GRPC_SHARE, HTTP_SHARE, most_connections, raise_limit
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.groups.group_endpoint import GroupAddress
-from coatcheck.router.groups.group_metrics import LossMetrics
-from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_metrics import GroupFailureMetrics
+from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.index_metrics import IndexMetrics
-from coatcheck.router.grpc_handlers import Edge
+from coatcheck.router.grpc_handlers import GrpcHandlers
 from coatcheck.router.grpc_services import add_small_services
 from coatcheck.router.http.http_server import HttpServer
 from coatcheck.router.http.middleware import guarded
-from coatcheck.router.openai.routes import Api
-from coatcheck.router.serving.admin_service import Admin
-from coatcheck.router.serving.admission_queue import Line
-from coatcheck.router.serving.dispatcher import Dispatch
-from coatcheck.router.serving.generate_service import Generation
-from coatcheck.router.telemetry.prometheus_page import Metrics
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.openai.routes import OpenAIRoutes
+from coatcheck.router.serving.admin_service import AdminService
+from coatcheck.router.serving.admission_queue import AdmissionQueue
+from coatcheck.router.serving.dispatcher import Dispatcher
+from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.telemetry.prometheus_page import PrometheusPage
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
 from coatcheck.router.text.tokenizer import TokenizerJson, find_files
 
@@ -77,14 +77,14 @@ class Router:
         they cannot be read."""
         self.config = config
         self.certificate = ServerCertificate.load(config.tls_cert, config.tls_key, config.tls_client_ca)
-        line = Line(config.max_queued)
-        self.groups = Groups(config, eased=line.move, groups_changed=line.reclassify)
-        self.dispatch = Dispatch(self.groups, line)
+        line = AdmissionQueue(config.max_queued)
+        self.groups = GroupRegistry(config, eased=line.move, groups_changed=line.reclassify)
+        self.dispatch = Dispatcher(self.groups, line)
         registry = CollectorRegistry()
         registry.register(IndexMetrics(self.groups))
-        registry.register(LossMetrics(self.groups.losses, self.dispatch.retries))
-        measures = Measures(registry)
-        self._gate = Gate(config.keys_file, on_refused=measures.refused)
+        registry.register(GroupFailureMetrics(self.groups.losses, self.dispatch.retries))
+        measures = RequestMetrics(registry)
+        self._gate = Authenticator(config.keys_file, on_refused=measures.refused)
         self.traffic = Traffic(measures)
         self.http_address = ""  # host:port once it listens, if it does
         self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
@@ -95,12 +95,12 @@ class Router:
             if config.generation_config == "auto":
                 defaults = sampling_defaults(directory)
         self._side = SideProcesses()
-        self.generation = Generation(
+        self.generation = GenerateService(
             config, tokenizer, self.groups, self.dispatch, self.traffic, self._side, self._tracing, defaults
         )
-        self.admin = Admin(config, self.groups, self.dispatch, self.traffic)
-        self.metrics = Metrics(self.admin.counts, registry)
-        api = Api(self.generation, self.admin, tokenizer, self.metrics, self._side)
+        self.admin = AdminService(config, self.groups, self.dispatch, self.traffic)
+        self.metrics = PrometheusPage(self.admin.counts, registry)
+        api = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side)
         self._http = HttpServer(
             guarded(api.app, self._gate, measures, local=config.answers_only_locally),
             self.certificate,
@@ -136,7 +136,7 @@ class Router:
         self._health_watch = asyncio.create_task(self._watch_health())
         return f"{self.config.host}:{port}"
 
-    async def set_groups(self, groups: Sequence[GroupAddress], version: int = 0) -> None:
+    async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
         """Replaces the groups; requests on one that is gone go on elsewhere. A list older than the newest is ignored
         (see Groups.set)."""
         await self.groups.set(groups, version)
@@ -168,7 +168,7 @@ class Router:
 
     def _add_services(self) -> None:
         generation, admin = self.generation, self.admin
-        edge = Edge(self._gate, self.config.slow_reader_seconds, self._side)
+        edge = GrpcHandlers(self._gate, self.config.slow_reader_seconds, self._side)
         asked = messages.GenerateRequest
         methods = {
             "Generate": edge.unary(asked, generation.generate, knows=True, generates=True),
@@ -217,13 +217,13 @@ def main(
     """Runs one router against groups that are already there."""
     configure_logging(log_format, router=name)
     raise_limit()
-    addresses = [GroupAddress(name, address) for name, _, address in (entry.partition("=") for entry in group)]
+    addresses = [GroupEndpoint(name, address) for name, _, address in (entry.partition("=") for entry in group)]
     with contextlib.suppress(KeyboardInterrupt):
         config = RouterConfig(model, served_model_name, name, host, port, http_host=host, http_port=http_port)
         asyncio.run(_serve(config, addresses))
 
 
-async def _serve(config: RouterConfig, groups: Sequence[GroupAddress]) -> None:
+async def _serve(config: RouterConfig, groups: Sequence[GroupEndpoint]) -> None:
     router = Router(config)
     print(f"router {config.name} listens on {await router.start()}, http on {router.http_address}", flush=True)
     await router.set_groups(groups)

@@ -1,4 +1,4 @@
-"""Leader: what rank 0 does beside its part of each step: it schedules, and serves the group's routers.
+"""Driver: what rank 0 does beside its part of each step: it schedules, and serves the group's routers.
 
 It is given a rank that is warm. It does not know how ranks meet, nor where their bytes come from.
 """
@@ -22,17 +22,17 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.process_setup import die
-from coatcheck.workers.runner.memory_budget import Reservation
+from coatcheck.workers.runner.memory_budget import MemoryBudget
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import GroupRunner
+from coatcheck.workers.runner.tp_runner import TpRunner
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _log = logging.getLogger(__name__)
 
 
-class Leader:
+class Driver:
     """Serves once it is made, at `address`; `run` steps until `stop`, which any thread may call; then `close`.
 
     `copies`: what the warm-up's copies took. `compiled`: how many kernels there have been since readiness.
@@ -44,18 +44,18 @@ class Leader:
         spec: ModelSpec,
         runner: ModelRunner,
         communicator: Communicator,
-        memory: Reservation,
+        memory: MemoryBudget,
         ranks: list[public.RankStatus],
         *,
         name: str,
         host: str,
         record: CrashRecord,
-        grammars: Grammars,
+        grammars: GrammarBackend,
         copies: CopyReport | None,
         compiled: Callable[[], int],
     ) -> None:
         on_gpu = memory.pool.device.type == "cuda"
-        self._group_runner = GroupRunner(runner, communicator) if communicator.size > 1 else None
+        self._group_runner = TpRunner(runner, communicator) if communicator.size > 1 else None
         self.engine = Engine(
             spec,
             self._group_runner or runner,
@@ -124,7 +124,7 @@ class Leader:
             die(self._name, error)
 
 
-def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: Reservation) -> wire.Registration:
+def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: MemoryBudget) -> wire.Registration:
     model = public.GetModelResponse(
         name=spec.name,
         max_model_len=engine.max_model_len,

@@ -24,7 +24,7 @@ from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.rank_facts import gather
-from coatcheck.workers.driver import Leader
+from coatcheck.workers.driver import Driver
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.free_memory import peak_bytes
 from coatcheck.workers.host.process_setup import die, divide_cores
@@ -32,11 +32,11 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.cuda_block_copier import make_copier
 from coatcheck.workers.runner.cuda_graphs import graph_sizes
-from coatcheck.workers.runner.memory_budget import Reservation
+from coatcheck.workers.runner.memory_budget import MemoryBudget
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import follow
 from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _WARM_UP_TOKENS = 64
 
@@ -68,7 +68,7 @@ class Rank:
         self._host = host
         self._listener = listener
         self._stopping = False
-        self._leader: Leader | None = None
+        self._leader: Driver | None = None
         self.compile_watch = CompileWatch()
         self._record = CrashRecord(record_base, rank, config.tp)
 
@@ -101,11 +101,11 @@ class Rank:
         self._note(phase=Phase.WARMING)
         # Routers name the model as its operator does, and block hashes hold that name.
         spec = dataclasses.replace(model.spec, name=config.served_model_name)
-        grammars = Grammars.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+        grammars = GrammarBackend.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
         if device.type == "cuda":
             self.compile_watch.start()
         layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
-        memory = Reservation.take(config, layout, communicator, device, ranks_on_host=self._ranks_on_host)
+        memory = MemoryBudget.take(config, layout, communicator, device, ranks_on_host=self._ranks_on_host)
         runner = self._build_runner(model, memory, communicator, grammars)
         copies = self._warm_up(runner, memory)
         ranks = rank_statuses(communicator, device)
@@ -114,7 +114,7 @@ class Rank:
         gc.freeze()
         try:
             if self.rank == 0:
-                leader = Leader(
+                leader = Driver(
                     config,
                     spec,
                     runner,
@@ -145,7 +145,7 @@ class Rank:
             self._leader.stop()
 
     def _build_runner(
-        self, model: Model, memory: Reservation, communicator: Communicator, grammars: Grammars
+        self, model: Model, memory: MemoryBudget, communicator: Communicator, grammars: GrammarBackend
     ) -> ModelRunner:
         device = memory.pool.device
         max_num_seqs = self.config.max_num_seqs
@@ -161,7 +161,7 @@ class Rank:
             graph_sizes=graph_sizes(max_num_seqs) if device.type == "cuda" and model.capturable else (),
         )
 
-    def _warm_up(self, runner: ModelRunner, memory: Reservation) -> CopyReport | None:
+    def _warm_up(self, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
         """The same first steps on every rank; returns what the copies among them took."""
         config, copies = self.config, None
         on_gpu = memory.pool.device.type == "cuda"
@@ -178,7 +178,7 @@ class Rank:
         self.compile_watch.ready()
         return copies
 
-    def _lead(self, leader: Leader, memory: Reservation, spec: ModelSpec) -> None:
+    def _lead(self, leader: Driver, memory: MemoryBudget, spec: ModelSpec) -> None:
         """Rank 0: schedules and serves until `stop`."""
         self._note(
             phase=Phase.SERVING,

@@ -14,7 +14,7 @@ import torch
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.model.model import build_model
 
 
@@ -26,7 +26,7 @@ def find_refusal(
         with Checkpoint.open(model) as checkpoint:
             build_model(
                 checkpoint,
-                Shard(0, tp),
+                TpShard(0, tp),
                 dtype=dtype,
                 device=torch.device("cpu"),
                 max_model_len=max_model_len,

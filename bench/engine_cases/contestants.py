@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -115,7 +115,7 @@ class Coatcheck:
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0)
         # A salt of its own keeps every prompt out of the prefix cache.
         name = str(self._requests)
-        self._engine.submit(Request(name, tuple(prompt), sampling, cache_salt=name))
+        self._engine.submit(EngineRequest(name, tuple(prompt), sampling, cache_salt=name))
 
     def _drain(self) -> None:
         while self._engine.has_work:

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -105,7 +105,7 @@ def submit(engine: Engine, name: str, prompt_len: int, max_tokens: int) -> None:
     """A request of that many tokens that nothing else shares."""
     prompt = torch.randint(3, 4096, (prompt_len,)).tolist()
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
-    engine.submit(Request(name, tuple(prompt), sampling))
+    engine.submit(EngineRequest(name, tuple(prompt), sampling))
 
 
 def timed_step(engine: Engine) -> float:

@@ -23,14 +23,14 @@ from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _BLOCK_SIZE, _BLOCKS, _ALONE_STEPS = 16, 2000, 200
 
@@ -82,7 +82,7 @@ def build(directory: Path, chats: int) -> Engine:
     layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
     pool = allocate_pool(layout, _BLOCKS, torch.device("cpu"))
     spec = model.spec
-    grammars = Grammars.load(directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+    grammars = GrammarBackend.load(directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
     most = min(spec.max_model_len, _BLOCKS * _BLOCK_SIZE)
     runner = ModelRunner(model, layout, pool, max_num_seqs=chats + 8, max_model_len=most, grammars=grammars)
     return Engine(
@@ -115,7 +115,7 @@ def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int, 
     prompt = torch.randint(3, VOCABULARY, (32,)).tolist()
     free = grammar is None
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=free, structured=grammar)
-    engine.submit(Request(name, tuple(prompt), sampling, tenant=tenant))
+    engine.submit(EngineRequest(name, tuple(prompt), sampling, tenant=tenant))
 
 
 def timed_step(engine: Engine) -> float:

@@ -20,12 +20,12 @@ import typer
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
-from coatcheck.workers.structured.grammar_registry import GrammarLedger
+from coatcheck.workers.structured.grammar_registry import GrammarRegistry
 
 _PROMPT = tuple(range(100, 132))
 _ROUNDS, _CALLS = 5, 40
@@ -34,9 +34,9 @@ _ROUNDS, _CALLS = 5, 40
 def plans(rows: int, letters: int) -> dict[str, StepPlan]:
     """So many new rows without a grammar, with one that ranks have, and the plan that has told them of it."""
     grammar = Grammar("json_schema", json.dumps({"type": "string", "description": "x" * letters}))
-    ledger, announces = GrammarLedger(), StepPlan()
+    ledger, announces = GrammarRegistry(), StepPlan()
     sampling = SamplingParams(seed=7, structured=grammar)
-    request = Request("r", _PROMPT, sampling)
+    request = EngineRequest("r", _PROMPT, sampling)
     ledger.use([Sequence(request, 0, [*_PROMPT], 99, (0, 0), frozenset())])
     ledger.announce(announces)
     ledger.settle(tuple(int(lane == lane_of(grammar)) for lane in range(len(AT_ONCE))))

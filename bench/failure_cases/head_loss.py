@@ -37,7 +37,7 @@ _TITLES = {"supervisor": "ray::Supervisor", "router": "ray::RouterActor", "ranks
 
 
 @dataclass(frozen=True)
-class Loss:
+class HeadLoss:
     """One way to lose the head; `back_after`: seconds until it is started again, None: never."""
 
     name: str
@@ -48,15 +48,15 @@ class Loss:
 
 
 LOSSES = (
-    Loss("its process, with Redis", True, False, None, 30.0),
-    Loss("its node, with Redis", True, True, 10.0, 30.0),
-    Loss("its process, without Redis", False, False, None, 75.0),
-    Loss("its node, without Redis", False, True, None, 75.0),
-    Loss("its node, without Redis, and back", False, True, 10.0, 75.0),
+    HeadLoss("its process, with Redis", True, False, None, 30.0),
+    HeadLoss("its node, with Redis", True, True, 10.0, 30.0),
+    HeadLoss("its process, without Redis", False, False, None, 75.0),
+    HeadLoss("its node, without Redis", False, True, None, 75.0),
+    HeadLoss("its node, without Redis, and back", False, True, 10.0, 75.0),
 )
 
 
-class Case:
+class HeadLossCase:
     """A cluster that is about to lose its head."""
 
     def __init__(self, nodes: RayNodes, checkpoint: Path, scratch: Path) -> None:
@@ -102,12 +102,12 @@ class Case:
 
 
 @contextmanager
-def case_of(loss: Loss, checkpoint: Path, scratch: Path) -> Iterator[Case]:
+def case_of(loss: HeadLoss, checkpoint: Path, scratch: Path) -> Iterator[HeadLossCase]:
     """Everything that it starts is gone when it is left."""
     with redis_server(scratch) if loss.redis else nullcontext() as address:
         environment = {"RAY_REDIS_ADDRESS": address} if address else {}
         with RayNodes(scratch, environment=environment) as nodes:
-            case = Case(nodes, checkpoint, scratch)
+            case = HeadLossCase(nodes, checkpoint, scratch)
             try:
                 yield case
             finally:
@@ -116,7 +116,7 @@ def case_of(loss: Loss, checkpoint: Path, scratch: Path) -> Iterator[Case]:
                     case.serve.wait()
 
 
-async def lose(loss: Loss, checkpoint: Path, scratch: Path) -> dict[str, Any]:
+async def lose(loss: HeadLoss, checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """When what ended, in seconds after the kill; None: it did not."""
     with case_of(loss, checkpoint, scratch) as case:
         case.start()

@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coatcheck.bench.gpu_cases.batch import Batch
 from coatcheck.bench.gpu_cases.clock import Roofs, seconds
-from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.workers.core.kv_dtype import KvDtype
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _GB = 1e9
 
 
-def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Odd lengths, mixed batches, and each head size, pool and option in turn, against the float32 reference."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     mixed = [(1, 1), (1, 15), (16, 16), (1, 17), (5, 257), (1, 600), (33, 40), (130, 700), (1, 1025), (1, 4097)]
@@ -35,13 +35,13 @@ def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]
         for one_order in (False, True):
             error = batch.error(batch.run(one_order=one_order))
             order = ", one order" if one_order else ""
-            yield Row(
+            yield Measurement(
                 "correct", f"{heads}/{kv_heads} heads of {dim}, {_name(dtype)} over {kv}{options}{order}", error=error,
                 target=f"error <= {_TOLERANCE[dtype]:g}", met=error <= _TOLERANCE[dtype],
             )  # fmt: skip
 
 
-def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Steps of one query each: bytes of KV over the time they take, over the copy bandwidth."""
     shapes: list[tuple[str, list[tuple[int, int]], tuple[int, int, int], float]] = [
         ("64 of 4k", [(1, 4096)] * 64, (32, 8, 128), 0.85), ("16 of 16k", [(1, 16384)] * 16, (32, 8, 128), 0.85),
@@ -63,17 +63,17 @@ def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
             if kv is KvDtype.BFLOAT16:
                 plain = took
                 theirs = _sdpa_seconds(batch, device) if len(set(lengths)) == 1 else None
-                yield Row("decode", title, took * 1e3, share, error, "SDPA, gathered" if theirs else "",
+                yield Measurement("decode", title, took * 1e3, share, error, "SDPA, gathered" if theirs else "",
                           theirs and theirs * 1e3, f"share >= {target:.0%}", share >= target)  # fmt: skip
             elif kv is KvDtype.INT4:
-                yield Row("decode", title, took * 1e3, share, error, "bf16", plain * 1e3)
+                yield Measurement("decode", title, took * 1e3, share, error, "bf16", plain * 1e3)
             else:
-                yield Row("decode", title, took * 1e3, share, error, "bf16", plain * 1e3, "1.7 times as fast",
+                yield Measurement("decode", title, took * 1e3, share, error, "bf16", plain * 1e3, "1.7 times as fast",
                           plain / took >= 1.7 or quick)  # fmt: skip
             del batch
 
 
-def prefill(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def prefill(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Whole prompts and chunks behind a cached prefix: operations over the time they take, over the matrix rate."""
     shapes = [
         ("1 of 8k", [(8192, 8192)], 128, 0.7), ("4 of 2k", [(2048, 2048)] * 4, 128, 0.0),
@@ -92,12 +92,12 @@ def prefill(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]
             name, best = _best_sdpa(batch, device)
             ratio = best / took
             meets = ratio >= target if target and kv is KvDtype.BFLOAT16 else None
-            yield Row("prefill", f"{what}, {heads}/{kv_heads} of {dim}, {kv}", took * 1e3, share, error, name,
+            yield Measurement("prefill", f"{what}, {heads}/{kv_heads} of {dim}, {kv}", took * 1e3, share, error, name,
                       best * 1e3, f"{target:g} times as fast" if meets is not None else "", meets)  # fmt: skip
             del batch
 
 
-def flex(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def flex(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """FlexAttention over dense keys and values, compiled, on the same prefill and the same decode."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -114,7 +114,9 @@ def flex(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q_len, seq_len, device=str(device))
         theirs = seconds(partial(compiled, q, k, v, block_mask=mask, enable_gqa=True), device, times=3)
         ours = seconds(batch.run, device, times=3)
-        yield Row("flex", f"{what}, 32/8 of 128, bf16", ours * 1e3, beside="FlexAttention", beside_ms=theirs * 1e3)
+        yield Measurement(
+            "flex", f"{what}, 32/8 of 128, bf16", ours * 1e3, beside="FlexAttention", beside_ms=theirs * 1e3
+        )
         del batch
 
 

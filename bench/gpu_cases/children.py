@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from coatcheck.bench.gpu_cases.table import Row, Table
+from coatcheck.bench.gpu_cases.table import Measurement, Table
 
 DEVICE_LOST = 3  # the exit code of a child whose device answers no more
 _GOOD = (0, 1, 2)
@@ -28,7 +28,7 @@ def run_in_children(command: Sequence[str], parts: Sequence[str], directory: Pat
         said: dict[str, str] = table.facts.get("parts", {})
         for part, state in said.items():
             if state == "begun" and part in left:
-                table.add(Row(part, "the rest of it", failure=f"its process ended with exit code {code}"))
+                table.add(Measurement(part, "the rest of it", failure=f"its process ended with exit code {code}"))
         fewer = [part for part in left if part not in said]
         if not fewer or len(fewer) == len(left):
             return 1

@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from coatcheck.bench.gpu_cases.clock import Roofs
-from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.kernels.compile_watch import CompileWatch
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -48,23 +48,43 @@ def shapes(*, quick: bool) -> list[Shape]:
         max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2
     )
     small = Qwen3Config(
-        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        intermediate_size=3072, vocab_size=151936, **common,
-    )  # fmt: skip
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151936,
+        **common,
+    )
     large = LlamaConfig(
-        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-        intermediate_size=8192, vocab_size=128256, **common,
-    )  # fmt: skip
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        vocab_size=128256,
+        **common,
+    )
     return [Shape("0.6B", small, Qwen3ForCausalLM), Shape("1B", large, LlamaForCausalLM)]
 
 
 def tiny_config() -> LlamaConfig:
     """Of the runs whose tokens are compared in float32."""
     return LlamaConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=256, vocab_size=512, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
 
 
 def write_checkpoint(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device) -> Path:
@@ -86,9 +106,18 @@ class Group:
     """A model, a pool and a runner on one rank, and engines over them."""
 
     def __init__(
-        self, model: Model, device: torch.device, *, num_blocks: int, max_num_seqs: int, max_model_len: int,
-        kv_dtype: str = "auto", host_blocks: int = 0, graphs: bool = True, communicator: Communicator | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        device: torch.device,
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        kv_dtype: str = "auto",
+        host_blocks: int = 0,
+        graphs: bool = True,
+        communicator: Communicator | None = None,
+    ) -> None:
         self.model, self.device, self.num_blocks, self.host_blocks = model, device, num_blocks, host_blocks
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.layout = BlockLayout.of(model.spec.layers, BLOCK, choose_kv_dtype(kv_dtype, model.spec.dtype))
@@ -96,18 +125,29 @@ class Group:
         host = allocate_host(host_blocks, self.layout.bytes_per_block, device) if host_blocks else None
         sizes = graph_sizes(max_num_seqs) if graphs and model.capturable else ()
         self.runner = ModelRunner(
-            model, self.layout, pool, max_num_seqs=max_num_seqs, max_model_len=max_model_len, graph_sizes=sizes,
+            model,
+            self.layout,
+            pool,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            graph_sizes=sizes,
             copier=None if host is None else make_copier(pool, host, communicator or Communicator()),
-        )  # fmt: skip
+        )
         self.runner.warm()
 
     def engine(self, *, runner: Any = None, budget: int = 8192, num_blocks: int | None = None) -> Engine:
         """A new one: nothing is cached in it."""
         return Engine(
-            self.model.spec, runner or self.runner, num_blocks=num_blocks or self.num_blocks,
-            host_blocks=self.host_blocks, block_size=BLOCK, max_num_seqs=self.max_num_seqs, max_batch_tokens=budget,
-            max_model_len=self.max_model_len, pipeline_depth=1 if self.device.type == "cuda" else 0,
-        )  # fmt: skip
+            self.model.spec,
+            runner or self.runner,
+            num_blocks=num_blocks or self.num_blocks,
+            host_blocks=self.host_blocks,
+            block_size=BLOCK,
+            max_num_seqs=self.max_num_seqs,
+            max_batch_tokens=budget,
+            max_model_len=self.max_model_len,
+            pipeline_depth=1 if self.device.type == "cuda" else 0,
+        )
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, salt: str = "") -> Said:
@@ -115,7 +155,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingPa
     said: Said = {}
     for index, prompt in enumerate(prompts):
         said[str(index)] = ([], [])
-        engine.submit(Request(str(index), tuple(prompt), sampling, cache_salt=salt))
+        engine.submit(EngineRequest(str(index), tuple(prompt), sampling, cache_salt=salt))
     while engine.has_work:
         for output in engine.step().outputs:
             tokens, logprobs = said[output.request_id]
@@ -131,7 +171,7 @@ def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
     return found
 
 
-def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Decode steps of 64 sequences at 2k, with graphs and without, over bf16 and fp8 pools; prefill; late kernels."""
     batch, context, steps = (4, 48, 6) if quick else (64, 2048, 48)
     with TemporaryDirectory() as scratch:
@@ -151,13 +191,25 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
                 what = f"{shape.name}, batch {batch}, context {context}, kv {kv}, graphs {'on' if graphs else 'off'}"
                 share = roof / step
                 judged = graphs and shape.name == "1B" and kv == "auto"
-                yield Row("engine", f"decode step, {what}", step * 1e3, share, target="share >= 75%" if judged else "",
-                          met=share >= 0.75 if judged else None, note=f"warm in {warm:.0f} s")  # fmt: skip
+                yield Measurement(
+                    "engine",
+                    f"decode step, {what}",
+                    step * 1e3,
+                    share,
+                    target="share >= 75%" if judged else "",
+                    met=share >= 0.75 if judged else None,
+                    note=f"warm in {warm:.0f} s",
+                )
                 floor = 2 * weights / 2 * batch * context / roofs.matrix
-                yield Row("engine", f"prefill, {what}", prefill * 1e3, floor / prefill)
-                yield Row("engine", f"kernels compiled while serving, {what}", error=watch.late(), target="0",
-                          met=watch.late() == 0, note="; ".join(watch.kernels[-watch.late() :])[:500]
-                          if watch.late() else "")  # fmt: skip
+                yield Measurement("engine", f"prefill, {what}", prefill * 1e3, floor / prefill)
+                yield Measurement(
+                    "engine",
+                    f"kernels compiled while serving, {what}",
+                    error=watch.late(),
+                    target="0",
+                    met=watch.late() == 0,
+                    note="; ".join(watch.kernels[-watch.late() :])[:500] if watch.late() else "",
+                )
                 watch.stop()
                 del group
             yield _graphs_change_nothing(model, device, shape.name, quick)
@@ -184,7 +236,7 @@ def measure_steps(group: Group, batch: int, context: int, steps: int) -> tuple[f
     for round_ in ("warm", "measured"):
         started = time.perf_counter()
         for index, prompt in enumerate(prompts_of(batch, length, group.model.spec.vocab_size)):
-            engine.submit(Request(f"{round_} {index}", tuple(prompt), sampling, cache_salt=f"{round_} {index}"))
+            engine.submit(EngineRequest(f"{round_} {index}", tuple(prompt), sampling, cache_salt=f"{round_} {index}"))
         while engine.step().num_decodes < batch:
             pass
         prefill = time.perf_counter() - started
@@ -200,7 +252,7 @@ def measure_steps(group: Group, batch: int, context: int, steps: int) -> tuple[f
     return prefill, step
 
 
-def _graphs_change_nothing(model: Model, device: torch.device, name: str, quick: bool) -> Row:
+def _graphs_change_nothing(model: Model, device: torch.device, name: str, quick: bool) -> Measurement:
     """The same prompts with graphs and without: tokens equal but for what rounding alone may turn."""
     prompts = prompts_of(5, 20 if quick else 300, model.spec.vocab_size)
     sampling = SamplingParams(max_tokens=8 if quick else 32, temperature=0.0, ignore_eos=True, seed=0)
@@ -208,11 +260,17 @@ def _graphs_change_nothing(model: Model, device: torch.device, name: str, quick:
     said = [serve(make(graphs=graphs).engine(), prompts, sampling) for graphs in (True, False)]
     pairs = [pair for key in said[0] for pair in zip(said[0][key][0], said[1][key][0], strict=True)]
     differ = sum(one != other for one, other in pairs) / len(pairs)
-    return Row("engine", f"{name}: tokens with graphs unlike those without", error=differ, target="error <= 0.2",
-               met=differ <= 0.2, note="bf16: padding picks other kernels of cuBLAS")  # fmt: skip
+    return Measurement(
+        "engine",
+        f"{name}: tokens with graphs unlike those without",
+        error=differ,
+        target="error <= 0.2",
+        met=differ <= 0.2,
+        note="bf16: padding picks other kernels of cuBLAS",
+    )
 
 
-def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """--deterministic: tokens and logprobs, bit for bit, alone, in company, in chunks and cached; what a step costs."""
     batch, context, steps = (4, 48, 6) if quick else (64, 2048, 32)
     shape = shapes(quick=quick)[0]
@@ -222,17 +280,25 @@ def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterato
         for kept in (False, True):
             if kept and device.type == "cpu":
                 return  # what a CPU promises has tests of its own
-            model = load_model(
-                path, communicator=Communicator(), dtype="bfloat16", device=device, deterministic=kept
-            )  # fmt: skip
+            model = load_model(path, communicator=Communicator(), dtype="bfloat16", device=device, deterministic=kept)
             group = _sized(model, device, batch, context, steps)
             prefill, step = measure_steps(group, batch, context, steps)
             costs.append((prefill, step))
             mode = "on" if kept else "off"
-            yield Row("deterministic", f"decode step, {shape.name}, batch {batch}, {mode}", step * 1e3,
-                      beside="off" if kept else "", beside_ms=costs[0][1] * 1e3 if kept else None)  # fmt: skip
-            yield Row("deterministic", f"prefill, {shape.name}, {mode}", prefill * 1e3,
-                      beside="off" if kept else "", beside_ms=costs[0][0] * 1e3 if kept else None)  # fmt: skip
+            yield Measurement(
+                "deterministic",
+                f"decode step, {shape.name}, batch {batch}, {mode}",
+                step * 1e3,
+                beside="off" if kept else "",
+                beside_ms=costs[0][1] * 1e3 if kept else None,
+            )
+            yield Measurement(
+                "deterministic",
+                f"prefill, {shape.name}, {mode}",
+                prefill * 1e3,
+                beside="off" if kept else "",
+                beside_ms=costs[0][0] * 1e3 if kept else None,
+            )
         shortest, more = (20, 5) if quick else (150, 61)
         prompts = [all_[: shortest + more * i] for i, all_ in enumerate(prompts_of(6, 600, model.spec.vocab_size))]
         sampling = SamplingParams(max_tokens=24, temperature=0.8, seed=9, ignore_eos=True, logprobs=0)
@@ -246,5 +312,6 @@ def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterato
         ways["cached"] = serve(cached, prompts, sampling, "salt")
         for way, said in ways.items():
             unlike = sum(said[key] != cold[key] for key in cold)
-            yield Row("deterministic", f"requests {way} unlike themselves alone", error=unlike, target="0",
-                      met=unlike == 0)  # fmt: skip
+            yield Measurement(
+                "deterministic", f"requests {way} unlike themselves alone", error=unlike, target="0", met=unlike == 0
+            )

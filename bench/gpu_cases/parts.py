@@ -22,9 +22,9 @@ from coatcheck.bench.gpu_cases import rows as gpu_rows
 from coatcheck.bench.gpu_cases import tune as gpu_tune
 from coatcheck.bench.gpu_cases.children import DEVICE_LOST, run_in_children
 from coatcheck.bench.gpu_cases.clock import Roofs, measure_roofs
-from coatcheck.bench.gpu_cases.table import Row, Table
+from coatcheck.bench.gpu_cases.table import Measurement, Table
 
-Part = Callable[..., Iterator[Row]]
+Part = Callable[..., Iterator[Measurement]]
 # What says most comes first, should the time run out.
 PARTS: dict[str, Part] = {
     "correct": gpu_attention.correct,
@@ -95,7 +95,7 @@ def run_part(
     """Its rows, or what broke it; what came before that stays."""
     began = table.seconds
     if began > 60 * minutes:
-        table.add(Row(name, "not begun", note=f"{minutes} minutes were over"))
+        table.add(Measurement(name, "not begun", note=f"{minutes} minutes were over"))
         return
     table.begin(name)
     try:
@@ -103,10 +103,10 @@ def run_part(
             for row in PARTS[name](device, roofs, quick=quick):
                 table.add(row)
                 if table.seconds > 60 * (minutes + 1):
-                    table.add(Row(name, "the rest of it", note="time was over"))
+                    table.add(Measurement(name, "the rest of it", note="time was over"))
                     break
     except Exception:  # whatever it is must not keep the others from running
-        table.add(Row(name, "the rest of it", failure=traceback.format_exc()))
+        table.add(Measurement(name, "the rest of it", failure=traceback.format_exc()))
     table.end(name, table.seconds - began)
     gc.collect()
     if device.type == "cuda":

@@ -14,22 +14,22 @@ import torch
 
 from coatcheck.bench.gpu_cases.clock import Roofs
 from coatcheck.bench.gpu_cases.engine import Group, Said, Shape, prompts_of, serve, tiny_config, write_checkpoint
-from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.copy_report import CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.block_copier import Copier
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_block_copier import make_copier
 from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow
 
 _GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, seed=3)
 _WAIT = 120
 
 
-def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Blocks to pinned memory and back on a stream of their own: bytes, bandwidth, and a block that was spoilt."""
     count, size = (8, 4096) if quick else (256, 2 << 20)
     pool = torch.randint(0, 255, (count, size), dtype=torch.uint8, device=device)
@@ -52,19 +52,31 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
         pool.zero_()
         good = equal and set(statuses) == {CopyStatus.DONE}
         rate = f"{count * size / took / 1e9:.1f} GB/s with checksums"
-        yield Row("tiers", f"{count} blocks of {size >> 10} KiB {way}", took * 1e3, error=float(not good),
-                  target="equal bytes", met=good, note=rate)  # fmt: skip
+        yield Measurement(
+            "tiers",
+            f"{count} blocks of {size >> 10} KiB {way}",
+            took * 1e3,
+            error=float(not good),
+            target="equal bytes",
+            met=good,
+            note=rate,
+        )
     host[3, 100] ^= 1
     copier.start(StepPlan(restores=back))
     statuses = _settle(copier, count)
     broken = [index for index, status in enumerate(statuses) if status is CopyStatus.BROKEN]
     right = [slot for slot, _ in back].index(3)
-    yield Row("tiers", "a bit turned in host memory is found", error=float(broken != [right]), target="one block",
-              met=broken == [right])  # fmt: skip
+    yield Measurement(
+        "tiers",
+        "a bit turned in host memory is found",
+        error=float(broken != [right]),
+        target="one block",
+        met=broken == [right],
+    )
     yield _tiered_tokens(device)
 
 
-def _settle(copier: Copier, count: int) -> list[CopyStatus]:
+def _settle(copier: BlockCopier, count: int) -> list[CopyStatus]:
     """How each of the copies begun ended, in order."""
     statuses: list[CopyStatus] = []
     deadline = time.monotonic() + _WAIT
@@ -75,7 +87,7 @@ def _settle(copier: Copier, count: int) -> list[CopyStatus]:
     return statuses
 
 
-def _tiered_tokens(device: torch.device) -> Row:
+def _tiered_tokens(device: torch.device) -> Measurement:
     """Prompts that come again through a pool too small for all of them, beside a pool that holds them."""
     with TemporaryDirectory() as scratch:
         path = write_checkpoint(Path(scratch), _tiny(), torch.float32, device)
@@ -85,11 +97,17 @@ def _tiered_tokens(device: torch.device) -> Row:
         engine, want = small.engine(budget=128), _tokens(serve(_large(model, device).engine(), prompts, _GREEDY))
         unlike = sum(_tokens(serve(engine, prompts, _GREEDY)) != want for _ in range(3))
         restored = engine.stats().restores
-        return Row("tiers", "tokens through a small pool and the host, three times", error=unlike, target="equal",
-                   met=unlike == 0 and restored > 0, note=f"{restored} blocks came back")  # fmt: skip
+        return Measurement(
+            "tiers",
+            "tokens through a small pool and the host, three times",
+            error=unlike,
+            target="equal",
+            met=unlike == 0 and restored > 0,
+            note=f"{restored} blocks came back",
+        )
 
 
-def ranks(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def ranks(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """float32 tokens of two ranks on one device over the host's memory and over gloo, and of one rank over NCCL."""
     with TemporaryDirectory() as scratch:
         path = write_checkpoint(Path(scratch), _tiny(), torch.float32, device)
@@ -98,14 +116,19 @@ def ranks(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
         del model
         for share in (False, True):
             transport, have = _run_ranks(path, device, share)
-            yield Row("ranks", f"tp 2 on one device over {transport}: tokens unlike tp 1's", error=float(have != want),
-                      target="equal", met=have == want,
-                      note="no C library here to share memory" if share and "gloo" in transport else "")  # fmt: skip
+            yield Measurement(
+                "ranks",
+                f"tp 2 on one device over {transport}: tokens unlike tp 1's",
+                error=float(have != want),
+                target="equal",
+                met=have == want,
+                note="no C library here to share memory" if share and "gloo" in transport else "",
+            )
     if device.type == "cuda":
         yield _nccl_alone(device)
 
 
-def _nccl_alone(device: torch.device) -> Row:
+def _nccl_alone(device: torch.device) -> Measurement:
     """NCCL in a world of one: it starts, adds and gathers, eagerly and in a graph."""
     import torch.distributed as dist
 
@@ -128,7 +151,9 @@ def _nccl_alone(device: torch.device) -> Row:
         good = torch.equal(x, want) and torch.equal(parts[0], want)
     finally:
         dist.destroy_process_group()
-    return Row("ranks", "NCCL in a world of one, eager and in a graph", error=float(not good), target="equal", met=good)
+    return Measurement(
+        "ranks", "NCCL in a world of one, eager and in a graph", error=float(not good), target="equal", met=good
+    )
 
 
 def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list[list[int]]]:
@@ -140,11 +165,13 @@ def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), "--as-rank", f"{rank},{address},{path},{device.type},{int(share)}"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     deadline = time.monotonic() + _WAIT
     # One that breaks leaves the other waiting: what it said counts, not the wait.
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
@@ -166,24 +193,22 @@ def as_rank(words: str) -> None:
     device = torch.device(kind)
     communicator = Communicator.join(
         int(rank), 2, address, device=device, share_memory=bool(int(share)), over_host=True
-    )  # fmt: skip
+    )
     model = load_model(path, communicator=communicator, dtype="float32", device=device)
     communicator.meet()
     group = _large(model, device, communicator)
     if communicator.rank:
         follow(group.runner, communicator)
     else:
-        leader = GroupRunner(group.runner, communicator)
+        leader = TpRunner(group.runner, communicator)
         tokens = _tokens(serve(group.engine(runner=leader), prompts_of(5, 90, 512), _GREEDY))
         print(json.dumps({"transport": communicator.transport, "tokens": tokens}))
         leader.stop()
     communicator.close()
 
 
-def _large(model: object, device: torch.device, communicator: Communicator | None = None) -> Group:
-    return Group(
-        model, device, num_blocks=96, max_num_seqs=8, max_model_len=256, communicator=communicator  # type: ignore[arg-type]
-    )  # fmt: skip
+def _large(model: Model, device: torch.device, communicator: Communicator | None = None) -> Group:
+    return Group(model, device, num_blocks=96, max_num_seqs=8, max_model_len=256, communicator=communicator)
 
 
 def _tiny() -> Shape:

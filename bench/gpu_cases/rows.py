@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.bench.gpu_cases.clock import Roofs, seconds
-from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.kv.gather_blocks import gather_blocks, scatter_blocks
@@ -25,7 +25,7 @@ from coatcheck.workers.runner.kv_memory import allocate_pool, layer_caches
 _TARGET = 0.8
 
 
-def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """Each moves well over 64 MB, so that bandwidth is what counts."""
     tokens = 64 if quick else 16384
 
@@ -34,11 +34,25 @@ def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
 
     x, residual, weight = random(tokens, 4096), random(tokens, 4096), random(4096)
     want = rms_norm_reference(x, weight, 1e-6, residual)
-    yield _judged("add and RMS norm", partial(rms_norm, x, weight, 1e-6, residual=residual), 4 * x.nbytes,
-                  _error(rms_norm(x, weight, 1e-6, residual=residual)[0], want[0]), device, roofs, quick)  # fmt: skip
+    yield _judged(
+        "add and RMS norm",
+        partial(rms_norm, x, weight, 1e-6, residual=residual),
+        4 * x.nbytes,
+        _error(rms_norm(x, weight, 1e-6, residual=residual)[0], want[0]),
+        device,
+        roofs,
+        quick,
+    )
     gate_up = random(tokens, 16384)
-    yield _judged("SiLU and multiply", partial(silu_mul, gate_up), gate_up.nbytes * 3 // 2,
-                  _error(silu_mul(gate_up), silu_mul_reference(gate_up)), device, roofs, quick)  # fmt: skip
+    yield _judged(
+        "SiLU and multiply",
+        partial(silu_mul, gate_up),
+        gate_up.nbytes * 3 // 2,
+        _error(silu_mul(gate_up), silu_mul_reference(gate_up)),
+        device,
+        roofs,
+        quick,
+    )
     del gate_up, x, residual
     yield from _stores(tokens, device, roofs, quick)
     pool = torch.randint(0, 255, (256, 64 << 10 if quick else 2 << 20), dtype=torch.uint8, device=device)
@@ -46,8 +60,15 @@ def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
     source, target, before = order[:128].contiguous(), order[128:].contiguous(), pool.clone()
     copy_blocks(pool, source, target)
     before[target] = before[source]
-    yield _judged("copy blocks", partial(copy_blocks, pool, source, target), pool.nbytes,
-                  float(not torch.equal(pool, before)), device, roofs, quick)  # fmt: skip
+    yield _judged(
+        "copy blocks",
+        partial(copy_blocks, pool, source, target),
+        pool.nbytes,
+        float(not torch.equal(pool, before)),
+        device,
+        roofs,
+        quick,
+    )
     out = torch.empty_like(pool[:128])
     wrong = float(not torch.equal(gather_blocks(pool, source), pool[source]))
     yield _judged("gather blocks", partial(gather_blocks, pool, source, out), pool.nbytes, wrong, device, roofs, quick)
@@ -58,7 +79,7 @@ def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
     )
 
 
-def _stores(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Iterator[Row]:
+def _stores(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Iterator[Measurement]:
     """Rotary with the store of K and V, into each kind of pool, and the plain store."""
     heads, kv_heads, dim = 32, 8, 128
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).bfloat16()
@@ -89,29 +110,37 @@ def _stores(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Ite
 
 
 def _judged(
-    what: str, work: Callable[[], object], moved: int, error: float, device: torch.device, roofs: Roofs, quick: bool,
+    what: str,
+    work: Callable[[], object],
+    moved: int,
+    error: float,
+    device: torch.device,
+    roofs: Roofs,
+    quick: bool,
     tolerance: float = 0.02,
-) -> Row:  # fmt: skip
+) -> Measurement:
     took = seconds(work, device)
     share = moved / took / roofs.copy
     met = (share >= _TARGET or quick) and error <= tolerance
-    return Row("rows", f"{what}, {moved / 1e6:.0f} MB", took * 1e3, share, error, target=f"share >= {_TARGET:.0%}",
-               met=met)  # fmt: skip
+    return Measurement(
+        "rows", f"{what}, {moved / 1e6:.0f} MB", took * 1e3, share, error, target=f"share >= {_TARGET:.0%}", met=met
+    )
 
 
 def _error(have: Tensor, want: Tensor) -> float:
     return float((have.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-9))
 
 
-def sampling(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def sampling(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """The draw, its filters, penalties and masks: equal tokens, and times beside torch's forms."""
     count, vocab = (4, 1000) if quick else (64, 128256)
     torch.manual_seed(1)
     logits = torch.randn(count, vocab, device=device) * 2
     key = {
-        "seed": torch.arange(count, device=device), "choice": torch.zeros(count, dtype=torch.int32, device=device),
+        "seed": torch.arange(count, device=device),
+        "choice": torch.zeros(count, dtype=torch.int32, device=device),
         "position": torch.arange(count, device=device) + 7,
-    }  # fmt: skip
+    }
     for what, k, p, least in (
         ("plain", 0, 1.0, 0.0),
         ("top-k 50, top-p 0.9", 50, 0.9, 0.0),
@@ -120,15 +149,23 @@ def sampling(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row
         knobs = {
             "temperature": torch.full((count,), 0.8, device=device),
             "top_k": torch.full((count,), k, dtype=torch.int32, device=device),
-            "top_p": torch.full((count,), p, device=device), "min_p": torch.full((count,), least, device=device),
-        }  # fmt: skip
+            "top_p": torch.full((count,), p, device=device),
+            "min_p": torch.full((count,), least, device=device),
+        }
         work, reference = partial(sample, logits, **knobs, **key), partial(sample_reference, logits, **knobs, **key)
         differ = float((work() != reference()).float().mean())
         # The mass of top-p is summed in float32 here and in float64 there: a token at its edge may fall either way.
         limit = 0.05 if p < 1 else 0.0
-        yield Row("sampling", f"draw, {count} of {vocab}, {what}", seconds(work, device) * 1e3, error=differ,
-                  beside="torch", beside_ms=seconds(reference, device) * 1e3, target="equal tokens",
-                  met=differ <= limit)  # fmt: skip
+        yield Measurement(
+            "sampling",
+            f"draw, {count} of {vocab}, {what}",
+            seconds(work, device) * 1e3,
+            error=differ,
+            beside="torch",
+            beside_ms=seconds(reference, device) * 1e3,
+            target="equal tokens",
+            met=differ <= limit,
+        )
     tokens = torch.randint(0, vocab, (count, 16 if quick else 2048), dtype=torch.int32, device=device)
     prompt = torch.full((count,), 5, dtype=torch.int32, device=device)
     total = torch.full((count,), tokens.shape[1] - 1, dtype=torch.int32, device=device)
@@ -137,16 +174,26 @@ def sampling(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row
     apply_penalties(have, tokens, prompt, total, *amounts)
     apply_penalties_reference(want, tokens, prompt, total, *amounts)
     error = _error(have, want)
-    yield Row("sampling", f"penalties, {count} of {vocab}",
-              seconds(partial(apply_penalties, have, tokens, prompt, total, *amounts), device) * 1e3, error=error,
-              beside="torch", beside_ms=seconds(
-                  partial(apply_penalties_reference, want, tokens, prompt, total, *amounts), device) * 1e3,
-              target="error <= 1e-5", met=error <= 1e-5)  # fmt: skip
+    yield Measurement(
+        "sampling",
+        f"penalties, {count} of {vocab}",
+        seconds(partial(apply_penalties, have, tokens, prompt, total, *amounts), device) * 1e3,
+        error=error,
+        beside="torch",
+        beside_ms=seconds(partial(apply_penalties_reference, want, tokens, prompt, total, *amounts), device) * 1e3,
+        target="error <= 1e-5",
+        met=error <= 1e-5,
+    )
     every = torch.arange(count, device=device)
     mask = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), dtype=torch.int32, device=device)
     have, want = logits.clone(), logits.clone()
     apply_token_mask(have, every, mask)
     apply_token_mask_reference(want, every, mask)
-    yield Row("sampling", f"masks, {count} of {vocab}",
-              seconds(partial(apply_token_mask, have, every, mask), device) * 1e3,
-              error=float(not torch.equal(have, want)), target="equal", met=torch.equal(have, want))  # fmt: skip
+    yield Measurement(
+        "sampling",
+        f"masks, {count} of {vocab}",
+        seconds(partial(apply_token_mask, have, every, mask), device) * 1e3,
+        error=float(not torch.equal(have, want)),
+        target="equal",
+        met=torch.equal(have, want),
+    )

@@ -10,7 +10,7 @@ _HEAD = "| part | what | ms | share of roof | error | beside | times as fast | t
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Measurement:
     """One figure. `share`: the least time that the roof allows over what it took; `error`: against the reference, or 0
     and 1 for equal and not; `ratio`: the other's time over ours. `target` reads `share`, `ratio` or `error`."""
 
@@ -51,7 +51,7 @@ class Table:
 
     def __init__(self, directory: Path, facts: dict[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.rows: list[Row] = []
+        self.rows: list[Measurement] = []
         self.facts = facts
         self._directory = directory
         self._started = time.monotonic()
@@ -61,8 +61,10 @@ class Table:
         """The one that another process has saved there."""
         saved = json.loads((directory / "gpu.json").read_text())
         self = cls(directory, saved["facts"])
-        names = {field.name for field in fields(Row)}
-        self.rows = [Row(**{name: value for name, value in row.items() if name in names}) for row in saved["rows"]]
+        names = {field.name for field in fields(Measurement)}
+        self.rows = [
+            Measurement(**{name: value for name, value in row.items() if name in names}) for row in saved["rows"]
+        ]
         self._started -= saved["seconds"]
         return self
 
@@ -81,7 +83,7 @@ class Table:
         self.facts["parts"][part] = f"{seconds:.1f} s"
         self.save()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Measurement) -> None:
         """Prints and saves it."""
         self.rows.append(row)
         print("| " + " | ".join(row.cells()) + " |", flush=True)

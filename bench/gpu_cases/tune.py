@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coatcheck.bench.gpu_cases.batch import Batch
 from coatcheck.bench.gpu_cases.clock import Roofs, seconds
-from coatcheck.bench.gpu_cases.table import Row
+from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.kernels.arch import arch_of
 from coatcheck.kernels.attention import paged_decode, paged_prefill
 from coatcheck.workers.core.kv_dtype import KvDtype
@@ -22,7 +22,7 @@ from coatcheck.workers.core.kv_dtype import KvDtype
 Try = tuple[str, Callable[[], object]]
 
 
-def tune(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
+def tune(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
     """The shapes of the targets, what takes longest last."""
     if device.type == "cpu":
         return  # there is nothing to launch
@@ -41,20 +41,22 @@ def tune(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Row]:
         yield from _best(f"prefill, 1 of 8k of {dim}, {kv}", _prefills(batch, device), floor, device)
 
 
-def _best(what: str, tries: Iterator[Try], floor: float, device: torch.device) -> Iterator[Row]:
+def _best(what: str, tries: Iterator[Try], floor: float, device: torch.device) -> Iterator[Measurement]:
     found: list[tuple[float, str]] = []
     for name, work in tries:
         try:
             work()
             took = seconds(work, device, times=3)
         except (triton.OutOfResources, RuntimeError) as error:  # too much shared memory, or the compiler gives up
-            yield Row("tune", f"{what}: {name}", note=f"passed over: {str(error).splitlines()[0][:120]}")
+            yield Measurement("tune", f"{what}: {name}", note=f"passed over: {str(error).splitlines()[0][:120]}")
             continue
         found.append((took, name))
-        yield Row("tune", f"{what}: {name}", took * 1e3, floor / took, beside="picked", beside_ms=found[0][0] * 1e3)
+        yield Measurement(
+            "tune", f"{what}: {name}", took * 1e3, floor / took, beside="picked", beside_ms=found[0][0] * 1e3
+        )
     if found:
         took, name = min(found)
-        yield Row(
+        yield Measurement(
             "tune", f"{what}: BEST {name}", took * 1e3, floor / took, beside="picked", beside_ms=found[0][0] * 1e3
         )
 

@@ -42,7 +42,7 @@ LAYERS = tuple(LayerSpec(12, 4, 64) for _ in range(12))
 
 
 @dataclass(slots=True)
-class Row:
+class DtypeFigures:
     """One kind of pool. `attention_us`: a call, by shape."""
 
     kv_dtype: str
@@ -115,7 +115,7 @@ class Attention:
             )
 
 
-def measure_attention(rows: list[Row], kinds: list[KvDtype], rounds: int) -> None:
+def measure_attention(rows: list[DtypeFigures], kinds: list[KvDtype], rounds: int) -> None:
     for shape in SHAPES:
         calls = [Attention.over(kind, *shape) for kind in kinds]
         best = [math.inf] * len(calls)
@@ -141,7 +141,7 @@ def main(
     sizes = [BlockLayout.of(loaded.spec.layers, BLOCK, kind).bytes_per_token for kind in kinds]
     found = [perplexity(loaded, ids, kind) for kind in kinds]
     rows = [
-        Row(kind, size, sizes[0] / size, one, one / found[0] - 1)
+        DtypeFigures(kind, size, sizes[0] / size, one, one / found[0] - 1)
         for kind, size, one in zip(kinds, sizes, found, strict=True)
     ]
     measure_attention(rows, [choose_kv_dtype(kind, "bfloat16") for kind in KINDS], rounds)

@@ -148,7 +148,7 @@ def throughput(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-class Answer:
+class TimedReply:
     """One request: seconds from its sending to each message with tokens, and its usage."""
 
     def __init__(self, times: list[float], usage: pb.Usage) -> None:
@@ -190,7 +190,7 @@ def processor_seconds(server: CoatcheckServer) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def ask(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> Answer:
+def ask(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> TimedReply:
     """One request to its end."""
     began, times, usage = time.perf_counter(), [], pb.Usage()
     for event in stream(server, tokens, max_tokens):
@@ -198,7 +198,7 @@ def ask(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> Answer:
             times.append(time.perf_counter() - began)
         elif event.HasField("final"):
             usage = event.final.usage
-    return Answer(times, usage)
+    return TimedReply(times, usage)
 
 
 def stream(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> Any:

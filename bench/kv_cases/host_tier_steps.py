@@ -21,7 +21,7 @@ from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -97,7 +97,7 @@ def serve(engine: Engine, seed: int) -> tuple[float, float]:
     for client in range(_CLIENTS):
         prompt = tuple(rng.randrange(2, VOCABULARY) for _ in range(_PROMPT))
         sampling = SamplingParams(max_tokens=_REPLY, temperature=0.0, ignore_eos=True, seed=0)
-        engine.submit(Request(f"{seed} {client}", prompt, sampling))
+        engine.submit(EngineRequest(f"{seed} {client}", prompt, sampling))
     while engine.has_work:
         engine.step()
     return time.perf_counter() - began, time.process_time() - busy

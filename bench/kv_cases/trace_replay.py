@@ -16,7 +16,7 @@ from coatcheck.bench.setup.public_traces import CONVERSATION, SYNTHETIC
 from coatcheck.workers.kv.block_pool import BlockPool, max_ghosts
 from coatcheck.workers.kv.eviction import Eviction
 from coatcheck.workers.kv.eviction_policy import order_of
-from coatcheck.workers.kv.prefix_registry import PrefixBook
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 
 CAPACITIES = (250, 1000, 3000, 10000)
 TRACES = tuple(file.removesuffix(".jsonl.gz") for file in (CONVERSATION, SYNTHETIC))
@@ -55,7 +55,7 @@ def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
 
 def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | None = None, start: int = 0) -> Hits:
     """Every arrival through a pool of so many blocks; only those from number `start` on are counted."""
-    book = PrefixBook(ghosts or max_ghosts(capacity))
+    book = PrefixRegistry(ghosts or max_ghosts(capacity))
     pool = BlockPool(capacity, Eviction(book, order_of(eviction, book.table), capacity))
     hits = asked = 0
     saved = cost = 0.0

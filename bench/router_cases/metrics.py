@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus, RankStatus, StatusResponse, Usage
-from coatcheck.router.telemetry.prometheus_page import Metrics
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.prometheus_page import PrometheusPage
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 
 def main(
@@ -24,10 +24,10 @@ def main(
     """Measure pages, and what counting costs a request."""
     print(describe_machine())
     registry = CollectorRegistry()
-    measures = Measures(registry)
+    measures = RequestMetrics(registry)
     exercise(measures, 1000)
     status = busy_status(groups, ranks)
-    metrics = Metrics(lambda: status, registry)
+    metrics = PrometheusPage(lambda: status, registry)
     metrics.render()
     taken = [timed(metrics) for _ in range(rounds)]
     size = len(metrics.render())
@@ -40,14 +40,14 @@ def main(
     print(f"counting one request of 100 deltas: {(time.perf_counter() - began) / 10_000 * 1e6:.1f} µs")
 
 
-def timed(metrics: Metrics) -> float:
+def timed(metrics: PrometheusPage) -> float:
     """Seconds of one page."""
     began = time.perf_counter()
     metrics.render()
     return time.perf_counter() - began
 
 
-def exercise(measures: Measures, requests: int) -> None:
+def exercise(measures: RequestMetrics, requests: int) -> None:
     """As many requests, each of a hundred deltas."""
     usage = Usage(prompt_tokens=100, completion_tokens=100)
     for number in range(requests):

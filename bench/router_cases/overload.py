@@ -38,7 +38,7 @@ from coatcheck.proto.worker_pb2 import (
 )
 from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -149,7 +149,7 @@ async def _measure(seconds: float, times: float, queued: int) -> dict[str, float
     port = await aside(None, group_pipe.recv)
     router = Router(RouterConfig(model="m", max_queued=queued), _tokenizer())
     address = await router.start()
-    await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
+    await router.set_groups([GroupEndpoint("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
         await router.groups.next_change.wait()
     clients = processes.Process(target=_run_clients, args=(client_end, address, times * CAPACITY, seconds), daemon=True)

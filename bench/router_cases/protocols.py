@@ -20,8 +20,8 @@ from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.bench.setup.sse_load import run_sse
-from coatcheck.cluster.benchmark.load_generator import Load, Recording
-from coatcheck.cluster.benchmark.workload import Job, Workload
+from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
+from coatcheck.cluster.benchmark.workload import BenchRequest, Workload
 from coatcheck.proto import coatcheck_pb2 as pb
 
 _SCHEMA = {
@@ -80,20 +80,20 @@ async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]
     return found
 
 
-async def over_grpc(address: str, jobs: Sequence[Job]) -> list[Recording]:
+async def over_grpc(address: str, jobs: Sequence[BenchRequest]) -> list[Recording]:
     """All at once."""
-    async with Load([address]) as load:
+    async with LoadGenerator([address]) as load:
         await load.closed(jobs, len(jobs))
         assert all(recording.status == "OK" for recording in load.recordings), load.recordings[0].details
         return load.recordings
 
 
-def structured(job: Job) -> Job:
+def structured(job: BenchRequest) -> BenchRequest:
     """The same request, whose answer must be JSON that does not end before its tokens do."""
     request = pb.GenerateRequest.FromString(job.request)
     request.sampling.ClearField("ignore_eos")
     request.sampling.structured.json_schema = json.dumps(_SCHEMA)
-    return Job(job.at, request.SerializeToString(), job.output_len)
+    return BenchRequest(job.at, request.SerializeToString(), job.output_len)
 
 
 def time_per_token(recordings: Sequence[Recording], skip: int) -> float:

@@ -21,7 +21,7 @@ from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, 
 from coatcheck.bench.setup.cpu_share import cpu_share
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 
 
@@ -31,7 +31,7 @@ def run_router(pipe: Connection, port: int) -> None:
     async def serve() -> None:
         router = Router(RouterConfig(model="m"), byte_tokenizer())
         address = await router.start()
-        await router.set_groups([GroupAddress("g", f"127.0.0.1:{port}")])
+        await router.set_groups([GroupEndpoint("g", f"127.0.0.1:{port}")])
         while not router.groups.serving():
             await router.groups.next_change.wait()
         pipe.send(address)

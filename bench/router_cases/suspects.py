@@ -16,11 +16,11 @@ import typer
 from coatcheck.bench.router_cases.front_door import run_group
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
-from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.admission_queue import Line
-from coatcheck.router.serving.dispatcher import Dispatch
+from coatcheck.router.serving.admission_queue import AdmissionQueue
+from coatcheck.router.serving.dispatcher import Dispatcher
 
 
 async def _measure(waiting: int) -> float:
@@ -29,10 +29,10 @@ async def _measure(waiting: int) -> float:
     group = processes.Process(target=run_group, args=(end, 10 * waiting, 1.0, None), daemon=True)  # it answers nobody
     group.start()
     port = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
-    line = Line(0)
-    groups = Groups(RouterConfig(model="m"), eased=line.move, groups_changed=line.reclassify)
-    dispatch = Dispatch(groups, line)
-    await groups.set([GroupAddress("g", f"127.0.0.1:{port}")])
+    line = AdmissionQueue(0)
+    groups = GroupRegistry(RouterConfig(model="m"), eased=line.move, groups_changed=line.reclassify)
+    dispatch = Dispatcher(groups, line)
+    await groups.set([GroupEndpoint("g", f"127.0.0.1:{port}")])
     while not groups.serving():
         await groups.next_change.wait()
 

@@ -9,12 +9,12 @@ from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
-from coatcheck.bench.routing_simulation.service_model import BLOCK, Job
+from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 
 Groups = Sequence[SimulatedGroup]
 Matched = Mapping[str, tuple[int, int]]
-Rule = Callable[[Job, Groups, Matched, float, random.Random], SimulatedGroup]
+Rule = Callable[[SimulatedRequest, Groups, Matched, float, random.Random], SimulatedGroup]
 _RING = 64  # places of each group on the ring
 _HASHED = 2  # first blocks that are hashed: the first alone is shared by a whole trace
 
@@ -29,7 +29,9 @@ def _blocks(matched: Matched, group: SimulatedGroup) -> int:
     return sum(matched.get(group.name, (0, 0)))
 
 
-def at_random(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def at_random(
+    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+) -> SimulatedGroup:
     """Any group."""
     return rng.choice(groups)
 
@@ -38,7 +40,7 @@ def round_robin() -> Rule:
     """Each in turn."""
     turn = -1
 
-    def rule(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+    def rule(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
         nonlocal turn
         turn += 1
         return groups[turn % len(groups)]
@@ -46,7 +48,9 @@ def round_robin() -> Rule:
     return rule
 
 
-def least_loaded(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def least_loaded(
+    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+) -> SimulatedGroup:
     """Fewest requests, running or waiting."""
     return _least(groups, lambda group: group.outstanding, rng)
 
@@ -55,7 +59,7 @@ def consistent_hash() -> Rule:
     """The place of the prompt's first blocks on a ring of groups."""
     ring: list[tuple[int, SimulatedGroup]] = []
 
-    def rule(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+    def rule(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
         if not ring:
             ring.extend((_place(f"{group.name}/{spot}"), group) for group in groups for spot in range(_RING))
             ring.sort(key=lambda entry: entry[0])
@@ -69,12 +73,14 @@ def _place(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def longest_match(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def longest_match(
+    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+) -> SimulatedGroup:
     """Most of the prompt cached; among equals the least loaded."""
     return _least(groups, lambda group: -_blocks(matched, group) * 1e6 + group.outstanding, rng)
 
 
-def dynamo(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def dynamo(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
     """Fewest blocks of prefill left, this prompt's uncached ones too, plus blocks that are being decoded."""
 
     def cost(group: SimulatedGroup) -> float:
@@ -84,7 +90,7 @@ def dynamo(job: Job, groups: Groups, matched: Matched, now: float, rng: random.R
     return _least(groups, cost, rng)
 
 
-def sglang(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def sglang(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
     """Least loaded when most and least are more than 64 and 1.5 times apart, else the best match, if it is one."""
     loads = [group.outstanding for group in groups]
     if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
@@ -95,7 +101,7 @@ def sglang(job: Job, groups: Groups, matched: Matched, now: float, rng: random.R
     return _least(groups, lambda group: group.tiers.held, rng)  # the smallest tree
 
 
-def llm_d(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def llm_d(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
     """Highest of 2 × share of the prompt cached + share of KV memory unused + how short the queue is."""
     queues = [len(group.queue) for group in groups]
     most, span = max(queues), max(queues) - min(queues)
@@ -108,7 +114,9 @@ def llm_d(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Ra
     return _least(groups, lambda group: -score(group), rng)
 
 
-def ray_serve(job: Job, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
+def ray_serve(
+    job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
+) -> SimulatedGroup:
     """The better of two at random unless loads are within 10 of each other: then the best match, if it is one."""
     loads = [group.outstanding for group in groups]
     if max(loads) - min(loads) < 10:

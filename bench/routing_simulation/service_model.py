@@ -36,7 +36,7 @@ class ServiceModel:
 
 
 @dataclass(slots=True)
-class Job:
+class SimulatedRequest:
     """One request of the trace. `chain` names its prompt's full blocks."""
 
     at: float

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from heapq import heappop, heappush
 
-from coatcheck.bench.routing_simulation.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_tiers import SimulatedTiers
 from coatcheck.proto.coatcheck_pb2 import GroupStatus
 from coatcheck.proto.worker_pb2 import KvEvents, Load
@@ -23,22 +23,22 @@ class SimulatedGroup:
         self.model = model
         self.until = math.inf
         self.tiers = SimulatedTiers(name, model.blocks, model.host_blocks)
-        self.queue: deque[Job] = deque()
+        self.queue: deque[SimulatedRequest] = deque()
         self.queued_tokens = 0
         self.work = 0.0
         self.prefill_seconds = 0.0
         self.prompt_tokens = self.cached_device = self.cached_host = 0
-        self.started: list[Job] = []  # got their first token since the last look
-        self.finished: list[Job] = []  # ended since then
-        self._prefilling: list[Job] = []  # in order of arrival; admitted, and without their first token
-        self._decoding: list[tuple[int, int, Job]] = []
+        self.started: list[SimulatedRequest] = []  # got their first token since the last look
+        self.finished: list[SimulatedRequest] = []  # ended since then
+        self._prefilling: list[SimulatedRequest] = []  # in order of arrival; admitted, and without their first token
+        self._decoding: list[tuple[int, int, SimulatedRequest]] = []
         self._context = 0
         self._order = 0
         self._steps = 0  # made since the start
         # The stretch of equal steps under way.
         self._began = 0.0
         self._stretch_steps = 0
-        self._stretch: list[tuple[Job, int]] = []  # whose prompts, and how many tokens of each
+        self._stretch: list[tuple[SimulatedRequest, int]] = []  # whose prompts, and how many tokens of each
         self._step_seconds = 0.0
         self._changed_at = 0.0
         self._reported = self._observe(0.0)
@@ -51,7 +51,7 @@ class SimulatedGroup:
     def outstanding(self) -> int:
         return self.running + len(self.queue)
 
-    def submit(self, job: Job, now: float) -> None:
+    def submit(self, job: SimulatedRequest, now: float) -> None:
         """A request has come."""
         self._remember(now)
         device, host = self.tiers.match(job.chain)
@@ -165,7 +165,7 @@ class SimulatedGroup:
         job.left += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
         return True
 
-    def _answer(self, job: Job, now: float) -> None:
+    def _answer(self, job: SimulatedRequest, now: float) -> None:
         """Its prompt is computed: the first token."""
         job.first_token = now
         self.started.append(job)
@@ -177,7 +177,7 @@ class SimulatedGroup:
             self._context += job.prompt + job.output // 2
             heappush(self._decoding, (self._steps + job.output - 1, self._order, job))
 
-    def _finish(self, job: Job, now: float) -> None:
+    def _finish(self, job: SimulatedRequest, now: float) -> None:
         job.ended = now
         self.finished.append(job)
         self.tiers.release(job)

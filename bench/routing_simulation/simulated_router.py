@@ -10,21 +10,21 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from coatcheck.bench.routing_simulation.rules import Rule
-from coatcheck.bench.routing_simulation.service_model import BLOCK, Job
+from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_tiers import block_name
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.access.tenant import ANYONE
 from coatcheck.router.groups.group_load import GroupLoad, Submission
-from coatcheck.router.routing.pending_prefixes import Expectation
+from coatcheck.router.routing.pending_prefixes import PendingPrefix
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NOTHING
 from coatcheck.router.routing.routing_cost import Decision, choose
 from coatcheck.router.serving.admission_queue import due_at
 from coatcheck.router.serving.fair_queue import FairQueue
 
-Placed = Iterator[tuple[Job, SimulatedGroup]]
+Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
 
 
 class SimulatedRouter:
@@ -39,7 +39,7 @@ class SimulatedRouter:
         self._views = [_View(groups, rng) for _ in range(routers)]
         self._turn = 0
 
-    def arrive(self, job: Job) -> Placed:
+    def arrive(self, job: SimulatedRequest) -> Placed:
         """A request comes: whoever is placed now, and where."""
         view = self._views[self._turn % len(self._views)]
         self._turn += 1
@@ -90,11 +90,11 @@ class _View:
 
     def __init__(self, groups: Sequence[SimulatedGroup], rng: random.Random) -> None:
         self.index = PrefixIndex()
-        self.line: FairQueue[Job] = FairQueue(1 << 30)  # nothing is refused
+        self.line: FairQueue[SimulatedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
-        self._sent: dict[int, tuple[Submission, Expectation | None]] = {}
+        self._sent: dict[int, tuple[Submission, PendingPrefix | None]] = {}
         # Times of the submissions that no report contains yet, and the number of those that the last report contains.
         self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
         self._reported = dict.fromkeys(self._groups, 0)
@@ -110,7 +110,7 @@ class _View:
             self.index.apply_snapshot(group.name, SnapshotChunk(epoch=group.name, first=True, last=True))
             self._loads[group.name] = GroupLoad(registration)
 
-    def arrive(self, job: Job) -> Placed:
+    def arrive(self, job: SimulatedRequest) -> Placed:
         self._listen(job.at)
         if not len(self.line) and self._has_room:
             yield self._place(job, job.at)
@@ -123,7 +123,7 @@ class _View:
         while len(self.line) and self._has_room:
             yield self._place(self.line.take()[0], now)
 
-    def answered(self, job: Job) -> None:
+    def answered(self, job: SimulatedRequest) -> None:
         if (known := self._sent.get(id(job))) is None:
             return
         sent, expectation = known
@@ -131,7 +131,7 @@ class _View:
         if expectation is not None:
             self.index.settle(expectation)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: SimulatedRequest) -> None:
         if (known := self._sent.pop(id(job), None)) is not None:
             known[0].end()
 
@@ -158,12 +158,12 @@ class _View:
                 report.submissions = self._reported[name]  # each router has its own stream, and its own count
                 load.report(report, tick)
 
-    def _decide(self, job: Job, loads: Mapping[str, GroupLoad]) -> Decision:
+    def _decide(self, job: SimulatedRequest, loads: Mapping[str, GroupLoad]) -> Decision:
         matched = self.index.matched_blocks(_chain(job))
         candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
         return choose(candidates, job.prompt, self._rng, regret=self.index.regret.rate, in_line=len(self.line))
 
-    def _place(self, job: Job, now: float) -> tuple[Job, SimulatedGroup]:
+    def _place(self, job: SimulatedRequest, now: float) -> tuple[SimulatedRequest, SimulatedGroup]:
         decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})
         job.group = decision.group
         self._sent_at[job.group].append(now)
@@ -172,5 +172,5 @@ class _View:
         return job, self._groups[job.group]
 
 
-def _chain(job: Job) -> list[bytes]:
+def _chain(job: SimulatedRequest) -> list[bytes]:
     return [block_name(block) for block in job.chain]

@@ -8,7 +8,7 @@ tier, if there is one. It does not know time, queues, nor who decides what is he
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from coatcheck.bench.routing_simulation.service_model import Job
+from coatcheck.bench.routing_simulation.service_model import SimulatedRequest
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents
 
 _STORED: dict[tuple[int, int], KvEvent] = {}
@@ -79,7 +79,7 @@ class SimulatedTiers:
         """Blocks that a job may have beside those it has found."""
         return self._free + len(self._cold) - sum(1 for block in found if block in self._cold)
 
-    def hold(self, job: Job, matched: int, fresh: int) -> None:
+    def hold(self, job: SimulatedRequest, matched: int, fresh: int) -> None:
         """The job begins with so many blocks of its chain, found in any tier, and so many taken on the device: those
         found on the host alone come into some of them."""
         restored = [block for block in job.chain[:matched] if block not in self._refs and block not in self._cold]
@@ -97,7 +97,7 @@ class SimulatedTiers:
         self._take(fresh)
         job.anonymous = fresh - len(restored)
 
-    def name(self, job: Job) -> None:
+    def name(self, job: SimulatedRequest) -> None:
         """The job's prompt is computed: its blocks get their names."""
         for block in job.chain[len(job.held) :]:
             if job.anonymous <= 0:
@@ -115,7 +115,7 @@ class SimulatedTiers:
             job.anonymous -= 1
             job.held.append(block)
 
-    def release(self, job: Job) -> None:
+    def release(self, job: SimulatedRequest) -> None:
         """The job has ended."""
         for block in reversed(job.held):
             self._refs[block] -= 1
@@ -135,7 +135,7 @@ class SimulatedTiers:
         self._events = []
         return message
 
-    def check(self, jobs: Iterable[Job]) -> None:
+    def check(self, jobs: Iterable[SimulatedRequest]) -> None:
         """Raises AssertionError on a broken invariant; `jobs` are those that hold blocks."""
         anonymous = sum(job.anonymous for job in jobs)
         assert self._free + len(self._cold) + len(self._refs) + anonymous == self._blocks

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coatcheck.bench.routing_simulation.rules import Rule, rules
-from coatcheck.bench.routing_simulation.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_router import Placed, SimulatedRouter
 from coatcheck.cluster.benchmark.request_trace import TraceEntry
@@ -38,7 +38,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """Of one rule in one cell. TTFT in seconds; `goodput` and `success` are shares of all requests.
 
     Good is a first token within 2 s and twice what its whole prompt takes alone, then at most 100 ms a token; a success
@@ -54,7 +54,7 @@ class Outcome:
     success: float
 
 
-def simulate(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], router: SimulatedRouter) -> None:
+def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup], router: SimulatedRouter) -> None:
     """Runs every job to its end."""
     by_name = {group.name: group for group in groups}
     period = groups[0].model.report_seconds
@@ -126,12 +126,15 @@ def run(
     routers: int = 1,
     seed: int = 0,
     hits: Sequence[int] | None = None,
-) -> tuple[Outcome, float]:
+) -> tuple[SimulationResult, float]:
     """One rule in one cell, and the pooled cache's hit ratio; `hits` are those of `pooled_hits`, if they are known."""
     model = ServiceModel(blocks=cell.blocks, host_blocks=cell.host_blocks)
     hits = hits or pooled_hits(entries, (cell.blocks + cell.host_blocks) * groups)
     speed = speed_up(entries, hits, model, groups, cell.load)
-    jobs = [Job(entry.at / speed, entry.input_len, max(entry.output_len, 1), _chain(entry)) for entry in entries]
+    jobs = [
+        SimulatedRequest(entry.at / speed, entry.input_len, max(entry.output_len, 1), _chain(entry))
+        for entry in entries
+    ]
     members = [SimulatedGroup(f"g{place}", model) for place in range(groups)]
     theirs: Rule | None = rules()[rule] if rule != OURS else None
     simulate(jobs, members, SimulatedRouter(members, theirs, random.Random(seed), routers))
@@ -145,7 +148,9 @@ def _chain(entry: TraceEntry) -> tuple[int, ...]:
     return entry.blocks[: (entry.input_len - 1) // BLOCK]
 
 
-def _outcome(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], model: ServiceModel) -> Outcome:
+def _outcome(
+    jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup], model: ServiceModel
+) -> SimulationResult:
     waits = sorted(job.first_token - job.at for job in jobs)
     p50, p90, p99 = (waits[round(share * (len(waits) - 1))] for share in (0.5, 0.9, 0.99))
     good = sum(
@@ -154,7 +159,7 @@ def _outcome(jobs: Sequence[Job], groups: Sequence[SimulatedGroup], model: Servi
         for job in jobs
     )
     work = [group.work for group in groups]
-    return Outcome(
+    return SimulationResult(
         hit_ratio=sum(job.cached for job in jobs) / sum(job.prompt for job in jobs),
         imbalance=max(work) * len(work) / sum(work),
         ttft_p50=p50,

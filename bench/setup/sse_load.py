@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coatcheck.cluster.benchmark.load_generator import Recording
-from coatcheck.cluster.benchmark.workload import Job
+from coatcheck.cluster.benchmark.workload import BenchRequest
 from coatcheck.proto import coatcheck_pb2 as pb
 
 
@@ -40,7 +40,7 @@ class Stream(asyncio.Protocol):
         self.done.set()
 
 
-async def run_sse(address: str, jobs: Sequence[Job], concurrency: int) -> list[Recording]:
+async def run_sse(address: str, jobs: Sequence[BenchRequest], concurrency: int) -> list[Recording]:
     """Keeps `concurrency` streams running until all are answered; raises RuntimeError for one that was not."""
     host, _, port = address.rpartition(":")
     loop, began, waiting = asyncio.get_running_loop(), time.perf_counter(), iter(jobs)
@@ -63,7 +63,7 @@ async def run_sse(address: str, jobs: Sequence[Job], concurrency: int) -> list[R
     return recordings
 
 
-def _request(address: str, job: Job) -> bytes:
+def _request(address: str, job: BenchRequest) -> bytes:
     asked = pb.GenerateRequest.FromString(job.request)
     body = json.dumps({
         "prompt": list(asked.token_ids.ids), "max_tokens": asked.sampling.max_tokens, "stream": True,

@@ -20,14 +20,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from coatcheck.cluster.benchmark.load_generator import INTERRUPTED, Load, Recording
-from coatcheck.cluster.benchmark.report import Report, Sample, measure, summarize
+from coatcheck.cluster.benchmark.load_generator import INTERRUPTED, LoadGenerator, Recording
+from coatcheck.cluster.benchmark.report import Report, RequestSample, measure, summarize
 from coatcheck.cluster.benchmark.report_plot import check_plot, plot_report
 from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.request_trace import read_trace
-from coatcheck.cluster.benchmark.workload import Job, Prompts, Workload
+from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
 from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
-from coatcheck.cluster.client.credentials import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidConfig, error_of
@@ -35,7 +35,7 @@ from coatcheck.proto.errors import InvalidConfig, error_of
 _EXIT_INTERRUPTED = 130
 
 
-_LOAD = partial(typer.Option, rich_help_panel="Load")
+_LOAD = partial(typer.Option, rich_help_panel="LoadGenerator")
 _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
 
 
@@ -119,7 +119,7 @@ def bench(
         raise typer.Exit(1)
 
 
-async def _model(addresses: list[str], access: Access) -> pb.GetModelResponse:
+async def _model(addresses: list[str], access: Credentials) -> pb.GetModelResponse:
     """What is served, from the first router; the others must answer too, or they would measure as errors."""
     answers = []
     for address in addresses:
@@ -132,15 +132,15 @@ async def _model(addresses: list[str], access: Access) -> pb.GetModelResponse:
 
 async def _run(
     addresses: list[str],
-    access: Access,
-    jobs: list[Job],
-    warm: list[Job],
+    access: Credentials,
+    jobs: list[BenchRequest],
+    warm: list[BenchRequest],
     open_loop: bool,
     concurrency: int | None,
     timeout: float | None,
     objectives: tuple[float | None, float | None],
-) -> tuple[Report, list[Sample]]:
-    async with Load(addresses, access, timeout=timeout) as load:
+) -> tuple[Report, list[RequestSample]]:
+    async with LoadGenerator(addresses, access, timeout=timeout) as load:
         await load.closed(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
         load.recordings, load.finished = [], 0
@@ -164,7 +164,7 @@ async def _run(
     ttft, tpot = objectives
     unfinished = len(jobs) - len(measured)
     report = summarize(measured, seconds, slo_ttft_ms=ttft, slo_tpot_ms=tpot, cpu_seconds=cpu, unfinished=unfinished)
-    return report, [sample for sample in measured if isinstance(sample, Sample)]
+    return report, [sample for sample in measured if isinstance(sample, RequestSample)]
 
 
 def _require_answers(recordings: list[Recording]) -> None:
@@ -176,7 +176,7 @@ def _require_answers(recordings: list[Recording]) -> None:
             raise error_of(code.value[0], f"the warm-up {said}: {recording.details}")
 
 
-async def _show_progress(load: Load, total: int) -> None:
+async def _show_progress(load: LoadGenerator, total: int) -> None:
     """Draws twice a second, on stderr, if a person is watching: never once per token."""
     console = Console(stderr=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

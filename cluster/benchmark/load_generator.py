@@ -1,4 +1,4 @@
-"""Load: sends jobs to running routers and notes when each message of each answer came.
+"""LoadGenerator: sends jobs to running routers and notes when each message of each answer came.
 
 It shares two cores with the server that it measures, so a token costs one clock reading: messages stay raw bytes
 until the run is over. It does not know what a request asks, nor what the figures will be.
@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from coatcheck.cluster.benchmark.workload import Job
+from coatcheck.cluster.benchmark.workload import BenchRequest
 from coatcheck.cluster.client.client import OPTIONS
-from coatcheck.cluster.client.credentials import Access
+from coatcheck.cluster.client.credentials import Credentials
 
 INTERRUPTED = "INTERRUPTED"
 METHOD = "/coatcheck.v1.Generation/GenerateStream"
@@ -35,11 +35,13 @@ class Recording:
     details: str = ""
 
 
-class Load:
+class LoadGenerator:
     """One channel per address, asked in turn. An async context manager that owns them."""
 
-    def __init__(self, addresses: Sequence[str], access: Access | None = None, *, timeout: float | None = None) -> None:
-        access = access or Access()
+    def __init__(
+        self, addresses: Sequence[str], access: Credentials | None = None, *, timeout: float | None = None
+    ) -> None:
+        access = access or Credentials()
         self._metadata = access.metadata
         self._channels = [access.channel(address, OPTIONS) for address in addresses]
         # Without serializers grpc takes and hands over the bytes as they are.
@@ -48,14 +50,14 @@ class Load:
         self.recordings: list[Recording] = []
         self.finished = 0
 
-    async def __aenter__(self) -> "Load":
+    async def __aenter__(self) -> "LoadGenerator":
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         for channel in self._channels:
             await channel.close(None)
 
-    async def closed(self, jobs: Sequence[Job], concurrency: int) -> float:
+    async def closed(self, jobs: Sequence[BenchRequest], concurrency: int) -> float:
         """Keeps `concurrency` requests running until all are answered; returns the seconds it took."""
         begin = time.perf_counter()
         waiting = iter(enumerate(jobs))
@@ -67,12 +69,12 @@ class Load:
         await asyncio.gather(*(client() for _ in range(min(concurrency, len(jobs)))))
         return time.perf_counter() - begin
 
-    async def open(self, jobs: Sequence[Job], concurrency: int | None = None) -> float:
+    async def open(self, jobs: Sequence[BenchRequest], concurrency: int | None = None) -> float:
         """Sends each job at its time, however many still run (or at most `concurrency`); returns the seconds."""
         begin = time.perf_counter()
         room = asyncio.Semaphore(concurrency) if concurrency else None
 
-        async def client(index: int, job: Job) -> None:
+        async def client(index: int, job: BenchRequest) -> None:
             if room is None:
                 await self._send(index, job, begin, job.at)
             else:
@@ -85,7 +87,7 @@ class Load:
                 clients.create_task(client(index, job))
         return time.perf_counter() - begin
 
-    async def _send(self, index: int, job: Job, begin: float, due: float) -> None:
+    async def _send(self, index: int, job: BenchRequest, begin: float, due: float) -> None:
         clock: Callable[[], float] = time.perf_counter
         recording = Recording(due, clock() - begin, job.output_len)
         self.recordings.append(recording)

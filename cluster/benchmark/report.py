@@ -22,7 +22,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RequestSample:
     """One request, measured. Times in seconds; the usage is the server's own."""
 
     due: float
@@ -97,7 +97,7 @@ class Report:
         return {**asdict(self), "success_rate": self.success_rate}
 
 
-def measure(recording: Recording) -> Sample | str:
+def measure(recording: Recording) -> RequestSample | str:
     """The sample of a whole answer, or the name of what it ended with instead."""
     if recording.status != "OK":
         return recording.status
@@ -118,7 +118,7 @@ def measure(recording: Recording) -> Sample | str:
         return "WRONG_LENGTH"
     times = [at for at, _ in arrivals]
     gaps = tuple(later - earlier for earlier, later in pairwise(times))
-    return Sample(
+    return RequestSample(
         due=recording.due, first=times[0], last=times[-1], gaps=gaps, arrivals=tuple(arrivals),
         prompt_tokens=final.usage.prompt_tokens, output_tokens=tokens,
         cached_device_tokens=final.usage.cached_device_tokens, cached_host_tokens=final.usage.cached_host_tokens,
@@ -127,7 +127,7 @@ def measure(recording: Recording) -> Sample | str:
 
 
 def summarize(
-    measured: Sequence[Sample | str],
+    measured: Sequence[RequestSample | str],
     seconds: float,
     *,
     slo_ttft_ms: float | None = None,
@@ -136,7 +136,7 @@ def summarize(
     unfinished: int = 0,
 ) -> Report:
     """One run's report; an answer of one token has no TPOT and keeps any objective on it."""
-    samples = [sample for sample in measured if isinstance(sample, Sample)]
+    samples = [sample for sample in measured if isinstance(sample, RequestSample)]
     output = sum(sample.output_tokens for sample in samples)
     prompt = sum(sample.prompt_tokens for sample in samples)
     kept = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coatcheck.cluster.benchmark.report import Report, Sample
+from coatcheck.cluster.benchmark.report import Report, RequestSample
 from coatcheck.proto.errors import InvalidConfig
 
 
@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
         raise InvalidConfig(f"--plot {path} cannot be written; name a file in a directory that is there")
 
 
-def plot_report(report: Report, samples: Sequence[Sample], path: Path) -> None:
+def plot_report(report: Report, samples: Sequence[RequestSample], path: Path) -> None:
     """Writes a picture of four panels; `check_plot` comes first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -63,7 +63,7 @@ def _distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
         axes.annotate(f" p{share}: {at:.{0 if at >= 10 else 1}f} ", (at, 0.04), color="dimgrey", ha=side)
 
 
-def _throughput(axes: Any, samples: Sequence[Sample], seconds: float) -> None:
+def _throughput(axes: Any, samples: Sequence[RequestSample], seconds: float) -> None:
     axes.set(title="output", xlabel="seconds", ylabel="tokens/s")
     axes.grid(alpha=0.3)
     arrivals = [arrival for sample in samples for arrival in sample.arrivals]
@@ -75,7 +75,7 @@ def _throughput(axes: Any, samples: Sequence[Sample], seconds: float) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _in_flight(axes: Any, samples: Sequence[Sample], seconds: float) -> None:
+def _in_flight(axes: Any, samples: Sequence[RequestSample], seconds: float) -> None:
     axes.set(title="requests in flight", xlabel="seconds", ylabel="requests")
     axes.grid(alpha=0.3)
     for label, ends in (("answered", [s.last for s in samples]), ("first token came", [s.first for s in samples])):

@@ -19,7 +19,7 @@ _PREFIX, _SUFFIX, _BLOCK, _ARRIVAL = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchRequest:
     """One request, ready to send `at` seconds after the start, and the tokens that it should bring."""
 
     at: float
@@ -46,7 +46,7 @@ class Workload:
     model: str = ""
     cache_salt: str = ""
 
-    def jobs(self, count: int, *, rate: float | None = None, first: int = 0) -> list[Job]:
+    def jobs(self, count: int, *, rate: float | None = None, first: int = 0) -> list[BenchRequest]:
         """Requests number `first` and on: all at once, or as a Poisson stream of `rate` a second."""
         if rate is None:
             arrivals = np.zeros(count)
@@ -56,7 +56,9 @@ class Workload:
             arrivals -= arrivals[:1]
         return [self._job(float(at), self._prompt(first + i), self.output_len) for i, at in enumerate(arrivals)]
 
-    def replay(self, trace: Sequence[TraceEntry], *, time_scale: float = 1.0, length_scale: float = 1.0) -> list[Job]:
+    def replay(
+        self, trace: Sequence[TraceEntry], *, time_scale: float = 1.0, length_scale: float = 1.0
+    ) -> list[BenchRequest]:
         """The trace's requests; times and lengths are multiplied by their scales. Equal block ids, equal tokens."""
         stride = max(1, round(BLOCK_TOKENS * length_scale))
         blocks: dict[int, NDArray[np.uint32]] = {}
@@ -82,7 +84,7 @@ class Workload:
             return unique
         return np.concatenate([self._tokens(self.prefix_len, _PREFIX, index % self.num_prefixes), unique])
 
-    def _job(self, at: float, prompt: NDArray[np.uint32] | str, output_len: int) -> Job:
+    def _job(self, at: float, prompt: NDArray[np.uint32] | str, output_len: int) -> BenchRequest:
         sampling = pb.SamplingParams(max_tokens=output_len, temperature=self.temperature, ignore_eos=True)
         if self.temperature > 0:
             sampling.seed = self.seed
@@ -91,7 +93,7 @@ class Workload:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt.tolist())
-        return Job(at, request.SerializeToString(), output_len)
+        return BenchRequest(at, request.SerializeToString(), output_len)
 
     def _tokens(self, count: int, *stream: int) -> NDArray[np.uint32]:
         return self._generator(*stream).integers(0, self.vocab_size, count, dtype=np.uint32)

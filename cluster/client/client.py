@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import grpc
 
-from coatcheck.cluster.client.credentials import Access
-from coatcheck.cluster.client.resume_state import Delivered
+from coatcheck.cluster.client.credentials import Credentials
+from coatcheck.cluster.client.resume_state import ResumeState
 from coatcheck.cluster.config.serve_config import DEFAULT_PORT
 from coatcheck.cluster.plural import counted
 from coatcheck.proto import coatcheck_pb2 as pb
@@ -87,7 +87,7 @@ class Client:
     def __init__(
         self,
         addresses: Sequence[str],
-        access: Access | None = None,
+        access: Credentials | None = None,
         *,
         max_resumes: int = 128,
         patience: float = 120.0,
@@ -95,7 +95,7 @@ class Client:
         if not addresses:
             raise ValueError("a client needs at least one address, host:port")
         self._addresses = tuple(addresses)
-        self._access = access or Access()
+        self._access = access or Credentials()
         self._max_resumes = max_resumes
         self._patience = patience
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -121,7 +121,7 @@ class Client:
         Raises the CoatcheckError of the status with which a router refuses, and Unavailable when none is left.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        delivered = Delivered(request)
+        delivered = ResumeState(request)
         losses = 0
         lost_since = 0.0
         while True:

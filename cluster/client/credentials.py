@@ -1,4 +1,4 @@
-"""Access: how a client's command comes in at a router: which authority it believes, and what it shows of itself.
+"""Credentials: how a client's command comes in at a router: which authority it believes, and what it shows of itself.
 
 It does not know what is asked then.
 """
@@ -16,7 +16,7 @@ from coatcheck.proto.errors import InvalidConfig
 
 _SYSTEM: Final = "system"
 
-_ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
+_ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Credentials")
 
 # The options of every command that speaks to a router. Arguments can be read by everybody on the host.
 TlsCa = Annotated[
@@ -36,7 +36,7 @@ ApiKey = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Credentials:
     """Plain and without a key unless given."""
 
     roots: bytes | None = None  # None with `tls`: the host's own
@@ -79,10 +79,10 @@ class Access:
         return grpc.ssl_channel_credentials(self.roots, key, certificate)
 
 
-def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Access:
+def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Credentials:
     """As `Access.build`; what cannot be used is wrong usage of the command."""
     try:
-        return Access.build(tls_ca, tls_cert, tls_key, api_key)
+        return Credentials.build(tls_ca, tls_cert, tls_key, api_key)
     except InvalidConfig as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -1,4 +1,4 @@
-"""Delivered: what one stream's client has been given so far, and the request that asks for the rest.
+"""ResumeState: what one stream's client has been given so far, and the request that asks for the rest.
 
 Pure: it sees events and makes requests. It does not know routers, channels or retries.
 """
@@ -6,7 +6,7 @@ Pure: it sees events and makes requests. It does not know routers, channels or r
 from coatcheck.proto import coatcheck_pb2 as pb
 
 
-class Delivered:
+class ResumeState:
     """The half-open range of each choice that the client already holds: token ids [0, len(ids))."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:

@@ -1,4 +1,4 @@
-"""Answer: the events of one stream put together, and the plain object that `coatcheck generate --json` prints.
+"""StreamResult: the events of one stream put together, and the plain object that `coatcheck generate --json` prints.
 
 It does not know the network; `now` is given, so that times are the caller's.
 """
@@ -11,7 +11,7 @@ from coatcheck.proto import coatcheck_pb2 as pb
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceResult:
     """One of the n answers, as far as it has come."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Choice:
             self.stopped_by = getattr(delta, stopped_by)
 
 
-class Answer:
+class StreamResult:
     """Everything that one request has brought. Times are seconds since `began`."""
 
     def __init__(self, began: float) -> None:
@@ -40,7 +40,7 @@ class Answer:
         self.ended_at: float | None = None
         self.started = pb.Started()
         self.final = pb.Final()
-        self.choices: dict[int, Choice] = {}
+        self.choices: dict[int, ChoiceResult] = {}
         self.prompt_logprobs: list[pb.TokenLogprob] = []
 
     def add(self, event: pb.GenerateEvent, now: float) -> None:
@@ -49,7 +49,7 @@ class Answer:
         if kind == "delta":
             if self.first_token_at is None:
                 self.first_token_at = now
-            self.choices.setdefault(event.delta.choice, Choice()).add(event.delta)
+            self.choices.setdefault(event.delta.choice, ChoiceResult()).add(event.delta)
         elif kind == "started":
             self.started = event.started
         elif kind == "prompt_logprobs":
@@ -92,7 +92,7 @@ class Answer:
         choices = [_choice_json(choice, logprobs) for _, choice in sorted(self.choices.items())]
         usage = self.final.usage
         answer: dict[str, Any] = {
-            **(choices[0] if choices else _choice_json(Choice(), logprobs)),
+            **(choices[0] if choices else _choice_json(ChoiceResult(), logprobs)),
             "usage": {
                 "prompt": usage.prompt_tokens,
                 "completion": usage.completion_tokens,
@@ -115,7 +115,7 @@ class Answer:
         return answer
 
 
-def _choice_json(choice: Choice, logprobs: bool) -> dict[str, Any]:
+def _choice_json(choice: ChoiceResult, logprobs: bool) -> dict[str, Any]:
     made: dict[str, Any] = {
         "text": choice.text,
         "token_ids": choice.token_ids,

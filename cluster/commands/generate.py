@@ -1,7 +1,7 @@
 """`coatcheck generate`: one request to a running server, its text as it comes, or one JSON object.
 
-Thin: flags become a GenerateRequest, `Client` streams it, `Answer` puts it together. It knows no model; what a field
-may be is said by SamplingParams, and by the server's status.
+Flags become a GenerateRequest, `Client` streams its answer, and `StreamResult` puts the events together. SamplingParams
+and the server check the values.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
-from coatcheck.cluster.client.credentials import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
-from coatcheck.cluster.client.stream_result import Answer
+from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.stream_result import StreamResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidRequest
@@ -114,12 +114,12 @@ def generate(
 
 async def _stream(
     addresses: list[str],
-    access: Access,
+    access: Credentials,
     request: pb.GenerateRequest,
     timeout: float | None,
     show: Callable[[str], None],
-) -> Answer:
-    answer = Answer(time.perf_counter())
+) -> StreamResult:
+    answer = StreamResult(time.perf_counter())
     async with Client(addresses, access) as client:
         async for event in client.generate_stream(request, timeout=timeout):
             answer.add(event, time.perf_counter())
@@ -178,7 +178,7 @@ def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
     return bias or None
 
 
-def _labelled(answer: Answer) -> str:
+def _labelled(answer: StreamResult) -> str:
     return "".join(f"[{index}] {choice.text}\n" for index, choice in sorted(answer.choices.items()))
 
 

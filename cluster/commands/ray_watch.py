@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 from rich.console import Console
 
 from coatcheck.cluster.command import EXIT_FAILED, fail
-from coatcheck.cluster.commands.stop_signals import Signals
+from coatcheck.cluster.commands.stop_signals import StopSignals
 from coatcheck.cluster.ray_cluster.local_ray import forget_ended, ray_folder
 from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, children, descendants, end_descendants, reap
 from coatcheck.cluster.ray_cluster.ray_address import listens
@@ -34,7 +34,7 @@ _PROCESSES: Final = {"gcs_server": "head (its GCS", "raylet": "node manager (its
 class RayWatch:
     """Between `start_own` or `start_joined` and `stop`, the loss of Ray ends this process with exit code 1."""
 
-    def __init__(self, console: Console, signals: Signals) -> None:
+    def __init__(self, console: Console, signals: StopSignals) -> None:
         self._console = console
         self._signals = signals
         self._watched: dict[int, str] = {}  # pidfd -> what messages call the process

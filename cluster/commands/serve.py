@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coatcheck.cluster.commands.serve_session import Serving
-from coatcheck.cluster.commands.stop_signals import Signals
+from coatcheck.cluster.commands.serve_session import ServeSession
+from coatcheck.cluster.commands.stop_signals import StopSignals
 from coatcheck.cluster.config.exposure import check_credentials
 from coatcheck.cluster.config.serve_config import DEFAULT_HTTP_PORT, DEFAULT_PORT, FREE_SHARE, ServeConfig
 from coatcheck.cluster.preflight.architecture import check_architecture
@@ -154,7 +154,7 @@ def serve(
     """Serve MODEL until SIGINT or SIGTERM. The first lets running requests end; a second one ends them at once."""
     flags = dict(locals())
     file = flags.pop("config")
-    signals = Signals()
+    signals = StopSignals()
     settings = ServeConfig.build(flags, file)
     settings.check_model_directory()
     check_model(settings)
@@ -166,7 +166,7 @@ def serve(
     check_architecture(settings, Console(stderr=True, highlight=False))
     if settings.ray_address is not None:
         settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
-    raise typer.Exit(Serving(settings, signals).run())
+    raise typer.Exit(ServeSession(settings, signals).run())
 
 
 def _check_ports(config: ServeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Serving: one run of `coatcheck serve`, from its connecting to Ray until everything that it started has ended.
+"""ServeSession: one run of `coatcheck serve`, from its connecting to Ray until everything that it started has ended.
 
 Ray is imported once the settings are known to make sense. It does not know flags.
 """
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from coatcheck.cluster.commands.ray_watch import RayWatch
 from coatcheck.cluster.commands.ready_line import ready_line
-from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, Signals
+from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.cluster.config.exposure import warn_of_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
@@ -45,10 +45,10 @@ _END_SECONDS = 1.0  # for what has been told to end, or sees that Ray is gone
 _ATTACHES_SECONDS = 3.0  # a router to a group that serves, with time to spare
 
 
-class Serving:
+class ServeSession:
     """One run of the command."""
 
-    def __init__(self, config: ServeConfig, signals: Signals) -> None:
+    def __init__(self, config: ServeConfig, signals: StopSignals) -> None:
         self._config = config
         self._signals = signals
         self._console = Console(stderr=True, highlight=False)

@@ -9,7 +9,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from coatcheck.cluster.client.client import LONGEST_TIMEOUT, explain_error
-from coatcheck.cluster.client.credentials import Access, ApiKey, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.cluster.plural import counted
 from coatcheck.proto import coatcheck_pb2 as pb
@@ -79,7 +79,7 @@ def drain(
     raise typer.Exit(1)
 
 
-def ask_router(access: Access, address: str, method: str, request: Any, timeout: float | None) -> Any:
+def ask_router(access: Credentials, address: str, method: str, request: Any, timeout: float | None) -> Any:
     """One call; raises the CoatcheckError of its failure."""
     check_addresses([address])
     with access.blocking_channel(address) as channel:

@@ -1,4 +1,4 @@
-"""Signals: what SIGINT and SIGTERM ask of `coatcheck serve`. It does not know what is served, nor how that ends."""
+"""StopSignals: what SIGINT and SIGTERM ask of `coatcheck serve`. It does not know what is served, nor how that ends."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from coatcheck.cluster.ray_cluster.process_tree import end_descendants
 EXIT_STOPPED: Final = 130
 
 
-class Signals:
+class StopSignals:
     """The first SIGINT or SIGTERM asks to drain, the second to stop at once.
 
     Both are only noted: an exception out of a handler would tear through Ray's own code. A thread notes them, since

@@ -11,7 +11,7 @@ from typing import Self
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.weight_count import WeightCount
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -32,7 +32,7 @@ class Cache:
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self:
         """Raises InvalidConfig where tp does not divide the heads, or a kv-dtype does not suit them."""
-        part = [Shard(0, tp).cut_layer(layer) for layer in layers]
+        part = [TpShard(0, tp).cut_layer(layer) for layer in layers]
         whole = BlockLayout.of(layers, block_size, kv_dtype)
         return cls(tuple(layers), whole, BlockLayout.of(part, block_size, kv_dtype), tp)
 
@@ -69,7 +69,7 @@ class Cache:
 
     def rank_bytes_read(self, tokens: int) -> float:
         """What a rank reads of one sequence for its next token: what each layer attends to."""
-        shard = Shard(0, self.tp)
+        shard = TpShard(0, self.tp)
         return sum(
             min(tokens, layer.sliding_window or tokens)
             * BlockLayout.of([shard.cut_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
@@ -115,7 +115,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class StepTimeFloor:
     """The least that a decode step takes: every byte of weights and KV that it reads, once, over the bandwidth."""
 
     batch: int
@@ -150,10 +150,12 @@ def by_kv_dtype(layers: Sequence[LayerSpec], tp: int, block_size: int) -> dict[s
     return {name: _cache_or_none(layers, tp, block_size, kv_dtype) for name, kv_dtype in KV_DTYPES.items()}
 
 
-def floor(cache: Cache, weights: WeightCount, weight_bytes: float, bandwidth: float, batch: int, context: int) -> Floor:
+def floor(
+    cache: Cache, weights: WeightCount, weight_bytes: float, bandwidth: float, batch: int, context: int
+) -> StepTimeFloor:
     """`weight_bytes`: of one weight."""
     kv = batch * cache.rank_bytes_read(context)
-    return Floor(batch, weights.read_by(batch) * weight_bytes / bandwidth, kv / bandwidth)
+    return StepTimeFloor(batch, weights.read_by(batch) * weight_bytes / bandwidth, kv / bandwidth)
 
 
 def _attention_name(kv_heads: int, heads: int) -> str:

@@ -1,4 +1,4 @@
-"""Lengths: how long sequences get, and what a pool of blocks makes of them beside one that reserves the longest.
+"""LengthDistribution: how long sequences get, and how many fit into a pool of blocks or of longest slots.
 
 From a trace of real requests, or evenly spread. Pure counting: it does not know what a token takes.
 """
@@ -16,7 +16,7 @@ _SPREAD: Final = 100_000  # lengths, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """`counts`: (tokens of a whole sequence, how many are so long). `left_out` were longer than allowed."""
 
     counts: tuple[tuple[int, int], ...]

@@ -4,14 +4,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from coatcheck.cluster.planner.capacity import WEIGHT_BYTES, Budget, Cache, Floor, Variant, by_kv_dtype, floor, variants
-from coatcheck.cluster.planner.lengths import Lengths
+from coatcheck.cluster.planner.capacity import (
+    WEIGHT_BYTES,
+    Budget,
+    Cache,
+    StepTimeFloor,
+    Variant,
+    by_kv_dtype,
+    floor,
+    variants,
+)
+from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -34,7 +43,7 @@ class Sizing:
     rank_weights: WeightCount
     budget: Budget
     num_blocks: int
-    lengths: Lengths
+    lengths: LengthDistribution
     notes: tuple[str, ...]
 
     @classmethod
@@ -47,8 +56,8 @@ class Sizing:
         context = settings.context or min(_USUAL_CONTEXT, shape.max_model_len or _USUAL_CONTEXT)
         layers = shape.layers if settings.latent else shape.expanded
         cache = Cache.of(layers, settings.tp, settings.block_size, kv_dtype)
-        whole = WeightCount.of(config, shape.expanded, Shard(0, 1))
-        part = WeightCount.of(config, shape.expanded, Shard(0, settings.tp))
+        whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
+        part = WeightCount.of(config, shape.expanded, TpShard(0, settings.tp))
         weight_bytes = settings.weights or float(whole.total * WEIGHT_BYTES[dtype])
         bytes_per_weight = weight_bytes / whole.total
         budget = Budget(settings.gpu_memory, part.total * bytes_per_weight, settings.kv_memory)
@@ -87,7 +96,7 @@ class Sizing:
 
     def layer_bytes(self, layer: LayerSpec, tp: int) -> float:
         """Of one token in one such layer, on each of `tp` ranks."""
-        part = Shard(0, tp).cut_layer(layer)
+        part = TpShard(0, tp).cut_layer(layer)
         return BlockLayout.of([part], self.cache.block_size, self.cache.whole.kv_dtype).bytes_per_token
 
     def by_kv_dtype(self) -> list[tuple[str, Cache, int]]:
@@ -110,12 +119,12 @@ class Sizing:
             found.append((size, self.lengths.waste(size), fit))
         return found
 
-    def floors(self) -> list[Floor]:
+    def floors(self) -> list[StepTimeFloor]:
         """For one sequence, for those asked for, and for as many as fit, if those are more."""
         batches = sorted({1, self.settings.concurrency} | ({self.sequences} if self.sequences else set()))
         return [self.floor(batch) for batch in batches]
 
-    def floor(self, batch: int) -> Floor:
+    def floor(self, batch: int) -> StepTimeFloor:
         return floor(self.cache, self.rank_weights, self.bytes_per_weight, self.settings.bandwidth, batch, self.context)
 
     def to_json(self) -> dict[str, Any]:
@@ -199,8 +208,8 @@ class Sizing:
         }
 
 
-def _lengths(trace: Path | None, context: int) -> Lengths:
-    return Lengths.spread(context) if trace is None else Lengths.read(trace, context)
+def _lengths(trace: Path | None, context: int) -> LengthDistribution:
+    return LengthDistribution.spread(context) if trace is None else LengthDistribution.read(trace, context)
 
 
 def _notes(cache: Cache, context: int, max_model_len: int | None) -> list[str]:

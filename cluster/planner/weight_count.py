@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.model_spec import LayerSpec
 
 # Families whose MLP is two matrices, not three.
@@ -39,7 +39,7 @@ class WeightCount:
     experts_per_token: int
 
     @classmethod
-    def of(cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: Shard) -> Self:
+    def of(cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: TpShard) -> Self:
         """`layers` with all ranks' heads and every head's keys; raises InvalidConfig for a tp that does not divide."""
         hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
         first, last = shard.vocabulary(vocab) if shard.size > 1 else (0, vocab)
@@ -76,7 +76,7 @@ class WeightCount:
         return self.dense + self.experts * (1 - untouched)
 
 
-def _attention(config: ModelConfig, layer: LayerSpec, shard: Shard, hidden: int) -> int:
+def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: int) -> int:
     heads, kv_heads = shard.local_heads(layer)
     if config.values.get("kv_lora_rank") is None:
         return hidden * layer.head_dim * 2 * (heads + kv_heads)
@@ -87,7 +87,7 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: Shard, hidden: int)
     return queries + hidden * (rank + rope) + rank * heads * (nope + layer.value_dim) + heads * layer.value_dim * hidden
 
 
-def _mlp(config: ModelConfig, inner: int, shard: Shard, hidden: int) -> int:
+def _mlp(config: ModelConfig, inner: int, shard: TpShard, hidden: int) -> int:
     start, stop = shard.even(inner, "the MLP's inner size")
     return (2 if config.model_type in _UNGATED else 3) * hidden * (stop - start)
 
@@ -115,7 +115,7 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
     return index >= config.number("first_k_dense_replace", default=0) and index % step == 0
 
 
-def _experts(config: ModelConfig, shard: Shard, hidden: int) -> tuple[int, int]:
+def _experts(config: ModelConfig, shard: TpShard, hidden: int) -> tuple[int, int]:
     """(what every token runs through, all experts together) of one layer."""
     inner = config.count("moe_intermediate_size", "intermediate_size")
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)

@@ -14,7 +14,7 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config, with_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
@@ -58,7 +58,7 @@ def check_model(config: ServeConfig) -> None:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
         return  # of a kind that `coatcheck plan` does not know
-    shard = Shard(0, config.tp)
+    shard = TpShard(0, config.tp)
     layers = [shard.cut_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
         shard.vocabulary(vocabulary)
@@ -138,7 +138,7 @@ def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
         raise no_deterministic_experts(f"a mixture of experts ({said} in config.json)")
 
 
-def _check_mlp(model: ModelConfig, shard: Shard) -> None:
+def _check_mlp(model: ModelConfig, shard: TpShard) -> None:
     """Raises InvalidConfig if tp does not divide the MLP. Only for tested types, of which every linear is sharded."""
     if model.model_type in TESTED_MODEL_TYPES:
         name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"

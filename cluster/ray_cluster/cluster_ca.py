@@ -1,4 +1,4 @@
-"""Authority: signs the certificates of one cluster's own connections. Made anew with each cluster, kept in no file.
+"""ClusterCA: signs the certificates of one cluster's own connections. Made anew with each cluster, kept in no file.
 
 It does not know who asks for a certificate, nor where that goes.
 """
@@ -23,19 +23,19 @@ _CLOCKS_DIFFER: Final = datetime.timedelta(hours=1)
 
 @by_name
 @dataclass(frozen=True, slots=True)
-class Plane:
+class PlaneCertificates:
     """What routers and groups of one cluster show each other; None: their connections are plain."""
 
     router: PlaneCertificate | None = None
     group: PlaneCertificate | None = None
 
     @classmethod
-    def signed_by(cls, authority: "Authority") -> Self:
+    def signed_by(cls, authority: "ClusterCA") -> Self:
         """A new pair."""
         return cls(authority.for_router(), authority.for_group())
 
 
-class Authority:
+class ClusterCA:
     """Hands out leaves that are good for one side of a connection."""
 
     def __init__(self) -> None:

@@ -28,9 +28,9 @@ from coatcheck.cluster.config.exposure import needs_plane
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster import ray_kv as cluster_notes
-from coatcheck.cluster.ray_cluster.cluster_ca import Authority, Plane
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
 from coatcheck.cluster.ray_cluster.node_names import node_names
-from coatcheck.cluster.ray_cluster.rank_placement import Placement, Resources
+from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, Resources
 from coatcheck.cluster.ray_cluster.ray_environment import TOKEN_HELP
 from coatcheck.cluster.ray_cluster.ray_start import RayNotReady
 from coatcheck.proto.errors import InvalidConfig, Unavailable
@@ -154,7 +154,7 @@ def find_actor(name: str) -> Actor | None:
         return None
 
 
-def start_supervisor(supervisor_class: type, config: ServeConfig, placement: Placement) -> Actor:
+def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement: RankPlacement) -> Actor:
     """Start the cluster's supervisor. After a crash Ray starts another one with the same arguments.
 
     The certificates are signed here, once, so that a restarted supervisor can speak with processes that run already.
@@ -171,7 +171,7 @@ def start_supervisor(supervisor_class: type, config: ServeConfig, placement: Pla
         # affinity to a node that may be another is no more than a wish, and the head that comes back is another node.
         resources={_HEAD: _SMALL_SHARE},
     )
-    plane = Plane.signed_by(Authority()) if needs_plane(config) else Plane()
+    plane = PlaneCertificates.signed_by(ClusterCA()) if needs_plane(config) else PlaneCertificates()
     return options.remote(config, placement, plane)
 
 

@@ -41,7 +41,7 @@ class NoRoom(InvalidConfig):
 
 @by_name
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RankPlacement:
     """One group's bundles are `tp` times `bundle`. `strategies` has one for each group, in the order in which they
     are to be reserved: STRICT_PACK, all on one node, comes first, then PACK, over several."""
 
@@ -50,7 +50,7 @@ class Placement:
     strategies: tuple[str, ...]
 
 
-def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> Placement:
+def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> RankPlacement:
     """`nodes`: what each has free, by its name. Raises NoRoom when the groups do not fit."""
     if device == "auto":
         device = "cuda" if any(node.get("GPU", 0) >= 1 for node in nodes.values()) else "cpu"
@@ -67,7 +67,7 @@ def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Reso
         free[min(holding, key=lambda name: free[name])] -= tp
         strategies.append("STRICT_PACK")
     spread = groups - len(strategies)
-    return Placement(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
+    return RankPlacement(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
 
 
 def _too_small(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> str:

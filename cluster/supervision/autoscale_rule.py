@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class QueueSample:
     """What was seen at a moment: how long requests waited then, and in how many groups something ran."""
 
     time: float
@@ -23,7 +23,7 @@ class AutoscaleRule:
     grow_hold_seconds: float = 10.0
     shrink_hold_seconds: float = 600.0
 
-    def wished(self, samples: Sequence[Sample], groups: int, now: float) -> int:
+    def wished(self, samples: Sequence[QueueSample], groups: int, now: float) -> int:
         """One more than `groups` after the queue was above target all the time that it takes, one less after nobody
         waited and some group had nothing to do for that long; else as many. `samples`, in order, begin at the last
         change. An operator who wants more than `most` or fewer than `least` is not contradicted."""
@@ -41,7 +41,7 @@ class AutoscaleRule:
         return groups
 
 
-def _throughout(samples: Sequence[Sample], now: float, hold: float, holds: Sequence[bool]) -> bool:
+def _throughout(samples: Sequence[QueueSample], now: float, hold: float, holds: Sequence[bool]) -> bool:
     """Whether it held all that time: in the last sample from before it, which says how it began, and in each since."""
     before = sum(1 for sample in samples if sample.time <= now - hold)
     return before > 0 and all(holds[before - 1 :])

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.rank_placement import NoRoom
-from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, Sample
+from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, QueueSample
 from coatcheck.proto.errors import CoatcheckError
 
 _LOOK_SECONDS = 1.0
@@ -42,7 +42,7 @@ class Autoscaler:
         self._size = size
         self._ask_room = ask_room
         self._scale = scale
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[QueueSample] = deque()
         self._seen = 0  # groups at the last look
         self._asked = -1  # the last word to `ask_room`; before this one a supervisor that is gone may have had it
         self._said = 0  # the number that was last said to be wanted, until there are as many
@@ -64,7 +64,7 @@ class Autoscaler:
         if groups != self._seen:
             self._samples.clear()
             self._seen = groups
-        self._samples.append(Sample(now, queue_seconds, busy))
+        self._samples.append(QueueSample(now, queue_seconds, busy))
         longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
         # One that is as old stays, however long ago the look was: it says how that time began.
         while len(self._samples) > 1 and self._samples[1].time <= now - longest:

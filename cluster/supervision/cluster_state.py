@@ -10,7 +10,7 @@ from coatcheck.workers.core.rank_progress import Phase, RankProgress
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """`state` is "starting", "serving", "draining", "lost" (and soon started again) or "failed" (it never served; see
-    `reason`). `incarnation` and `predecessor`: see GroupAddress."""
+    `reason`). `incarnation` and `predecessor`: see GroupEndpoint."""
 
     name: str
     state: str = "starting"

@@ -16,11 +16,11 @@ from coatcheck.cluster.config.serve_config import ServeConfig, group_names
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.ray_cluster import ray_kv as cluster_notes
-from coatcheck.cluster.ray_cluster.rank_placement import Placement, choose_placement
+from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, choose_placement
 from coatcheck.cluster.supervision.cluster_state import GroupState
-from coatcheck.cluster.supervision.group_supervisor import GroupKeeper
+from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
 from coatcheck.cluster.supervision.member_config import group_config
-from coatcheck.cluster.supervision.rank_actors import Ranks
+from coatcheck.cluster.supervision.rank_actors import RankActors
 from coatcheck.cluster.supervision.rank_hosts import RankHosts
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.proto.plane_certificate import PlaneCertificate
@@ -41,7 +41,7 @@ class GroupSet:
     def __init__(
         self,
         config: ServeConfig,
-        placement: Placement,
+        placement: RankPlacement,
         plane: PlaneCertificate | None,
         *,
         is_restarted: bool,
@@ -57,7 +57,7 @@ class GroupSet:
         self._wait_idle = wait_idle
         self._wait_used = wait_used
         self._hosts = RankHosts()
-        self._keepers: list[GroupKeeper] = []
+        self._keepers: list[GroupSupervisor] = []
         self._reserved: dict[str, PlacementGroup] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._task_group: asyncio.TaskGroup | None = None
@@ -213,12 +213,12 @@ class GroupSet:
             raise InvalidConfig(self._no_place(name, strategy))
         self._hosts.note(name, launch.hosts_of(reserved))
 
-    def _keeper(self, name: str, *, has_served: bool) -> GroupKeeper:
+    def _keeper(self, name: str, *, has_served: bool) -> GroupSupervisor:
         config = group_config(self._config, name, self._placement, self._plane)
-        ranks = Ranks(config, self._reserved[name], self._hosts, loopback=self._config.ray_address is None)
-        return GroupKeeper(ranks, has_served=has_served, on_change=self._on_change)
+        ranks = RankActors(config, self._reserved[name], self._hosts, loopback=self._config.ray_address is None)
+        return GroupSupervisor(ranks, has_served=has_served, on_change=self._on_change)
 
-    def _live(self, keeper: GroupKeeper) -> None:
+    def _live(self, keeper: GroupSupervisor) -> None:
         assert self._task_group is not None
         self._lives[keeper.state.name] = self._task_group.create_task(keeper.keep())
 

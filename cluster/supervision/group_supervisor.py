@@ -1,4 +1,4 @@
-"""GroupKeeper: holds one group up. Starts its ranks, watches them, and starts all of them again when one ends.
+"""GroupSupervisor: holds one group up. Starts its ranks, watches them, and starts all of them again when one ends.
 
 One coroutine, `keep`, is the group's whole life; whoever awaits elsewhere learns of changes through `on_change`. It
 does not know Ray, routers, nor other groups.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coatcheck.cluster.supervision.cluster_state import GroupState
-from coatcheck.cluster.supervision.rank_actors import Ranks
+from coatcheck.cluster.supervision.rank_actors import RankActors
 from coatcheck.cluster.supervision.rank_end import RankEnded
 from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
@@ -37,13 +37,13 @@ def backoff_seconds(failures: int) -> float:
     return min(0.25 * 2.0**failures, _LONGEST_BACKOFF)
 
 
-class GroupKeeper:
+class GroupSupervisor:
     """`state` is always current. `has_served`: whether it did so before this keeper's time; then a start that fails is
     tried again."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankActors,
         *,
         has_served: bool,
         on_change: Callable[[], None],

@@ -2,7 +2,7 @@
 
 from coatcheck.cluster.config.exposure import absolute
 from coatcheck.cluster.config.serve_config import FREE_SHARE, ServeConfig
-from coatcheck.cluster.ray_cluster.rank_placement import Placement
+from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.proto.plane_certificate import PlaneCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.workers.core.group_config import GroupConfig
@@ -12,7 +12,7 @@ _BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 def group_config(
-    config: ServeConfig, name: str, placement: Placement, plane: PlaneCertificate | None = None
+    config: ServeConfig, name: str, placement: RankPlacement, plane: PlaneCertificate | None = None
 ) -> GroupConfig:
     """What one group is told."""
     return GroupConfig(

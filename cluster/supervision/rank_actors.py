@@ -1,7 +1,7 @@
-"""Ranks: the processes of one group, as Ray has them: found, started, asked, watched and ended.
+"""RankActors: the processes of one group, as Ray has them: found, started, asked, watched and ended.
 
 They live and die together. It does not know when any of this is called for, nor what is concluded from it: see
-GroupKeeper.
+GroupSupervisor.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _WAITS = 6
 _WAITS_WHILE_STARTING = 120
 
 
-class Ranks:
+class RankActors:
     """Of the last start; `loopback` is theirs (see RankActor), and `hosts` is kept current."""
 
     def __init__(self, config: GroupConfig, reserved: PlacementGroup, hosts: RankHosts, *, loopback: bool) -> None:
@@ -94,7 +94,7 @@ class Ranks:
         await self._read_logs()
 
     async def predecessor_crash(self) -> str | None:
-        """How the incarnation before theirs has ended; see GroupAddress. Raises RankEnded."""
+        """How the incarnation before theirs has ended; see GroupEndpoint. Raises RankEnded."""
         told: list[str | None] = await self._call_ranks(self._actors, "predecessor_crash")
         return next((words for words in told if words), None if None in told else "")
 

@@ -11,7 +11,7 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.supervision.cluster_state import GroupState
 from coatcheck.cluster.supervision.member_config import router_config
-from coatcheck.cluster.supervision.router_supervisor import RouterKeeper
+from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.plane_certificate import PlaneCertificate
 
@@ -33,7 +33,7 @@ class RouterSet:
         self._config = config
         self._plane = plane  # what they show groups, and which they believe
         self._has_served = has_served
-        self._keepers: dict[str, RouterKeeper] = {}
+        self._keepers: dict[str, RouterSupervisor] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._groups: list[GroupState] | None = None  # not yet known
 
@@ -92,7 +92,7 @@ class RouterSet:
                 return
 
     async def renew(self, address: str, drain_seconds: float) -> None:
-        """Another process for the router at gRPC's `address`; see RouterKeeper.renew. Raises NotFound."""
+        """Another process for the router at gRPC's `address`; see RouterSupervisor.renew. Raises NotFound."""
         keeper = next((keeper for keeper in self._keepers.values() if keeper.address == address), None)
         if keeper is None:
             raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
@@ -148,7 +148,7 @@ class RouterSet:
         has_served = self._has_served or any(keeper.has_served for keeper in self._keepers.values())
         config = router_config(self._config, name, self._config.grpc_port, self._plane)
         resource = None if node else self._config.router_resource
-        keeper = RouterKeeper(config, has_served=has_served, resource=resource, node=node)
+        keeper = RouterSupervisor(config, has_served=has_served, resource=resource, node=node)
         if self._groups is not None:
             keeper.set_groups(self._groups)
         self._keepers[name] = keeper

@@ -1,4 +1,4 @@
-"""RouterKeeper: holds a router up, and tells it of the groups. It does not know how groups come and go."""
+"""RouterSupervisor: holds a router up, and tells it of the groups. It does not know how groups come and go."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from coatcheck.proto.coatcheck_pb2 import StatusResponse
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 _WATCH_SECONDS = 0.5
 _STOP_SECONDS = 5.0
@@ -26,7 +26,7 @@ _RESTART_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 
 
-class RouterKeeper:
+class RouterSupervisor:
     """`address` (gRPC's) and `http_address` are host:port while the router serves; `failure` why it never will."""
 
     def __init__(
@@ -40,7 +40,7 @@ class RouterKeeper:
         self._node = node  # where it must run, by id; None: anywhere
         self.has_served = has_served  # also before this keeper's time: then it is started again whatever happens
         self._actor: launch.Actor | None = None
-        self._groups: list[GroupAddress] | None = None  # not yet known
+        self._groups: list[GroupEndpoint] | None = None  # not yet known
         self._version = 0
         self._serves = asyncio.Event()  # whoever waits for the next start clears it
 
@@ -74,7 +74,7 @@ class RouterKeeper:
     def set_groups(self, states: list[GroupState]) -> None:
         """Sends the groups as they are now, without waiting for an answer."""
         self._groups = [
-            GroupAddress(
+            GroupEndpoint(
                 name=state.name,
                 address=state.address,
                 state="lost" if state.state == "failed" else state.state,

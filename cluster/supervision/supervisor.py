@@ -12,8 +12,8 @@ import ray
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.ray_cluster.cluster_ca import Plane
-from coatcheck.cluster.ray_cluster.rank_placement import Placement
+from coatcheck.cluster.ray_cluster.cluster_ca import PlaneCertificates
+from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule
 from coatcheck.cluster.supervision.autoscaler import Autoscaler
 from coatcheck.cluster.supervision.cluster_state import ClusterState
@@ -34,7 +34,7 @@ class Supervisor:
     LATER = ("misses",)
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
-    async def __init__(self, config: ServeConfig, placement: Placement, plane: Plane) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServeConfig, placement: RankPlacement, plane: PlaneCertificates) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._config = config
         self._placement = placement

@@ -1,5 +1,6 @@
-"""Gate: who may come in. It knows keys by their hashes, clients' certificates by their names, and the file that holds
-both, which may change at any time.
+"""Authenticator: who may come in. Keys are known by their hashes, clients' certificates by their names.
+
+The file that holds both may change at any time.
 
 It does not know how a key is carried, but for the two forms of HTTP's `authorization`, which gRPC shares.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from coatcheck.proto.errors import InvalidConfig, PermissionDenied, Unauthenticated
 from coatcheck.router.access.client_certificate import names_in
-from coatcheck.router.access.file_watcher import WatchedFiles
+from coatcheck.router.access.file_watcher import FileWatcher
 from coatcheck.router.access.key_file import hash_key, read_keys
 from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
 
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 _HOW = "send a key as `authorization: Bearer KEY`"
 
 
-class Gate:
+class Authenticator:
     """Without a file of keys everybody is ANYONE."""
 
     def __init__(
@@ -32,7 +33,7 @@ class Gate:
         """Raises InvalidConfig when the file cannot be read. `on_refused` is told why somebody is."""
         self._file = keys_file
         self._on_refused = on_refused
-        self._watched = WatchedFiles([keys_file] if keys_file else [], clock)
+        self._watched = FileWatcher([keys_file] if keys_file else [], clock)
         self._tenants = read_keys(keys_file) if keys_file else {}
 
     @property

@@ -1,4 +1,4 @@
-"""WatchedFiles: whether files have changed since they were read last. It does not know what is in them."""
+"""FileWatcher: whether files have changed since they were read last. It does not know what is in them."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from typing import Final
 _LOOK_SECONDS: Final = 1.0
 
 
-class WatchedFiles:
+class FileWatcher:
     """`changed()` looks at most once a second, so that it may be asked for every request."""
 
     def __init__(self, paths: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:

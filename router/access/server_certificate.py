@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import grpc
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.router.access.file_watcher import WatchedFiles
+from coatcheck.router.access.file_watcher import FileWatcher
 
 _log = logging.getLogger(__name__)
 _ALPN: Final = ["http/1.1"]
@@ -25,7 +25,7 @@ class ServerCertificate:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         # Each has its own look: the first to ask must not be the only one to learn of a change.
         paths = [cert, key, *([client_ca] if client_ca else [])]
-        self._for_grpc, self._for_http = WatchedFiles(paths), WatchedFiles(paths)
+        self._for_grpc, self._for_http = FileWatcher(paths), FileWatcher(paths)
         self._context = self._read()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Limits: what each tenant may ask of this router a minute, in requests and in tokens.
+"""TenantLimits: what each tenant may ask of this router a minute, in requests and in tokens.
 
 Every router keeps its own. It does not know queues or groups.
 """
@@ -11,7 +11,7 @@ from coatcheck.router.access.rate_limits import RateLimit
 from coatcheck.router.access.tenant import Tenant
 
 
-class Limits:
+class TenantLimits:
     """Limits that change start anew."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""GrammarCheck: refuses a grammar that does not compile, or not soon, before any group hears of it.
+"""GrammarValidator: refuses a grammar that does not compile, or not soon, before any group hears of it.
 
 Every rank of a group compiles it between two steps of everybody's; so one that takes long is not for them, and those
 that take a little come one after another, with pauses. It does not know who asks.
@@ -25,7 +25,7 @@ _MOST_KEPT: Final = 512
 _MOST_WAITING: Final = 64
 
 
-class GrammarCheck:
+class GrammarValidator:
     """Owns a thread, and from the first grammar on a process (see grammar_compiler)."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.errors import ContextLengthExceeded, DeadlineExceeded
 from coatcheck.proto.worker_pb2 import Registration
-from coatcheck.router.groups.group_connection import GroupLink
+from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
 
@@ -23,7 +23,7 @@ class EligibleGroups(NamedTuple):
     has_begun: bool = False
 
     @classmethod
-    def of(cls, groups: Iterable[tuple[GroupLink, Registration]], *, has_begun: bool = False) -> Self:
+    def of(cls, groups: Iterable[tuple[GroupConnection, Registration]], *, has_begun: bool = False) -> Self:
         """The value for a request that every one of `groups` can take."""
         return cls(frozenset(link.name for link, _ in groups), has_begun)
 
@@ -48,8 +48,8 @@ def capacity(registration: Registration) -> int:
 
 
 def able_to_hold(
-    serving: list[tuple[GroupLink, Registration]], request: Request
-) -> list[tuple[GroupLink, Registration]]:
+    serving: list[tuple[GroupConnection, Registration]], request: Request
+) -> list[tuple[GroupConnection, Registration]]:
     """The groups of `serving` that can hold the request; raises ContextLengthExceeded if none can."""
     able = [(link, registration) for link, registration in serving if holds(registration, request)]
     if not able:

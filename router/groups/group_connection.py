@@ -1,4 +1,4 @@
-"""GroupLink: the one long-lived stream between this router and a group.
+"""GroupConnection: the one long-lived stream between this router and a group.
 
 It sends submissions and aborts, hands outputs to their tickets and events to the prefix index, and keeps the group's
 last word on its load. When the stream breaks, or the group falls silent, every ticket fails at once and the
@@ -27,33 +27,33 @@ from coatcheck.proto.worker_pb2 import (
     ToGroup,
 )
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
-from coatcheck.router.groups.group_failures import Cause, Losses
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
 from coatcheck.router.groups.group_load import GroupLoad
-from coatcheck.router.groups.group_stream import GroupStream, Silent
-from coatcheck.router.groups.output_delivery import Delivery
+from coatcheck.router.groups.group_stream import GroupSilent, GroupStream
+from coatcheck.router.groups.output_delivery import OutputDelivery
 from coatcheck.router.groups.registration_check import unfit
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import Ejected, Ticket
-from coatcheck.router.routing.prefix_index import Outcome, PrefixIndex
+from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
 
 
-class GroupLink:
+class GroupConnection:
     """`registration` is None while the group is not attached; `changed` is called whenever that changes, `eased`
     whenever it may have room again. `judge` is asked after each report of its load whether it may stay."""
 
     def __init__(
         self,
-        address: GroupAddress,
+        address: GroupEndpoint,
         config: RouterConfig,
         index: PrefixIndex,
         changed: Callable[[], None],
         eased: Callable[[], None],
-        judge: Callable[["GroupLink"], Ejected | None],
-        losses: Losses,
+        judge: Callable[["GroupConnection"], Ejected | None],
+        losses: GroupFailures,
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
@@ -73,7 +73,7 @@ class GroupLink:
         self._paused = False  # since it is slow
         self._recalled = asyncio.Event()
         self._silence = config.silence_seconds
-        self.tickets = Delivery()
+        self.tickets = OutputDelivery()
         self._stream = self._new_stream()
         self._last_id = 0
         self._task = asyncio.create_task(self._run(), name=f"link to {address.name}")
@@ -158,7 +158,7 @@ class GroupLink:
             self.reason = "the group ended the stream"
         except grpc.aio.AioRpcError as error:
             self.reason = f"{error.code().name}: {error.details()}"
-        except Silent:
+        except GroupSilent:
             self._eject(f"the group has said nothing for {self._silence:g} s")
         except Ejected as error:
             self._eject(str(error))
@@ -222,10 +222,10 @@ class GroupLink:
         _log.warning("group %s: %s; asking for a snapshot", self.name, why)
         self._stream.send(ToGroup(snapshot=SnapshotRequest()))
 
-    def _apply(self, outcome: Outcome) -> None:
-        if outcome is Outcome.SNAPSHOT_NEEDED:
+    def _apply(self, outcome: EventOutcome) -> None:
+        if outcome is EventOutcome.SNAPSHOT_NEEDED:
             self.ask_snapshot("a gap in its events")
-        elif outcome is Outcome.IMPOSSIBLE:
+        elif outcome is EventOutcome.IMPOSSIBLE:
             raise Ejected("the group says that it holds more blocks than it has")
 
     def _eject(self, reason: str) -> None:
@@ -247,9 +247,9 @@ class GroupLink:
             self._changed()
         return attached
 
-    def _cause(self) -> Cause:
+    def _cause(self) -> FailureCause:
         if self._last_word is not None:
-            return Cause.CRASH
+            return FailureCause.CRASH
         if self._paused or self.address.state == "draining":  # whoever drains a group is about to end it
-            return Cause.WANTED
-        return Cause.UNKNOWN
+            return FailureCause.WANTED
+        return FailureCause.UNKNOWN

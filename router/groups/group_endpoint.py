@@ -1,4 +1,4 @@
-"""GroupAddress: what a supervisor tells a router about one group.
+"""GroupEndpoint: what a supervisor tells a router about one group.
 
 Plain and frozen, so that it crosses process borders. It does not know whether the group answers: a link finds out.
 """
@@ -12,7 +12,7 @@ STATES = ("starting", "serving", "draining", "lost")
 
 @by_name
 @dataclass(frozen=True, slots=True)
-class GroupAddress:
+class GroupEndpoint:
     """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it.
 
     `restarts`: how often it was started again. `incarnation`: in how many of its starts before this one its ranks came

@@ -1,4 +1,4 @@
-"""Losses: groups that were lost, and why, as far as it is known: at once, a moment later, or never.
+"""GroupFailures: groups that were lost, and why, as far as it is known: at once, a moment later, or never.
 
 A group that ends by itself mostly says so with its last breath; where it cannot, its supervisor learns it when the next
 incarnation starts where the former has left its record. It does not know requests, nor what is concluded of them.
@@ -10,7 +10,7 @@ from enum import Enum
 from weakref import WeakValueDictionary
 
 
-class Cause(Enum):
+class FailureCause(Enum):
     """What ended a group, as it is counted."""
 
     WANTED = "wanted"  # it was drained, or is slow: no sign against anything that ran there
@@ -19,18 +19,18 @@ class Cause(Enum):
     UNKNOWN = "unknown"  # its node is gone, it hangs, or nothing has been learned yet
 
 
-class Loss:
+class GroupFailure:
     """One incarnation of a group is lost."""
 
-    def __init__(self, group: str, reason: str, cause: Cause) -> None:
+    def __init__(self, group: str, reason: str, cause: FailureCause) -> None:
         self.group = group
         self.reason = reason
         self.cause = cause
         self._learned = asyncio.Event()
-        if cause is not Cause.UNKNOWN:
+        if cause is not FailureCause.UNKNOWN:
             self._learned.set()
 
-    def learn(self, cause: Cause, reason: str) -> None:
+    def learn(self, cause: FailureCause, reason: str) -> None:
         """The cause has become known."""
         self.cause = cause
         self.reason = reason
@@ -41,24 +41,24 @@ class Loss:
         await self._learned.wait()
 
 
-class Losses:
+class GroupFailures:
     """Of one router. A loss is kept for as long as a request remembers it. `counts` has each once, by what was known
     when it was noticed; `learned` those that were unknown then, by what became known."""
 
     def __init__(self) -> None:
-        self.counts: Counter[Cause] = Counter()
-        self.learned: Counter[Cause] = Counter()
+        self.counts: Counter[FailureCause] = Counter()
+        self.learned: Counter[FailureCause] = Counter()
         self._unknown: set[tuple[str, int]] = set()  # of each group the last
-        self._open: WeakValueDictionary[tuple[str, int], Loss] = WeakValueDictionary()
+        self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = WeakValueDictionary()
 
-    def lost(self, group: str, incarnation: int, reason: str, cause: Cause) -> Loss:
+    def lost(self, group: str, incarnation: int, reason: str, cause: FailureCause) -> GroupFailure:
         """That incarnation of a group is lost."""
         self.counts[cause] += 1
-        loss = Loss(group, reason, cause)
+        loss = GroupFailure(group, reason, cause)
         # One that was lost from sight before, and attached again, has not ended then: how it ends now says nothing.
         self._unknown.discard((group, incarnation))
         self._open.pop((group, incarnation), None)
-        if cause is Cause.UNKNOWN:
+        if cause is FailureCause.UNKNOWN:
             self._open[group, incarnation] = loss
             self._unknown = {key for key in self._unknown if key[0] != group} | {(group, incarnation)}
         return loss
@@ -68,7 +68,7 @@ class Losses:
         if (group, incarnation) not in self._unknown:
             return
         self._unknown.remove((group, incarnation))
-        cause = Cause.CRASH if crash else Cause.KILLED
+        cause = FailureCause.CRASH if crash else FailureCause.KILLED
         self.learned[cause] += 1
         if (loss := self._open.pop((group, incarnation), None)) is not None:
             loss.learn(cause, crash or loss.reason)

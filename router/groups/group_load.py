@@ -11,7 +11,7 @@ from math import exp
 from typing import Final
 
 from coatcheck.proto.worker_pb2 import Load, Registration
-from coatcheck.router.routing.prefix_match import NOTHING, Match
+from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # of the running average of the busy share
@@ -157,7 +157,7 @@ class GroupLoad:
         than it computes until its next report."""
         return not self.is_full and self._queued_tokens + self._unreported_tokens < self._most_queued
 
-    def candidate(self, group: str, match: Match = NOTHING) -> Candidate:
+    def candidate(self, group: str, match: PrefixMatch = NOTHING) -> Candidate:
         """The group as the policy sees it. `match`: blocks of the prompt that the group holds."""
         size = self._block_size
         device, host, expected = match

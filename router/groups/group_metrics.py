@@ -1,4 +1,4 @@
-"""LossMetrics: groups that this router has lost, by cause, and what it may still spend on going on elsewhere.
+"""GroupFailureMetrics: groups that this router has lost, by cause, and what it may still spend on going on elsewhere.
 
 Read when somebody asks. It does not know what becomes of a request that has lost its group.
 """
@@ -9,14 +9,14 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from coatcheck.router.groups.group_failures import Cause, Losses
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
 from coatcheck.router.groups.retry_budget import RetryBudget
 
 
-class LossMetrics(Collector):
+class GroupFailureMetrics(Collector):
     """To be registered once for a router."""
 
-    def __init__(self, losses: Losses, retries: RetryBudget) -> None:
+    def __init__(self, losses: GroupFailures, retries: RetryBudget) -> None:
         self._losses = losses
         self._retries = retries
 
@@ -28,7 +28,7 @@ class LossMetrics(Collector):
             ("losses_explained", "Those whose cause became known later, by what it was.", losses.learned),
         ):
             family = CounterMetricFamily(f"coatcheck_group_{name}", text, labels=["cause"])
-            for cause in Cause:
+            for cause in FailureCause:
                 family.add_metric([cause.value], counts[cause])
             yield family
         yield CounterMetricFamily(

@@ -1,4 +1,4 @@
-"""Groups: the groups that this router knows, their links, and the prefix index that they feed.
+"""GroupRegistry: the groups that this router knows, their links, and the prefix index that they feed.
 
 The supervisor says which exist, the links find out which answer: together that is who takes new work. It does not know
 requests, nor what sends them.
@@ -11,49 +11,49 @@ from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.worker_pb2 import Registration
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.eligibility import equal
-from coatcheck.router.groups.group_connection import GroupLink
-from coatcheck.router.groups.group_endpoint import GroupAddress
-from coatcheck.router.groups.group_failures import Losses
-from coatcheck.router.groups.outlier_detection import Laggards
+from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_failures import GroupFailures
+from coatcheck.router.groups.outlier_detection import OutlierDetection
 from coatcheck.router.groups.submission import Ejected
 from coatcheck.router.routing.prefix_index import PrefixIndex
 
 
-class Groups:
+class GroupRegistry:
     """Owns the links and the index. `eased` is called whenever some group may have room again; `groups_changed` is
     called instead when the set of groups that take new work has changed."""
 
     def __init__(self, config: RouterConfig, eased: Callable[[], None], groups_changed: Callable[[], None]) -> None:
         self.index = PrefixIndex()
-        self.losses = Losses()
+        self.losses = GroupFailures()
         self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
         # By name, so that a group that is lost and started again stays drained.
         self.draining: set[str] = set()
         self._config = config
         self._eased = eased
         self._groups_changed = groups_changed
-        self._links: dict[str, GroupLink] = {}
-        self._absent: dict[str, GroupAddress] = {}  # known, but with nothing to attach to
-        self._serving_before: list[tuple[GroupLink, Registration]] = []
+        self._links: dict[str, GroupConnection] = {}
+        self._absent: dict[str, GroupEndpoint] = {}  # known, but with nothing to attach to
+        self._serving_before: list[tuple[GroupConnection, Registration]] = []
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
-        self._laggards = Laggards()
+        self._laggards = OutlierDetection()
 
     @property
-    def links(self) -> Iterable[GroupLink]:
+    def links(self) -> Iterable[GroupConnection]:
         """One per group that has an address, attached or not."""
         return self._links.values()
 
     @property
-    def absent(self) -> Iterable[GroupAddress]:
+    def absent(self) -> Iterable[GroupEndpoint]:
         """Groups that are starting or lost."""
         return self._absent.values()
 
-    def link(self, name: str) -> GroupLink | None:
+    def link(self, name: str) -> GroupConnection | None:
         """By name; None for a group that has no link."""
         return self._links.get(name)
 
-    async def set(self, addresses: Sequence[GroupAddress], version: int = 0) -> None:
+    async def set(self, addresses: Sequence[GroupEndpoint], version: int = 0) -> None:
         """Replaces what the supervisor knows: links to new groups open, links to groups gone or lost close at once.
 
         A list older than the newest is ignored, since lists may overtake each other: versions grow, over a
@@ -73,7 +73,7 @@ class Groups:
             if name in self._links:
                 self._links[name].address = address
             else:
-                self._links[name] = GroupLink(
+                self._links[name] = GroupConnection(
                     address, self._config, self.index, self.notify, self._eased, self._judge, self.losses
                 )
         await asyncio.gather(*closing)
@@ -92,7 +92,7 @@ class Groups:
         after taking it, then wait."""
         return self._changed
 
-    def serving(self) -> list[tuple[GroupLink, Registration]]:
+    def serving(self) -> list[tuple[GroupConnection, Registration]]:
         """Groups that take new work."""
         return [
             (link, link.registration)
@@ -115,7 +115,7 @@ class Groups:
         self._serving_before = serving
         (self._eased if same else self._groups_changed)()
 
-    def _judge(self, link: GroupLink) -> Ejected | None:
+    def _judge(self, link: GroupConnection) -> Ejected | None:
         """Whether it is too slow, now that it has reported, to be kept beside the others."""
         status = link.load.last.status
         if link.registration is None or not status.running or not self._laggards.suspects(status.slowness):

@@ -14,7 +14,7 @@ from coatcheck.proto.plane_certificate import PlaneCertificate, plane_channel
 from coatcheck.proto.worker_pb2 import FromGroup, ToGroup
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.router.config import GROUP_MESSAGE_BYTES
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", GROUP_MESSAGE_BYTES),
@@ -25,14 +25,14 @@ _CHANNEL_OPTIONS = [
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
 
-class Silent(Exception):
+class GroupSilent(Exception):
     """Nothing has come for too long."""
 
 
 class GroupStream:
     """Made inside an event loop; `read` is called once."""
 
-    def __init__(self, address: GroupAddress, plane: PlaneCertificate | None, silence_seconds: float) -> None:
+    def __init__(self, address: GroupEndpoint, plane: PlaneCertificate | None, silence_seconds: float) -> None:
         self._address = address
         self._plane = plane
         self._silence = silence_seconds
@@ -62,7 +62,7 @@ class GroupStream:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # by its owner, perhaps just as the watch gave up
                     raise
-                raise Silent from None
+                raise GroupSilent from None
             finally:
                 for helper in helpers:
                     helper.cancel()

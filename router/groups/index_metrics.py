@@ -9,15 +9,15 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from coatcheck.router.groups.group_connection import GroupLink
-from coatcheck.router.groups.group_registry import Groups
-from coatcheck.router.routing.event_trouble import EventTrouble
+from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_registry import GroupRegistry
+from coatcheck.router.routing.event_trouble import EventProblem
 
 
 class IndexMetrics(Collector):
     """To be registered once for a router's groups."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: GroupRegistry) -> None:
         self._groups = groups
 
     def collect(self) -> Iterator[Metric]:
@@ -28,13 +28,13 @@ class IndexMetrics(Collector):
         troubles = CounterMetricFamily(
             "coatcheck_index_troubles", "KV events that were wrong, by how; none gives a false prefix.", labels=["kind"]
         )
-        for kind in EventTrouble:
+        for kind in EventProblem:
             troubles.add_metric([kind.value], index.troubles[kind])
         yield troubles
         yield _ejections(self._groups.links)
 
 
-def _ejections(links: Iterable[GroupLink]) -> Metric:
+def _ejections(links: Iterable[GroupConnection]) -> Metric:
     family = CounterMetricFamily(
         "coatcheck_group_ejections", "Streams ended for silence, for slowness, or for what cannot be.", labels=["group"]
     )

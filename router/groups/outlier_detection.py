@@ -1,4 +1,4 @@
-"""Laggards: which groups are too slow to be given work, though they answer, and for how long.
+"""OutlierDetection: which groups are too slow to be given work, though they answer, and for how long.
 
     slow = its steps take at least 5 times as long as usual, and 5 times as much above usual as its peers' do
 
@@ -21,7 +21,7 @@ _LONGEST_PAUSE: Final = 480.0
 _FORGIVEN_SECONDS: Final = 3600.0  # after the last pause, the next one is a first one
 
 
-class Laggards:
+class OutlierDetection:
     """`judge` each report of a group that has work."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Delivery: the tickets open on one link, and when their readers are woken.
+"""OutputDelivery: the tickets open on one link, and when their readers are woken.
 
 Writing a step to its streams takes a round: from the moment that the readers are woken until the last of them is back
 for more. Rounds take at most half of the time: a step that comes sooner waits, others join it, and each reader gets
@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from coatcheck.proto.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import Cause, Loss
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
 from coatcheck.router.groups.submission import Ejected, GroupLost, Ticket
 
 _LONGEST_WAIT_SECONDS: Final = 0.025
 _MOST_AT_ONCE: Final = 256  # readers woken in one round of the event loop; they take about 20 ms
 
 
-class Delivery:
+class OutputDelivery:
     """Made by a link, inside its event loop."""
 
     def __init__(self) -> None:
@@ -65,13 +65,13 @@ class Delivery:
         """Waits until no ticket is open."""
         await self._idle.wait()
 
-    def fail_all(self, loss: Loss, unbegun: Collection[int] = ()) -> None:
+    def fail_all(self, loss: GroupFailure, unbegun: Collection[int] = ()) -> None:
         """Nothing more comes for anyone. The tickets in `unbegun` have no part in that."""
         tickets, self._tickets = self._tickets, {}
         self._idle.set()
         unbegun = frozenset(unbegun)  # as it comes it would be searched from its beginning for each ticket
         suspects = sum(ticket.suspicion > 0 for ticket in tickets.values())
-        innocent = Loss(loss.group, loss.reason, Cause.WANTED)
+        innocent = GroupFailure(loss.group, loss.reason, FailureCause.WANTED)
         for id, ticket in tickets.items():
             apart = suspects == (ticket.suspicion > 0)
             ticket.fail(GroupLost(innocent if id in unbegun else loss, apart=apart))

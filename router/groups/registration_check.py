@@ -2,10 +2,10 @@
 
 from coatcheck.proto.contract import disagreement
 from coatcheck.proto.worker_pb2 import Registration
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 
-def unfit(registration: Registration, address: GroupAddress, model_name: str, other_block_size: int) -> str:
+def unfit(registration: Registration, address: GroupEndpoint, model_name: str, other_block_size: int) -> str:
     """Why not to use it; "" when it is fit. `other_block_size`: that of the groups beside it, if it is another."""
     if registration.group != address.name:
         return f"{address.address} is group {registration.group!r}, not {address.name!r}"

@@ -17,7 +17,7 @@ from coatcheck.proto.worker_pb2 import Submit
 from coatcheck.router.access.tenant import ANYONE, Tenant
 
 if TYPE_CHECKING:
-    from coatcheck.router.telemetry.request_lifecycle import Passage
+    from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 
 _SLICE: Final = 16384  # token ids
 
@@ -37,7 +37,7 @@ class Request:
     retention: Retention | None = None
     tenant: Tenant = ANYONE
     deadline: float | None = None  # when its client gives up, by the event loop's clock
-    passage: "Passage | None" = field(default=None, compare=False, repr=False)
+    passage: "RequestLifecycle | None" = field(default=None, compare=False, repr=False)
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     _packed_prompt: list[bytes] = field(

@@ -11,7 +11,7 @@ from typing import Final
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
 from coatcheck.proto.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import Loss
+from coatcheck.router.groups.group_failures import GroupFailure
 from coatcheck.router.groups.group_load import Submission
 
 # Steps that may wait for a reader: some ten seconds of a fast stream, and a few megabytes where log-probabilities come.
@@ -21,7 +21,7 @@ MOST_WAITING: Final = 8192
 class GroupLost(Exception):
     """The stream to the group has ended; the request can go on elsewhere. `apart`: no other suspect ran there."""
 
-    def __init__(self, loss: Loss, *, apart: bool) -> None:
+    def __init__(self, loss: GroupFailure, *, apart: bool) -> None:
         super().__init__(loss.reason)
         self.loss = loss
         self.apart = apart

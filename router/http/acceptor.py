@@ -1,4 +1,4 @@
-"""Reception: takes connections in for a server of HTTP, through the TLS handshake where there is one.
+"""Acceptor: takes connections in for a server of HTTP, through the TLS handshake where there is one.
 
 asyncio's own way waits a minute for a handshake, and anybody may have begun as many as the process has files. Here one
 has its time, and those under way count as connections do. It does not know what is said on a connection.
@@ -26,7 +26,7 @@ _WARNING_SECONDS: Final = 60.0
 _log = logging.getLogger(__name__)
 
 
-class Reception:
+class Acceptor:
     """`open` returns when it is closed. `made` are the connections that have come through; `protocol` makes one."""
 
     handshake_seconds: ClassVar[float] = 10.0

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coatcheck.router.http.errors import refusal
 from coatcheck.router.http.json_response import JsonBody
 from coatcheck.router.http.unread import answer_unread
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 # Reading JSON takes as long as there are values in it, and nothing else goes on meanwhile: two seconds for these.
 _MOST_VALUES: Final = 1 << 21
@@ -24,7 +24,7 @@ class BodyLimit:
     """An ASGI application around another. What is too long is refused before it is read, or as soon as it shows; so is
     what is compressed, since a small body may unfold to any length."""
 
-    def __init__(self, app: ASGIApp, measures: Measures, most_bytes: int, seconds: float = _SECONDS) -> None:
+    def __init__(self, app: ASGIApp, measures: RequestMetrics, most_bytes: int, seconds: float = _SECONDS) -> None:
         self._app = app
         self._measures = measures
         self._most_bytes = most_bytes

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coatcheck.router.http.errors import refusal
 from coatcheck.router.http.json_response import JsonBody
 from coatcheck.router.http.unread import answer_unread
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 # Names that nobody can have in the public DNS.
 _OURS: Final = (".localhost", ".internal")
@@ -23,7 +23,7 @@ _OURS: Final = (".localhost", ".internal")
 class HostCheck:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, measures: Measures) -> None:
+    def __init__(self, app: ASGIApp, measures: RequestMetrics) -> None:
         self._app = app
         self._measures = measures
 

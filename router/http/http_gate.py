@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coatcheck.proto.errors import PermissionDenied, Unauthenticated
-from coatcheck.router.access.authenticator import Gate
+from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope as Needed
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.http.json_response import JsonBody
@@ -24,7 +24,7 @@ _CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatche
 class HttpGate:
     """An ASGI application around another, which finds the tenant in its scope."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Authenticator) -> None:
         self._app = app
         self._gate = gate
 

@@ -1,4 +1,4 @@
-"""BoundedConnection: a connection of HTTP whose client may neither send for ever nor wait for ever.
+"""BoundedHttpProtocol: a connection of HTTP whose client may neither send for ever nor wait for ever.
 
 A server's own protocol (uvicorn's) takes a head of any length and waits for it as long as it takes, before anybody has
 asked who is there. Here a head has its time and its length, and there are so many connections. It does not know what
@@ -26,7 +26,7 @@ _REASONS: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request 
 _UPGRADE: Final = {b"upgrade", b"http2-settings"}
 
 
-class BoundedConnection(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol):
     """Made by the server for each connection; `on_refused` is told why one is ended."""
 
     head_seconds: ClassVar[float] = 10.0

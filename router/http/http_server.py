@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.access.server_certificate import ServerCertificate
-from coatcheck.router.http.acceptor import Reception
-from coatcheck.router.http.http_protocol import BoundedConnection
+from coatcheck.router.http.acceptor import Acceptor
+from coatcheck.router.http.http_protocol import BoundedHttpProtocol
 
 _SEND_BYTES = 256 << 10
 # Connections that the kernel holds until they are accepted; it takes less if net.core.somaxconn is less. TCP tries
@@ -31,7 +31,7 @@ class _Quiet(uvicorn.Server):
         config: uvicorn.Config,
         certificate: ServerCertificate | None,
         on_refused: Callable[[str], None],
-        reception: type[Reception],
+        reception: type[Acceptor],
     ) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
@@ -78,8 +78,8 @@ class HttpServer:
         app: ASGIApp,
         certificate: ServerCertificate | None = None,
         slow_reader_seconds: float = 30.0,
-        connection: type[BoundedConnection] = BoundedConnection,
-        reception: type[Reception] = Reception,
+        connection: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+        reception: type[Acceptor] = Acceptor,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = uvicorn.Config(

@@ -2,16 +2,16 @@
 
 from starlette.types import ASGIApp
 
-from coatcheck.router.access.authenticator import Gate
+from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.config import MESSAGE_BYTES
 from coatcheck.router.http.body_limit import BodyLimit
 from coatcheck.router.http.host_check import HostCheck
 from coatcheck.router.http.http_gate import HttpGate
 from coatcheck.router.http.request_id import RequestId
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 
-def guarded(app: ASGIApp, gate: Gate, measures: Measures, *, local: bool) -> ASGIApp:
+def guarded(app: ASGIApp, gate: Authenticator, measures: RequestMetrics, *, local: bool) -> ASGIApp:
     """Nothing of a body is read before its sender is let in. `local`: only this host's own names are answered to."""
     app = HttpGate(BodyLimit(app, measures, MESSAGE_BYTES), gate)
     if local:

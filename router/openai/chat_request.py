@@ -10,9 +10,8 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
 from coatcheck.router.openai.sampling_fields import Body, Count, SamplingFields
-from coatcheck.router.openai.tool_grammar import call_of, some_calls, strict_calls
 from coatcheck.router.openai.tool_parser import Form
-from coatcheck.router.openai.tools import Function, NamedTool, Tool
+from coatcheck.router.openai.tools import Function, NamedTool, Tool, call_of, some_calls, strict_calls
 
 
 class TextPart(Body):

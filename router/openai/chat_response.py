@@ -1,4 +1,4 @@
-"""ChatAnswer: the core's events as chat completions, whole or chunk by chunk."""
+"""ChatResponse: the core's events as chat completions, whole or chunk by chunk."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from coatcheck.router.openai.logprobs_format import TokenText
 from coatcheck.router.openai.response_parts import (
     DONE,
     REASONS,
-    Head,
+    ResponseHead,
     RunningUsage,
     count_scored,
     count_values,
@@ -18,20 +18,20 @@ from coatcheck.router.openai.response_parts import (
     stop_reason,
     usage_json,
 )
-from coatcheck.router.openai.tool_parser import Call, ToolCalls
+from coatcheck.router.openai.tool_parser import Call, ToolParser
 
 _CHUNK = "chat.completion.chunk"
 
 
-class ChatAnswer:
+class ChatResponse:
     """Made per request; `chunk` and `end` for a stream, `whole` otherwise. `tool_calls` makes a choice's parser."""
 
     def __init__(
         self,
-        head: Head,
+        head: ResponseHead,
         request: ChatRequest,
         tokens: TokenText,
-        tool_calls: Callable[[], ToolCalls] | None = None,
+        tool_calls: Callable[[], ToolParser] | None = None,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._head = head
@@ -40,7 +40,7 @@ class ChatAnswer:
         self._tool_calls = tool_calls
         self._prompt_token_ids = prompt_token_ids
         self._usage = Usage()
-        self._calls: dict[int, ToolCalls] = {}
+        self._calls: dict[int, ToolParser] = {}
         self._begun: set[int] = set()
         usage = ',"usage":null' if request.include_usage else ""
         self._running = RunningUsage() if request.counts_on else None

@@ -1,4 +1,4 @@
-"""CompletionAnswer: the core's events as text completions, whole or chunk by chunk."""
+"""CompletionResponse: the core's events as text completions, whole or chunk by chunk."""
 
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -13,7 +13,7 @@ from coatcheck.router.openai.logprobs_format import TokenText
 from coatcheck.router.openai.response_parts import (
     DONE,
     REASONS,
-    Head,
+    ResponseHead,
     RunningUsage,
     count_scored,
     count_text,
@@ -37,11 +37,11 @@ class ShownPrompt:
     logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
 
 
-class CompletionAnswer:
+class CompletionResponse:
     """Made per request; `chunk` and `end` for a stream, `whole` otherwise."""
 
     def __init__(
-        self, head: Head, request: CompletionRequest, prompts: Sequence[ShownPrompt], tokens: TokenText
+        self, head: ResponseHead, request: CompletionRequest, prompts: Sequence[ShownPrompt], tokens: TokenText
     ) -> None:
         self._head = head
         self._request = request
@@ -84,7 +84,7 @@ class CompletionAnswer:
             chunk["usage"] = self._running.to_json() if self._running is not None else None
         return server_sent(chunk)
 
-    def writer_of_large(self, place: int, event: GenerateEvent) -> "CompletionAnswer | None":
+    def writer_of_large(self, place: int, event: GenerateEvent) -> "CompletionResponse | None":
         """See large_answer.Streamed. Large is the first delta of each choice of a long prompt, since it shows the
         prompt."""
         delta = event.delta

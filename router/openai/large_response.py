@@ -1,4 +1,4 @@
-"""LargeAnswers: answers of many values, made and encoded in a side process.
+"""LargeResponses: answers of many values, made and encoded in a side process.
 
 A JSON object of a million values takes seconds of Python, and a thread that encodes it holds the interpreter's lock for
 up to 0.2 s at a time. A side process gets the core's messages and returns bytes, which are sent in slices.
@@ -22,7 +22,7 @@ _Arguments = ParamSpec("_Arguments")
 _Packed = tuple[list[bytes], bytes, bytes]
 
 
-class Whole(Protocol):
+class WholeResponse(Protocol):
     """An answer that does not stream; it can be pickled while it is new."""
 
     def whole(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Whole(Protocol):
         """About how many values it has."""
 
 
-class Streamed(Protocol):
+class StreamedResponse(Protocol):
     """Turns events into chunks."""
 
     def chunk(self, place: int, event: GenerateEvent) -> bytes:
@@ -53,7 +53,7 @@ class DeltaWriter(Protocol):
         """The chunk of a delta that is counted already."""
 
 
-class LargeAnswers:
+class LargeResponses:
     """Over the router's side processes. A tokenizer that is not in a tokenizer.json exists in this process alone: then
     a thread does the work, in small steps."""
 
@@ -61,7 +61,7 @@ class LargeAnswers:
         self._side = side
         self._is_picklable = tokens.is_picklable
 
-    async def whole(self, answer: Whole, responses: Sequence[GenerateResponse]) -> Response:
+    async def whole(self, answer: WholeResponse, responses: Sequence[GenerateResponse]) -> Response:
         """The response of an answer that does not stream."""
         values = answer.values(responses)
         if values <= LARGE_VALUES or not self._is_picklable:
@@ -79,7 +79,7 @@ class LargeAnswers:
             return _SlicedBody(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
         return _SlicedBody(await self._side.finish(_json, make, *arguments, **named))
 
-    async def chunk(self, answer: Streamed, place: int, event: GenerateEvent) -> bytes:
+    async def chunk(self, answer: StreamedResponse, place: int, event: GenerateEvent) -> bytes:
         """A stream's chunk of an event."""
         writer = answer.writer_of_large(place, event)
         if writer is None:
@@ -127,7 +127,7 @@ def _unpack(packed: _Packed) -> GenerateResponse:
     )
 
 
-def _whole(answer: Whole, packed: Sequence[_Packed]) -> bytes:
+def _whole(answer: WholeResponse, packed: Sequence[_Packed]) -> bytes:
     return json_bytes(answer.whole([_unpack(one) for one in packed]))
 
 

@@ -22,7 +22,7 @@ quote = json.encoder.encode_basestring_ascii  # what json.dumps does with a stri
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """What every object and every chunk of one answer begins with."""
 
     id: str

@@ -1,4 +1,4 @@
-"""Api: OpenAI's endpoints, and a few of other engines', over the same core as the gRPC service.
+"""OpenAIRoutes: OpenAI's endpoints, and a few of other engines', over the same core as the gRPC service.
 
 A body becomes GenerateRequests, their events become OpenAI's objects; nothing is decided here that gRPC would decide
 otherwise. It does not know how bytes are served, nor who may ask: the gate does, before anything comes here.
@@ -28,22 +28,21 @@ from coatcheck.router.http.disconnect import ClientGone, while_connected
 from coatcheck.router.http.errors import error_body, explain, refusal, retry_headers
 from coatcheck.router.http.json_response import JsonBody
 from coatcheck.router.openai.chat_request import ChatRequest
-from coatcheck.router.openai.chat_response import ChatAnswer
+from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
-from coatcheck.router.openai.completion_response import CompletionAnswer, ShownPrompt
-from coatcheck.router.openai.large_response import LargeAnswers
+from coatcheck.router.openai.completion_response import CompletionResponse, ShownPrompt
+from coatcheck.router.openai.large_response import LargeResponses
 from coatcheck.router.openai.logprobs_format import TokenText
 from coatcheck.router.openai.long_body import in_thread_if_long, long_body_route
 from coatcheck.router.openai.merge_streams import begin
-from coatcheck.router.openai.response_parts import Head, count_text
-from coatcheck.router.openai.sse import EventStream
+from coatcheck.router.openai.response_parts import ResponseHead, count_text
+from coatcheck.router.openai.sse import SseStream
 from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokens_json
-from coatcheck.router.openai.tool_grammar import call_of
-from coatcheck.router.openai.tool_parser import ToolCalls, form_of
-from coatcheck.router.openai.tools import Function
-from coatcheck.router.serving.admin_service import Admin
-from coatcheck.router.serving.generate_service import Generation
-from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, Metrics
+from coatcheck.router.openai.tool_parser import ToolParser, form_of
+from coatcheck.router.openai.tools import Function, call_of
+from coatcheck.router.serving.admin_service import AdminService
+from coatcheck.router.serving.generate_service import GenerateService
+from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
 
 _QUOTED_RULE: Final = re.compile(r" \d+ \| ")  # with which llguidance quotes a grammar's lines
@@ -51,15 +50,15 @@ _MOST_LOGPROBS: Final = 1 << 22  # of one answer; 2.7 million make 76 MB of JSON
 _PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
-class Api:
+class OpenAIRoutes:
     """Made by the router; `app` is what a server serves."""
 
     def __init__(
         self,
-        generation: Generation,
-        admin: Admin,
+        generation: GenerateService,
+        admin: AdminService,
         tokenizer: TokenizerJson,
-        metrics: Metrics,
+        metrics: PrometheusPage,
         side: SideProcesses,
     ) -> None:
         self._generation = generation
@@ -67,7 +66,7 @@ class Api:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tokens = TokenText(tokenizer)
-        self._large = LargeAnswers(side, self._tokens)
+        self._large = LargeResponses(side, self._tokens)
         self._form = form_of(tokenizer.template.source if tokenizer.template is not None else "")
         # The interactive pages load scripts from elsewhere; a redirect would repeat whatever name a client has for us.
         self.app = FastAPI(
@@ -117,7 +116,7 @@ class Api:
             for echo, known, prompt in zip(echoes, ids, prompts, strict=True)
         ]
         without = body.model_copy(update={"prompt": ""})  # what goes to a side process, or waits for its answer
-        answer = CompletionAnswer(self._head(f"cmpl-{name}"), without, shown, self._tokens)
+        answer = CompletionResponse(self._head(f"cmpl-{name}"), without, shown, self._tokens)
         return await self._answer(request, messages, answer, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
@@ -128,7 +127,7 @@ class Api:
         if body.return_token_ids:
             asked = TokenizeRequest(model=body.model, chat=message.chat)
             known = await self._generation.tokenize_prompt(asked)
-        answer = ChatAnswer(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
+        answer = ChatResponse(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
         try:
             return await self._answer(request, [message], answer, stream=body.stream)
         except GrammarRefused as refused:
@@ -193,7 +192,7 @@ class Api:
         self,
         request: Request,
         messages: Sequence[GenerateRequest],
-        answer: CompletionAnswer | ChatAnswer,
+        answer: CompletionResponse | ChatResponse,
         *,
         stream: bool,
     ) -> Response:
@@ -208,7 +207,7 @@ class Api:
         sources = [
             generate(message, tenant=tenant, carrier=carrier, on_admitted=admitted.release) for message in messages
         ]
-        return EventStream(await while_connected(request.receive, begin(sources, admitted)), answer, self._large)
+        return SseStream(await while_connected(request.receive, begin(sources, admitted)), answer, self._large)
 
     def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
         """Raises InvalidRequest for more log-probabilities in one answer than the router may hold until it is whole."""
@@ -256,18 +255,18 @@ class Api:
         asked = DetokenizeRequest(token_ids=text, skip_special_tokens=False)  # an echo includes special tokens
         return (await self._generation.detokenize(asked)).text
 
-    def _tool_calls(self, body: ChatRequest) -> Callable[[], ToolCalls] | None:
+    def _tool_calls(self, body: ChatRequest) -> Callable[[], ToolParser] | None:
         called, most = body.called, None if body.parallel_tool_calls else 1
         if not called:
             return None
         if called == "named":
-            return partial(ToolCalls, "named", name=body.named, most=most)
+            return partial(ToolParser, "named", name=body.named, most=most)
         form = "required" if called == "required" else self._form
-        return partial(ToolCalls, form, most=most)
+        return partial(ToolParser, form, most=most)
 
-    def _head(self, name: str) -> Head:
+    def _head(self, name: str) -> ResponseHead:
         model = self._generation.model
-        return Head(name, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
+        return ResponseHead(name, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
 
     def _model(self) -> dict[str, Any]:
         model = self._generation.model

@@ -1,4 +1,4 @@
-"""EventStream: an answer as server-sent events, written as the core makes it.
+"""SseStream: an answer as server-sent events, written as the core makes it.
 
 It does not know what the chunks say.
 """
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.coatcheck_pb2 import GenerateEvent
 from coatcheck.router.http.disconnect import ClientGone, while_connected
 from coatcheck.router.http.errors import error_body
-from coatcheck.router.openai.large_response import LargeAnswers, Streamed, sliced
+from coatcheck.router.openai.large_response import LargeResponses, StreamedResponse, sliced
 from coatcheck.router.openai.response_parts import DONE, server_sent
 
 _log = logging.getLogger(__name__)
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
 
-class EventStream(Response):
+class SseStream(Response):
     """`events` have begun, so that what is refused was refused before. A client that leaves closes them."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, answer: Streamed, large: LargeAnswers) -> None:
+    def __init__(self, events: Events, answer: StreamedResponse, large: LargeResponses) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events

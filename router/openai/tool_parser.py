@@ -1,4 +1,4 @@
-"""ToolCalls: finds in a model's text, as it comes, the calls that the text writes out.
+"""ToolParser: finds in a model's text, as it comes, the calls that the text writes out.
 
     hermes  <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as it likes, between other text
     json    the whole answer is such an object, or a list of them ("parameters" will do as well)
@@ -41,7 +41,7 @@ def form_of(template_source: str) -> Form:
     return "hermes" if _OPEN in template_source else "json"
 
 
-class ToolCalls:
+class ToolParser:
     """One choice's. `found` is whether any call has come; `most` bounds how many are passed on."""
 
     def __init__(self, form: Form, *, name: str = "", most: int | None = None) -> None:

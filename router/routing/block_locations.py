@@ -1,4 +1,4 @@
-"""Residency: which groups hold which blocks, by tier: one set of groups for each block, and each group's own books.
+"""BlockLocations: which groups hold which blocks, by tier: one set of groups for each block.
 
 The sets are what a walk along a chain reads; the books say what a group takes with it when it goes. Groups are bits
 here, as in the prefix index. It does not know names, epochs, nor whether an event comes in its turn.
@@ -10,16 +10,16 @@ from typing import Final
 
 from coatcheck.proto.block_hash import HASH_BYTES
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
-from coatcheck.router.routing.event_trouble import EventTrouble
-from coatcheck.router.routing.reuse_after_eviction import Regret
+from coatcheck.router.routing.event_trouble import EventProblem
+from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 _TIERS: Final = (TIER_DEVICE, TIER_HOST)
 
 
-class Residency:
+class BlockLocations:
     """`where` has for each tier the groups, as bits, that hold a block there."""
 
-    def __init__(self, regret: Regret, troubles: Counter[EventTrouble]) -> None:
+    def __init__(self, regret: ReuseAfterEviction, troubles: Counter[EventProblem]) -> None:
         self.where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
         self._regret = regret
         self._troubles = troubles
@@ -49,7 +49,7 @@ class Residency:
         for event in events:
             block, tier = event.block_hash, event.tier
             if tier not in _TIERS or len(block) != HASH_BYTES:
-                troubles[EventTrouble.UNNAMED] += 1
+                troubles[EventProblem.UNNAMED] += 1
                 continue
             place = tier - 1
             where, tiers = self.where[place], held.get(block, 0)
@@ -60,7 +60,7 @@ class Residency:
                     entries += 1
                     regret.stored(block)
                 if (parent := event.parent_hash) and parent not in held:
-                    troubles[EventTrouble.NO_PARENT] += 1
+                    troubles[EventProblem.NO_PARENT] += 1
             elif tiers >> place & 1:
                 _set_or_drop(held, block, tiers & ~(1 << place))
                 _set_or_drop(where, block, where[block] & ~bit)

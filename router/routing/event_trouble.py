@@ -1,4 +1,4 @@
-"""EventTrouble: what can be wrong with a group's KV events, as it is counted.
+"""EventProblem: what can be wrong with a group's KV events, as it is counted.
 
 None of it ever makes a prefix that is not there: what is wrong is left out, or all that is known of the group is
 forgotten until its next snapshot. It does not know who counts.
@@ -7,7 +7,7 @@ forgotten until its next snapshot. It does not know who counts.
 from enum import Enum
 
 
-class EventTrouble(Enum):
+class EventProblem(Enum):
     """By the event, but for GAP and IMPOSSIBLE, which are of a message."""
 
     UNKNOWN_GROUP = "unknown_group"  # it has not registered, or has left

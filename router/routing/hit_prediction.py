@@ -1,4 +1,4 @@
-"""Audit: the cached tokens that this router foresaw, against those that the groups found.
+"""HitPrediction: the cached tokens that this router foresaw, against those that the groups found.
 
 What was foreseen may be evicted while a prompt waits, and what another router sent may have come meanwhile, so single
 prompts differ. A group whose prompts differ by much for long has another idea of its blocks than the index: `diverges`
@@ -14,7 +14,7 @@ _TOLERATED: Final = 0.5  # of the larger of the two
 
 
 @dataclass(frozen=True, slots=True)
-class AuditStats:
+class HitPredictionStats:
     """Since the start: prompts, tokens foreseen and found, the sum of the differences, and how often it diverged."""
 
     prompts: int
@@ -31,12 +31,12 @@ class _Account:
     larger: float = 0.0
 
 
-class Audit:
+class HitPrediction:
     """`record` as groups report."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
-        self._stats: dict[str, AuditStats] = {}
+        self._stats: dict[str, HitPredictionStats] = {}
 
     def record(self, group: str, foreseen: int, found: int) -> bool:
         """One prompt's cached tokens. Returns whether the group now diverges, so that its blocks must be asked for."""
@@ -48,7 +48,7 @@ class Audit:
         if diverges:
             self._accounts[group] = _Account()
         old = self.stats(group)
-        self._stats[group] = AuditStats(
+        self._stats[group] = HitPredictionStats(
             old.prompts + 1,
             old.foreseen_tokens + foreseen,
             old.found_tokens + found,
@@ -57,6 +57,6 @@ class Audit:
         )
         return diverges
 
-    def stats(self, group: str) -> AuditStats:
+    def stats(self, group: str) -> HitPredictionStats:
         """One group's counts."""
-        return self._stats.get(group, AuditStats(0, 0, 0, 0, 0))
+        return self._stats.get(group, HitPredictionStats(0, 0, 0, 0, 0))

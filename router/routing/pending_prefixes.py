@@ -1,4 +1,4 @@
-"""Expectations: the blocks of prompts that this router has sent and that the group's events do not contain yet.
+"""PendingPrefixes: the blocks of prompts that this router has sent and that the group's events do not contain yet.
 
 They will be cached by the time that a prompt sent now is computed, so a burst of one session goes to one group. A group
 is a bit here, as in the prefix index, and bits are reused: after a group has left, its bit may belong to another group,
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Expectation:
+class PendingPrefix:
     """The blocks of one prompt that was sent to one attachment of one group. Compared by identity."""
 
     bit: int
     chain: Sequence[bytes]
 
 
-class Expectations:
+class PendingPrefixes:
     """`where[block]` are the groups, as bits, to which a prompt with that block is on its way."""
 
     def __init__(self) -> None:
         self.where: dict[bytes, int] = {}
         self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> open expectations that have it
-        self._open: dict[int, set[Expectation]] = {}  # group -> expectations neither settled nor forgotten
+        self._open: dict[int, set[PendingPrefix]] = {}  # group -> expectations neither settled nor forgotten
 
     def __len__(self) -> int:
         """Blocks by group."""
         return sum(map(len, self._counts.values()))
 
-    def add(self, bit: int, chain: Sequence[bytes]) -> Expectation:
+    def add(self, bit: int, chain: Sequence[bytes]) -> PendingPrefix:
         """Records that a prompt was sent to the group: its blocks are expected there until `settle` or `forget`."""
-        expectation = Expectation(bit, chain)
+        expectation = PendingPrefix(bit, chain)
         self._open.setdefault(bit, set()).add(expectation)
         counts, where = self._counts.setdefault(bit, {}), self.where
         for block in chain:
@@ -44,7 +44,7 @@ class Expectations:
                 where[block] = where.get(block, 0) | bit
         return expectation
 
-    def settle(self, expectation: Expectation) -> None:
+    def settle(self, expectation: PendingPrefix) -> None:
         """Ends an expectation whose prompt is computed or never will be. Changes nothing if it has ended before."""
         bit = expectation.bit
         still_open = self._open.get(bit)

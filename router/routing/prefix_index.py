@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from coatcheck.proto.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
-from coatcheck.router.routing.block_locations import Residency
-from coatcheck.router.routing.event_trouble import EventTrouble
-from coatcheck.router.routing.pending_prefixes import Expectation, Expectations
-from coatcheck.router.routing.prefix_match import Match, walk
-from coatcheck.router.routing.reuse_after_eviction import Regret
+from coatcheck.router.routing.block_locations import BlockLocations
+from coatcheck.router.routing.event_trouble import EventProblem
+from coatcheck.router.routing.pending_prefixes import PendingPrefix, PendingPrefixes
+from coatcheck.router.routing.prefix_match import PrefixMatch, walk
+from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 
-class Outcome(Enum):
+class EventOutcome(Enum):
     """What became of a message."""
 
     APPLIED = "applied"
@@ -41,7 +41,7 @@ class PrefixIndexStats:
     expected: int
     events: int
     snapshots: int
-    troubles: Mapping[EventTrouble, int]
+    troubles: Mapping[EventProblem, int]
 
 
 @dataclass(slots=True)
@@ -60,14 +60,14 @@ class PrefixIndex:
     """Residency of blocks by (group, tier)."""
 
     def __init__(self) -> None:
-        self.regret = Regret()
-        self.troubles: Counter[EventTrouble] = Counter()
+        self.regret = ReuseAfterEviction()
+        self.troubles: Counter[EventProblem] = Counter()
         self.events = self._snapshots = 0
         self._groups: dict[str, _Member] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # every group's bit
-        self._residency = Residency(self.regret, self.troubles)
-        self._expectations = Expectations()
+        self._residency = BlockLocations(self.regret, self.troubles)
+        self._expectations = PendingPrefixes()
 
     @property
     def entries(self) -> int:
@@ -98,25 +98,25 @@ class PrefixIndex:
         self._live &= ~member.bit
         del self._names[member.bit]
 
-    def apply(self, group: str, message: KvEvents) -> Outcome:
+    def apply(self, group: str, message: KvEvents) -> EventOutcome:
         """Takes the next events of a group."""
         member = self._groups.get(group)
         if member is None or member.epoch != message.epoch:
             return self._refuse(member, len(message.events))
         if member.next_sequence is None:
-            return self._ignore(EventTrouble.BEFORE_SNAPSHOT, len(message.events))
+            return self._ignore(EventProblem.BEFORE_SNAPSHOT, len(message.events))
         known = member.next_sequence - message.sequence
         if known < 0:
-            self.troubles[EventTrouble.GAP] += 1
+            self.troubles[EventProblem.GAP] += 1
             self._forget(member)
-            return Outcome.SNAPSHOT_NEEDED
+            return EventOutcome.SNAPSHOT_NEEDED
         if known and known >= len(message.events):
-            return self._ignore(EventTrouble.REPEATED, len(message.events))
+            return self._ignore(EventProblem.REPEATED, len(message.events))
         self._store(member, message.events[known:] if known else message.events)
         member.next_sequence += len(message.events) - known
         return self._weigh(member)
 
-    def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> Outcome:
+    def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> EventOutcome:
         """Takes a piece of a snapshot; only a whole one counts, and it replaces what was known."""
         member = self._groups.get(group)
         if member is None or member.epoch != chunk.epoch:
@@ -124,9 +124,9 @@ class PrefixIndex:
         if chunk.first:
             member.staged = []
         if member.staged is None:  # its beginning was missed
-            self.troubles[EventTrouble.GAP] += 1
+            self.troubles[EventProblem.GAP] += 1
             self._forget(member)
-            return Outcome.SNAPSHOT_NEEDED
+            return EventOutcome.SNAPSHOT_NEEDED
         member.staged.extend(chunk.events)
         if member.capacity and len(member.staged) > member.capacity:
             return self._disbelieve(member)
@@ -136,21 +136,21 @@ class PrefixIndex:
             self._store(member, staged)
             member.next_sequence = chunk.sequence
             self._snapshots += 1
-        return Outcome.APPLIED
+        return EventOutcome.APPLIED
 
-    def expect(self, group: str, chain: Sequence[bytes]) -> Expectation | None:
+    def expect(self, group: str, chain: Sequence[bytes]) -> PendingPrefix | None:
         """A prompt of this chain has been sent to the group: until `settle` its blocks match as expected there."""
         member = self._groups.get(group)
         if member is None:
             return None
         return self._expectations.add(member.bit, chain)
 
-    def settle(self, expectation: Expectation) -> None:
+    def settle(self, expectation: PendingPrefix) -> None:
         """Ends an expectation: the group's events contain the prompt's blocks, or never will. Changes nothing if it was
         settled before, or if its group has left since, even if that group is back."""
         self._expectations.settle(expectation)
 
-    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, Match]:
+    def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups
         that hold not even the first are left out."""
         on_device, on_host = self._residency.where
@@ -180,24 +180,24 @@ class PrefixIndex:
         self.events += len(events)
         self._residency.apply(member.bit, events)
 
-    def _weigh(self, member: _Member) -> Outcome:
+    def _weigh(self, member: _Member) -> EventOutcome:
         if not member.capacity or self._residency.entries_of(member.bit) <= member.capacity:
-            return Outcome.APPLIED
+            return EventOutcome.APPLIED
         return self._disbelieve(member)
 
-    def _disbelieve(self, member: _Member) -> Outcome:
-        self.troubles[EventTrouble.IMPOSSIBLE] += 1
+    def _disbelieve(self, member: _Member) -> EventOutcome:
+        self.troubles[EventProblem.IMPOSSIBLE] += 1
         self._forget(member)
-        return Outcome.IMPOSSIBLE
+        return EventOutcome.IMPOSSIBLE
 
     def _forget(self, member: _Member) -> None:
         self._residency.forget(member.bit)
         member.next_sequence = None
         member.staged = None
 
-    def _refuse(self, member: _Member | None, events: int) -> Outcome:
-        return self._ignore(EventTrouble.UNKNOWN_GROUP if member is None else EventTrouble.OTHER_EPOCH, events)
+    def _refuse(self, member: _Member | None, events: int) -> EventOutcome:
+        return self._ignore(EventProblem.UNKNOWN_GROUP if member is None else EventProblem.OTHER_EPOCH, events)
 
-    def _ignore(self, trouble: EventTrouble, events: int) -> Outcome:
+    def _ignore(self, trouble: EventProblem, events: int) -> EventOutcome:
         self.troubles[trouble] += events
-        return Outcome.IGNORED
+        return EventOutcome.IGNORED

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 Where = Mapping[bytes, int]
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Blocks of a chain that one group holds from its start without a break, by where they are."""
 
     device: int
@@ -23,12 +23,12 @@ class Match(NamedTuple):
         return self.device + self.host + self.expected
 
 
-NOTHING: Final = Match(0, 0, 0)
+NOTHING: Final = PrefixMatch(0, 0, 0)
 
 
 def walk(
     chain: Sequence[bytes], alive: int, on_device: Where, on_host: Where, expected: Where
-) -> Iterator[tuple[int, Match]]:
+) -> Iterator[tuple[int, PrefixMatch]]:
     """For each of the groups `alive` its match, where that is not empty."""
     length: dict[int, int] = {}
     host_only: dict[int, int] = {}
@@ -56,7 +56,7 @@ def walk(
     for bit, blocks in length.items():
         if blocks:
             host, soon = host_only.get(bit, 0), coming.get(bit, 0)
-            yield bit, Match(blocks - host - soon, host, soon)
+            yield bit, PrefixMatch(blocks - host - soon, host, soon)
 
 
 def _bits(mask: int) -> Iterable[int]:

@@ -1,4 +1,4 @@
-"""Regret: how often a block that the last group gave up is computed again; what an eviction costs.
+"""ReuseAfterEviction: how often a block that the last group gave up is computed again; what an eviction costs.
 
 Of the blocks given up last it remembers the names, a quarter as many as are held. Had there been room for these, those
 of them that come back would have been found, so that with n of `evicted` blocks coming back while remembered
@@ -16,7 +16,7 @@ _FEWEST: Final = 64  # names remembered
 _MEMORY: Final = 4  # counts are halved after as many evictions as this many times the names remembered
 
 
-class Regret:
+class ReuseAfterEviction:
     """`evicted` and `stored` as events tell."""
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ class Candidate(NamedTuple):
     has_room: bool = True  # one more would start soon
 
 
-class Terms(NamedTuple):
+class CostTerms(NamedTuple):
     """One candidate's cost, in seconds, term by term, and the prompt tokens that it holds."""
 
     group: str
@@ -102,7 +102,7 @@ class Terms(NamedTuple):
     total: float  # the seconds: what is compared
 
 
-_NAMES: Final = Terms._fields[1:8]
+_NAMES: Final = CostTerms._fields[1:8]
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Decision:
     """The choice, and what it was made from."""
 
     group: str
-    terms: tuple[Terms, ...]
+    terms: tuple[CostTerms, ...]
     prompt_tokens: int
 
     @cached_property
-    def chosen(self) -> Terms:
+    def chosen(self) -> CostTerms:
         """The chosen group's terms."""
         return next(term for term in self.terms if term.group == self.group)
 
@@ -175,7 +175,7 @@ def choose(
     return Decision(group, terms, prompt_tokens)
 
 
-def _open_terms(terms: Sequence[Terms], streams: Sequence[float]) -> list[Terms]:
+def _open_terms(terms: Sequence[CostTerms], streams: Sequence[float]) -> list[CostTerms]:
     """The terms of the groups whose costs are compared; at least one. `streams`: open streams of each group, in the
     order of `terms`."""
     ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
@@ -186,7 +186,7 @@ def _open_terms(terms: Sequence[Terms], streams: Sequence[float]) -> list[Terms]
     return [term for term, _ in with_room if term.queue <= longest_queue]
 
 
-def _longest_queue(elsewhere: Terms, streams: float) -> float:
+def _longest_queue(elsewhere: CostTerms, streams: float) -> float:
     """The longest queue, in seconds, that another group may have and still be a candidate beside the group `elsewhere`,
     which has `streams` open streams.
 
@@ -198,7 +198,7 @@ def _longest_queue(elsewhere: Terms, streams: float) -> float:
 
 def _terms(
     candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, stall: float, regret: float
-) -> Terms:
+) -> CostTerms:
     (
         group, queued, _, rate, restore_rate, step, chunk, busy, free, cold, device, host, expected,
         streams, has_room,
@@ -219,6 +219,6 @@ def _terms(
     stands = prefill * streams * stall
     delay = (prefill + restore + eviction) * behind
     total = queue + prefill + restore + decode + eviction + stands + delay
-    return Terms(
+    return CostTerms(
         group, queue, prefill, restore, decode, eviction, stands, delay, device, host, expected, has_room, cached, total
     )

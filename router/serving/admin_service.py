@@ -1,4 +1,4 @@
-"""Admin: what an operator asks of a router, as plain methods over its messages.
+"""AdminService: what an operator asks of a router, as plain methods over its messages.
 
 It does not know gRPC, and it changes nothing but who takes new work.
 """
@@ -20,17 +20,17 @@ from coatcheck.proto.contract import VERSION
 from coatcheck.proto.errors import InvalidRequest, NotFound
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.message_limits import check_parts
-from coatcheck.router.groups.group_connection import GroupLink
-from coatcheck.router.groups.group_endpoint import GroupAddress
-from coatcheck.router.groups.group_registry import Groups
-from coatcheck.router.serving.dispatcher import Dispatch
+from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_registry import GroupRegistry
+from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.telemetry.traffic import Traffic
 
 
-class Admin:
+class AdminService:
     """Reads groups and traffic."""
 
-    def __init__(self, config: RouterConfig, groups: Groups, dispatch: Dispatch, traffic: Traffic) -> None:
+    def __init__(self, config: RouterConfig, groups: GroupRegistry, dispatch: Dispatcher, traffic: Traffic) -> None:
         self._config = config
         self._groups = groups
         self._dispatch = dispatch
@@ -99,7 +99,7 @@ class Admin:
             return "draining" if self._traffic.active else "drained"
         return "serving" if self._groups.serving() else "unavailable"
 
-    def _link_status(self, link: GroupLink) -> GroupStatus:
+    def _link_status(self, link: GroupConnection) -> GroupStatus:
         status = _link_status(link, link.name in self._groups.draining)
         audit = self._dispatch.audit.stats(link.name)
         status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
@@ -134,7 +134,7 @@ class Admin:
                 ended.cancel()
 
 
-def _link_status(link: GroupLink, draining: bool) -> GroupStatus:
+def _link_status(link: GroupConnection, draining: bool) -> GroupStatus:
     address = link.address
     if link.registration is None:
         # A supervisor that says "serving" does not know yet what this router has just found out.
@@ -159,7 +159,7 @@ def _link_status(link: GroupLink, draining: bool) -> GroupStatus:
     return status
 
 
-def _address_status(address: GroupAddress, state: str, reason: str) -> GroupStatus:
+def _address_status(address: GroupEndpoint, state: str, reason: str) -> GroupStatus:
     return GroupStatus(
         name=address.name,
         state=state,

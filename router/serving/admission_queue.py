@@ -1,4 +1,4 @@
-"""Line: the admission queue, in which requests wait until a group has room for them.
+"""AdmissionQueue: the admission queue, in which requests wait until a group has room for them.
 
 A request is placed at once while the queue is empty and some group has room. A request is placed and taken out of the
 queue in one step, so the next one sees the room that is left. Within a tenant short prompts overtake long ones: a
@@ -21,11 +21,11 @@ from coatcheck.proto.errors import DeadlineExceeded, Overloaded
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.assignment import Placement
+from coatcheck.router.serving.assignment import Assignment
 from coatcheck.router.serving.fair_queue import FairQueue, QueueStats, Served
 
 # Places the request; returns None while no group has room.
-Place = Callable[[], Placement | None]
+Place = Callable[[], Assignment | None]
 # The groups that can take the request, of those that serve now.
 FindEligible = Callable[[], EligibleGroups]
 # Seconds that the prompt takes on the group that holds most of it; 0 while no group serves.
@@ -51,7 +51,7 @@ class _Waiting:
         self.eligible = find_eligible()
         self.place = place
         self.since = since
-        self.placed: asyncio.Future[tuple[Placement, Served]] = asyncio.get_running_loop().create_future()
+        self.placed: asyncio.Future[tuple[Assignment, Served]] = asyncio.get_running_loop().create_future()
 
 
 def due_at(came: float, seconds: float) -> float:
@@ -59,7 +59,7 @@ def due_at(came: float, seconds: float) -> float:
     return came + _PATIENCE * seconds
 
 
-class Line:
+class AdmissionQueue:
     """Holds at most `most` requests, not counting those put in with `bounded=False`."""
 
     def __init__(self, most: int) -> None:
@@ -105,7 +105,7 @@ class Line:
 
     async def placed(
         self, request: Request, place: Place, find_eligible: FindEligible, seconds: Seconds, *, bounded: bool = True
-    ) -> tuple[Placement, Served]:
+    ) -> tuple[Assignment, Served]:
         """Waits until the request is placed. Raises Overloaded if the queue has no room or the request is displaced,
         and whatever `place` raises."""
         now = asyncio.get_running_loop().time()

@@ -1,32 +1,32 @@
-"""Placement: a request on a group, from the moment that it is sent until nobody takes from it any more.
+"""Assignment: a request on a group, from the moment that it is sent until nobody takes from it any more.
 
 It keeps what was expected of the group's cache, until the group says what it found. It does not know text or clients.
 """
 
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.worker_pb2 import Cached
-from coatcheck.router.groups.group_connection import GroupLink
+from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.submission import Ticket
-from coatcheck.router.routing.hit_prediction import Audit
-from coatcheck.router.routing.pending_prefixes import Expectation
+from coatcheck.router.routing.hit_prediction import HitPrediction
+from coatcheck.router.routing.pending_prefixes import PendingPrefix
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.routing_cost import Decision
 
 
-class Placement:
+class Assignment:
     """The ticket, the link to close it on, and why it is there."""
 
     __slots__ = ("_audit", "_expectation", "_index", "_link", "decision", "model", "ticket")
 
     def __init__(
         self,
-        link: GroupLink,
+        link: GroupConnection,
         ticket: Ticket,
         decision: Decision,
         model: GetModelResponse,
         index: PrefixIndex,
-        expectation: Expectation | None,
-        audit: Audit,
+        expectation: PendingPrefix | None,
+        audit: HitPrediction,
     ) -> None:
         self._link = link
         self._index = index

@@ -1,4 +1,4 @@
-"""Dispatch: sends requests to groups: to the cheapest that can hold them, at once or when their turn has come.
+"""Dispatcher: sends requests to groups: to the cheapest that can hold them, at once or when their turn has come.
 
 New requests wait in the line until a group has room. One that has begun, and has lost its group, goes on wherever it
 can, past the line; where it may have ended that group itself, the quarantine says where, and when. It does not know
@@ -15,32 +15,32 @@ from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.worker_pb2 import Registration
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups, able_to_hold, equal, holds, kind, require_time
-from coatcheck.router.groups.group_connection import GroupLink
-from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
-from coatcheck.router.routing.hit_prediction import Audit
-from coatcheck.router.routing.prefix_match import NOTHING, Match
+from coatcheck.router.routing.hit_prediction import HitPrediction
+from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
-from coatcheck.router.serving.admission_queue import Line
-from coatcheck.router.serving.assignment import Placement
+from coatcheck.router.serving.admission_queue import AdmissionQueue
+from coatcheck.router.serving.assignment import Assignment
 from coatcheck.router.serving.fair_queue import Served
-from coatcheck.router.serving.poison_quarantine import Quarantine, places
+from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
 
 
-class Dispatch:
+class Dispatcher:
     """`line` is moved by whoever knows that a group may have room (see Groups)."""
 
-    def __init__(self, groups: Groups, line: Line, rng: random.Random | None = None) -> None:
-        self.audit = Audit()
+    def __init__(self, groups: GroupRegistry, line: AdmissionQueue, rng: random.Random | None = None) -> None:
+        self.audit = HitPrediction()
         self.line = line
         self.retries = RetryBudget()
         self._groups = groups
         self._rng = rng or random.Random()
-        self._quarantine = Quarantine()
+        self._quarantine = PoisonQuarantine()
 
     async def enter(
         self,
@@ -51,14 +51,14 @@ class Dispatch:
         wait_seconds: float = 0.0,
         like: GetModelResponse | None = None,
         bounded: bool = True,
-    ) -> tuple[Placement, Served]:
+    ) -> tuple[Assignment, Served]:
         """As `place`, for one that waits for its turn, and until some group has room for it.
 
         Waits `wait_seconds` for a first group that serves; once in line it stays, whatever happens to the groups.
         Raises Overloaded where there is no room in line, DeadlineExceeded, Unavailable and NeverFits.
         """
 
-        def place() -> Placement | None:
+        def place() -> Assignment | None:
             serving = self._serving_like(request, like)
             if not serving:
                 return None
@@ -94,7 +94,7 @@ class Dispatch:
         like: GetModelResponse | None = None,
         avoid: AbstractSet[str] = frozenset(),
         suspicion: int = 0,
-    ) -> Placement:
+    ) -> Assignment:
         """Sends a request to the cheapest group, and to one not in `avoid` if another is there. Waits that long for
         one; raises Unavailable when none has come, NeverFits when those that serve can never hold it.
 
@@ -128,7 +128,7 @@ class Dispatch:
 
     async def _quarantined(
         self, request: Request, like: GetModelResponse | None, level: int, tokens: int
-    ) -> list[tuple[GroupLink, Registration]]:
+    ) -> list[tuple[GroupConnection, Registration]]:
         """Where one so suspect may run, as soon as there is such a group and its turn has come; empty once none of
         those that serve could go on with it at all. What is returned holds until whoever asked waits for anything."""
         with self._quarantine.turn(level, tokens, kind(like) if like is not None else None) as is_next:
@@ -141,7 +141,9 @@ class Dispatch:
                     return free
                 await change.wait()
 
-    def _serving_like(self, request: Request, like: GetModelResponse | None) -> list[tuple[GroupLink, Registration]]:
+    def _serving_like(
+        self, request: Request, like: GetModelResponse | None
+    ) -> list[tuple[GroupConnection, Registration]]:
         """Those that serve; for one that has begun on `like`, only those that can go on with it."""
         serving = self._groups.serving()
         if like is None:
@@ -173,9 +175,9 @@ class Dispatch:
         request: Request,
         attempt: int,
         delivered: Mapping[int, Sequence[int]],
-        serving: list[tuple[GroupLink, Registration]],
+        serving: list[tuple[GroupConnection, Registration]],
         avoid: AbstractSet[str],
-    ) -> Placement:
+    ) -> Assignment:
         passage = request.passage
         if passage is not None:
             passage.routing()
@@ -191,11 +193,11 @@ class Dispatch:
         ticket = link.submit(request, attempt, delivered, uncached)
         index = self._groups.index
         expectation = index.expect(link.name, request.chain(model))
-        return Placement(link, ticket, decision, model, index, expectation, self.audit)
+        return Assignment(link, ticket, decision, model, index, expectation, self.audit)
 
-    def _decide(self, request: Request, eligible: list[tuple[GroupLink, Registration]]) -> Decision:
+    def _decide(self, request: Request, eligible: list[tuple[GroupConnection, Registration]]) -> Decision:
         # Groups of one model share their block names; one walk along the chain matches them all.
-        matched: dict[tuple[str, str, int], dict[str, Match]] = {}
+        matched: dict[tuple[str, str, int], dict[str, PrefixMatch]] = {}
         candidates: list[Candidate] = []
         for link, registration in eligible:
             model = registration.model

@@ -9,7 +9,7 @@ from typing import Final
 import grpc
 
 from coatcheck.proto.coatcheck_pb2 import Explanation, GroupCost
-from coatcheck.router.routing.routing_cost import Decision, Terms
+from coatcheck.router.routing.routing_cost import CostTerms, Decision
 
 ASKED_BY: Final = "coatcheck-explain"
 ANSWERED_BY: Final = "coatcheck-explanation-bin"
@@ -38,7 +38,7 @@ def trailing_metadata(decision: Decision) -> grpc.aio.Metadata:
     return grpc.aio.Metadata((ANSWERED_BY, explanation_of(decision, _MOST_IN_METADATA).SerializeToString()))
 
 
-def _cost(terms: Terms) -> GroupCost:
+def _cost(terms: CostTerms) -> GroupCost:
     return GroupCost(
         group=terms.group,
         total_seconds=terms.total,

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Final, Generic, TypeVar
 
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.serving.level import Level
+from coatcheck.router.serving.level import TenantQueue
 
 Waiting = TypeVar("Waiting")
 # Every eighth request is taken whatever its priority.
@@ -63,7 +63,7 @@ class _Share:
         self.time = 0.0
         self.weight = 1.0
         self.size = 0
-        self.levels: dict[int, Level] = {}
+        self.levels: dict[int, TenantQueue] = {}
 
     def first_priority(self, blocked: AbstractSet[Hashable]) -> int | None:
         """The lowest priority value at which a request of a class that is not blocked waits; None if there is none."""
@@ -234,7 +234,7 @@ class FairQueue(Generic[Waiting]):
 
     def _add_to_level(self, id: int, entry: _Entry[Waiting]) -> None:
         levels = self._shares[entry.tenant].levels
-        levels.setdefault(entry.priority, Level()).add(id, entry.due, entry.scheduling_class)
+        levels.setdefault(entry.priority, TenantQueue()).add(id, entry.due, entry.scheduling_class)
         self._classes[entry.scheduling_class] += 1
 
     def _victim(self, tenant: Tenant, priority: int) -> int | None:

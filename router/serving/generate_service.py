@@ -1,4 +1,4 @@
-"""Generation: the public service as plain methods over its messages, whatever protocol carries them.
+"""GenerateService: the public service as plain methods over its messages, whatever protocol carries them.
 
 A request is checked, tokenised off the event loop (a long prompt in a side process), given a seed, placed on a group
 and relayed. This module does not know gRPC or HTTP: callers turn its errors into statuses, and close the iterator when
@@ -34,21 +34,21 @@ from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.tracing import NO_PARENT, Tracing
 from coatcheck.router.access.tenant import ANYONE, Tenant
-from coatcheck.router.access.tenant_limits import Limits
+from coatcheck.router.access.tenant_limits import TenantLimits
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.event_loop.grammar_validator import GrammarCheck
+from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.eligibility import capacity
-from coatcheck.router.groups.group_registry import Groups
+from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
-from coatcheck.router.serving.dispatcher import Dispatch
+from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
 from coatcheck.router.serving.long_prompt import encode_long_prompt
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import admit, check_model_name, check_token_ids, prompt_token_ids
-from coatcheck.router.telemetry.request_lifecycle import Passage
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.traffic import Traffic
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -59,15 +59,15 @@ _LONG_PROMPT: Final = 16384
 _MOST_TOKENIZED: Final = 1 << 18
 
 
-class Generation:
+class GenerateService:
     """Owns the tokeniser's threads, and the check of grammars."""
 
     def __init__(
         self,
         config: RouterConfig,
         tokenizer: TokenizerJson,
-        groups: Groups,
-        dispatch: Dispatch,
+        groups: GroupRegistry,
+        dispatch: Dispatcher,
         traffic: Traffic,
         side: SideProcesses,
         tracing: Tracing | None = None,
@@ -81,8 +81,8 @@ class Generation:
         self._traffic = traffic
         self._side = side
         self._tracing = tracing
-        self._limits = Limits()
-        self._grammars = GrammarCheck()
+        self._limits = TenantLimits()
+        self._grammars = GrammarValidator()
         self._rng = random.SystemRandom()
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -120,7 +120,7 @@ class Generation:
         request has passed its checks, before it waits for a group. At its end `on_decision` is told why it was where it
         was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event loop's clock: what
         cannot begin by then is refused."""
-        passage = Passage(self._traffic, self._tracing, message.request_id, carrier)
+        passage = RequestLifecycle(self._traffic, self._tracing, message.request_id, carrier)
         relay: Relay | None = None
         failure: BaseException | None = None
         try:
@@ -236,7 +236,7 @@ class Generation:
         self,
         message: GenerateRequest,
         tenant: Tenant,
-        passage: Passage | None = None,
+        passage: RequestLifecycle | None = None,
         deadline: float | None = None,
     ) -> Request:
         await self._check_parts(message)

@@ -1,4 +1,4 @@
-"""Level: the waiting requests of one tenant at one priority, by due time; when a queue is full the newest gives way.
+"""TenantQueue: the waiting requests of one tenant at one priority, by due time. A full queue drops the newest.
 
 Requests of one `scheduling_class` can go to the same groups. Classes for which no group has room are `blocked`; the
 first due of the others is found without looking at the requests of a blocked class.
@@ -18,7 +18,7 @@ class _Place(NamedTuple):
     scheduling_class: Hashable
 
 
-class Level:
+class TenantQueue:
     """Request ids with their due times and classes; equal due times go in order of age."""
 
     __slots__ = ("_heaps", "_places", "_sizes")

@@ -1,4 +1,4 @@
-"""Quarantine: where requests that may end groups may run, and which of them is next.
+"""PoisonQuarantine: where requests that may end groups may run, and which of them is next.
 
 How suspect each is says Suspicion. Those that are a little suspect may share a group; one that is more so has no other
 suspect beside it, so that what becomes of the group is evidence. Of those that wait, the one of whose answer most is
@@ -25,7 +25,7 @@ class _Turn(NamedTuple):
     is_next: asyncio.Event
 
 
-class Quarantine:
+class PoisonQuarantine:
     """After a crash many wait: only who is next looks whether there is a place, and wakes the one behind it."""
 
     def __init__(self) -> None:

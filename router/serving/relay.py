@@ -16,11 +16,11 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import GroupLost
 from coatcheck.router.routing.routing_cost import Decision
-from coatcheck.router.serving.assignment import Placement
-from coatcheck.router.serving.dispatcher import Dispatch
+from coatcheck.router.serving.assignment import Assignment
+from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.fair_queue import Served
-from coatcheck.router.serving.poison_detection import Suspicion
-from coatcheck.router.serving.response_builder import Answer
+from coatcheck.router.serving.poison_detection import PoisonSuspicion
+from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.text.detokenizer import Detokenizer
 
 # Log-probabilities that become events, and chunks of a stream, in 30 ms.
@@ -31,19 +31,19 @@ class Relay:
     """`async for event in relay.events()`, then `close()` whatever happened. The counts are for whoever measures."""
 
     def __init__(
-        self, request: Request, dispatch: Dispatch, config: RouterConfig, detokenizer: Callable[[], Detokenizer]
+        self, request: Request, dispatch: Dispatcher, config: RouterConfig, detokenizer: Callable[[], Detokenizer]
     ) -> None:
         self.request = request
         self._dispatch = dispatch
         self._config = config
         self._detokenizer = detokenizer
-        self._answer = Answer(request)
-        self._placement: Placement | None = None
+        self._answer = ResponseBuilder(request)
+        self._placement: Assignment | None = None
         self._decision: Decision | None = None
         self._served: Served | None = None
         self._moves = 0
         self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
-        self._suspicion = Suspicion()
+        self._suspicion = PoisonSuspicion()
         self._answered_here = False  # something, by the group that has it now
         dispatch.retries.opened()
 
@@ -115,7 +115,7 @@ class Relay:
             self._placement = None
         self._dispatch.retries.closed()
 
-    async def _enter(self, lost: Placement | None = None, wait_seconds: float = 0.0) -> Placement:
+    async def _enter(self, lost: Assignment | None = None, wait_seconds: float = 0.0) -> Assignment:
         """Into the line; one that is back with nothing answered may be refused there as if it came now."""
         self._placement, served = await self._dispatch.enter(
             self.request,
@@ -132,13 +132,13 @@ class Relay:
         self._placement.suspect(self._suspicion.level)  # the line sends suspects anywhere; they stay what they are
         return self._placed(self._placement)
 
-    async def _return(self, placement: Placement) -> Placement:
+    async def _return(self, placement: Assignment) -> Assignment:
         """The group has no room for it after all: back into the line."""
         placement.close(finished=True)
         self._placement = None
         return await self._enter(placement)
 
-    async def _place(self, wait_seconds: float, lost: Placement | None = None) -> Placement:
+    async def _place(self, wait_seconds: float, lost: Assignment | None = None) -> Assignment:
         self._placement = await self._dispatch.place(
             self.request,
             self._moves,
@@ -150,7 +150,7 @@ class Relay:
         )
         return self._placed(self._placement)
 
-    def _placed(self, placement: Placement) -> Placement:
+    def _placed(self, placement: Assignment) -> Assignment:
         self._decision = placement.decision
         self._answered_here = False
         self._answer.begin_again()
@@ -158,7 +158,7 @@ class Relay:
             placement.ticket.abort(choice)
         return placement
 
-    async def _move(self, placement: Placement, lost: GroupLost) -> Placement:
+    async def _move(self, placement: Assignment, lost: GroupLost) -> Assignment:
         """To another group, unless those before speak against it (see Suspicion)."""
         placement.close(finished=True)
         self._placement = None
@@ -181,7 +181,7 @@ class Relay:
                 while undecided := self._suspicion.undecided:
                     await undecided[0].known()
 
-    def _advance(self, outputs: Sequence[SequenceOutput], placement: Placement) -> list[GenerateEvent]:
+    def _advance(self, outputs: Sequence[SequenceOutput], placement: Assignment) -> list[GenerateEvent]:
         for output in outputs:
             if output.HasField("cached"):
                 placement.computed(output.cached)
@@ -195,7 +195,7 @@ class Relay:
                 placement.suspect(self._suspicion.level)
         return events
 
-    def _final(self, placement: Placement) -> Final:
+    def _final(self, placement: Assignment) -> Final:
         return Final(
             usage=self.usage,
             group=placement.ticket.group,

@@ -1,4 +1,4 @@
-"""Answer: what the client has of the answer to one request, over however many groups that takes.
+"""ResponseBuilder: what the client has of the answer to one request, over however many groups that takes.
 
 It turns a group's outputs into events, and knows what the next group is not to send again. It does not know which
 groups, nor why they change.
@@ -14,7 +14,7 @@ from coatcheck.router.serving.choice import Choice
 from coatcheck.router.text.detokenizer import Detokenizer
 
 
-class Answer:
+class ResponseBuilder:
     """`begin` with the first group, `begin_again` with each further one; `advance` with whatever comes."""
 
     def __init__(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Metrics: what a router knows of itself and its groups, in Prometheus' form.
+"""PrometheusPage: what a router knows of itself and its groups, in Prometheus' form.
 
 What a router does itself is counted as it happens (see measures); what groups report is read when somebody asks. It
 does not know how it is served.
@@ -54,7 +54,7 @@ _AUDIT: Final = (
 )
 
 
-class Metrics:
+class PrometheusPage:
     """Owns the registry, which others add to."""
 
     def __init__(self, report: Callable[[], StatusResponse], registry: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""Passage: one request's way through this router, as metrics, spans and the log have it.
+"""RequestLifecycle: one request's way through this router, as metrics, spans and the log have it.
 
 Whoever moves the request on says so here; what is measured, traced and logged of it is decided here alone. Without
 tracing it costs a few clock readings. It does not know why a request goes where it goes.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Passage:
+class RequestLifecycle:
     """Made when the request arrives; `ended` is called once, whatever happened."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Measures: what this router counts of its own requests, as Prometheus' counters and histograms.
+"""RequestMetrics: what this router counts of its own requests, as Prometheus' counters and histograms.
 
 Whoever does something calls the method that is named after it. It does not know groups' reports (see metrics) nor how
 anything is served.
@@ -24,7 +24,7 @@ REASONS: Final = (
 )  # fmt: skip
 
 
-class Measures:
+class RequestMetrics:
     """Registers all of them; a router has one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 from coatcheck.proto.coatcheck_pb2 import LatencyStatus, Usage
 from coatcheck.proto.errors import Draining, Overloaded
 from coatcheck.router.access.tenant import ANYONE, Tenant
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 _WINDOW_SECONDS: Final = 300.0
 _MOST_SAMPLES: Final = 8192
@@ -45,7 +45,7 @@ class LatencyWindow:
 class Traffic:
     """Open requests, latencies and the share of prompt tokens that caches held."""
 
-    def __init__(self, measures: Measures) -> None:
+    def __init__(self, measures: RequestMetrics) -> None:
         self.measures = measures
         self.active = 0
         self.draining = False

@@ -12,7 +12,7 @@ import torch
 
 from coatcheck.bench.gpu_cases.children import run_in_children
 from coatcheck.bench.gpu_cases.parts import main
-from coatcheck.bench.gpu_cases.table import Row, Table
+from coatcheck.bench.gpu_cases.table import Measurement, Table
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +69,10 @@ def test_ranks_and_flex_run_too(tmp_path: Path) -> None:
 def test_a_part_that_breaks_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
     """A failure keeps its traceback in both files, makes the table failed, and leaves the rows before it."""
     table = Table(tmp_path, {"device": "none"})
-    table.add(Row("one", "good", ms=2.0, beside="other", beside_ms=3.0, target="1.4 times as fast", met=True))
+    table.add(Measurement("one", "good", ms=2.0, beside="other", beside_ms=3.0, target="1.4 times as fast", met=True))
     assert not table.failed
-    table.add(Row("two", "the rest of it", failure="Traceback: it broke"))
-    table.add(Row("three", "short", share=0.5, target="share >= 80%", met=False))
+    table.add(Measurement("two", "the rest of it", failure="Traceback: it broke"))
+    table.add(Measurement("three", "short", share=0.5, target="share >= 80%", met=False))
     assert table.failed
     saved = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["state"] for row in saved] == ["met", "FAILED", "NOT MET"] and saved[0]["ratio"] == 1.5
@@ -82,16 +82,16 @@ def test_a_part_that_breaks_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> Non
 _CHILD = """
 import os, signal, sys
 from pathlib import Path
-from coatcheck.bench.gpu_table import Row, Table
+from coatcheck.bench.gpu_cases.table import Measurement, Table
 directory, (only, *more) = Path(sys.argv[1]), sys.argv[3:]
 table = Table.resumed(directory) if more == ["--resume"] else Table(directory, {"device": "none"})
 for part in only.split(","):
     table.begin(part)
-    table.add(Row(part, "before", ms=1.0))
+    table.add(Measurement(part, "before", ms=1.0))
     if part == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
     if part == "fails":
-        table.add(Row(part, "the rest of it", failure="a kernel's fault"))
+        table.add(Measurement(part, "the rest of it", failure="a kernel's fault"))
     table.end(part, 1.0)
     if part == "fails":
         sys.exit(3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coatcheck.bench import routing
 from coatcheck.bench.routing_simulation.rules import rules
-from coatcheck.bench.routing_simulation.service_model import BLOCK, Job, ServiceModel
+from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.shared_prompt import shared_prompt_trace
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_router import SimulatedRouter
@@ -113,7 +113,11 @@ def test_groups_keep_their_books(prompts: list[tuple[int, int, int]], host: int,
     router = SimulatedRouter(groups, rules()[rule] if rule != OURS else None, random.Random(1))
     jobs = []
     for place, (family, blocks, output) in enumerate(prompts):
-        jobs.append(Job(place * 0.1, blocks * BLOCK + 7, output, tuple(100 * family + part for part in range(blocks))))
+        jobs.append(
+            SimulatedRequest(
+                place * 0.1, blocks * BLOCK + 7, output, tuple(100 * family + part for part in range(blocks))
+            )
+        )
     simulate(jobs, groups, router)
     for group in groups:
         group.check()

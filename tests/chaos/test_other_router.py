@@ -5,10 +5,10 @@ from pathlib import Path
 
 from coatcheck.bench.failure_cases.chaos_load import cases, difference, with_stop
 from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import Answer
+from coatcheck.cluster.client.stream_result import StreamResult
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.router.tiny_tokenizer import write_model
@@ -27,7 +27,7 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
     try:
         where = await asyncio.to_thread(group.wait_ready)
         for router in routers:
-            await router.set_groups([GroupAddress("a", where)])
+            await router.set_groups([GroupEndpoint("a", where)])
             while not router.groups.serving():
                 await router.groups.next_change.wait()
         requests = cases(600, tokens=120)[::2]
@@ -54,8 +54,8 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
         group.kill()
 
 
-async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> Answer:
-    answer = Answer(0.0)
+async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> StreamResult:
+    answer = StreamResult(0.0)
     async for event in client.generate_stream(request):
         answer.add(event, 0.0)
         if begun is not None and len(answer.choices) == (request.sampling.n or 1):

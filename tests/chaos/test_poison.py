@@ -8,11 +8,11 @@ import pytest
 
 from coatcheck.bench.failure_cases.chaos_load import difference
 from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import Answer
+from coatcheck.cluster.client.stream_result import StreamResult
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import Poisoned
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.router.tiny_tokenizer import write_model
@@ -57,7 +57,7 @@ async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, R
     client = Client([address])
     try:
         found = {name: await asyncio.to_thread(group.wait_ready) for name, group in groups.items()}
-        await router.set_groups([GroupAddress(name, where) for name, where in found.items()])
+        await router.set_groups([GroupEndpoint(name, where) for name, where in found.items()])
         while len(router.groups.serving()) < len(groups):
             await router.groups.next_change.wait()
         expected = await asyncio.gather(*(_answer(client, innocent(number)) for number in range(_STREAMS)))
@@ -77,8 +77,8 @@ async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, R
         await router.stop()
 
 
-async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> Answer:
-    answer = Answer(0.0)
+async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> StreamResult:
+    answer = StreamResult(0.0)
     async for event in client.generate_stream(request):
         answer.add(event, 0.0)
         if begun is not None and event.HasField("delta"):

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from tests.hostile_grammars import GRAMMARS
-from tests.workers.structured_engine import EOS, PROMPT, engines_of, load_alone, params, write_checkpoint
+from tests.workers.structured.structured_engine import EOS, PROMPT, engines_of, load_alone, params, write_checkpoint
 
 TOKENS = 40
 
@@ -23,8 +23,8 @@ def main() -> None:
         began = time.process_time()
         engine = make()
         grammar = GRAMMARS[json.loads(line)]()
-        engine.submit(Request("free", PROMPT, params(None, ignore_eos=True, max_tokens=TOKENS)))
-        engine.submit(Request("hostile", PROMPT, params(grammar, max_tokens=TOKENS, logit_bias={EOS: -100.0})))
+        engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=TOKENS)))
+        engine.submit(EngineRequest("hostile", PROMPT, params(grammar, max_tokens=TOKENS, logit_bias={EOS: -100.0})))
         tokens, refused = {"free": 0, "hostile": 0}, ""
         while engine.has_work:
             output = engine.step()

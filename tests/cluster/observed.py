@@ -22,7 +22,7 @@ from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from coatcheck.workers.core.step_plan import StepPlan
@@ -127,7 +127,7 @@ class Group:
         self.service = WorkerService(GroupReport(registration, ranks), tracing=tracing)
         self.deaths: list[BaseException] = []
         self.loop = EngineLoop(engine, on_step=self.service.publish, on_death=self._die)
-        self.address = GroupAddress(name, self.service.start(self.loop, "127.0.0.1:0"))
+        self.address = GroupEndpoint(name, self.service.start(self.loop, "127.0.0.1:0"))
         self.loop.start()
 
     def _die(self, error: BaseException) -> None:

@@ -118,11 +118,11 @@ def test_the_settings_table_is_what_serve_takes() -> None:
 def test_defaults_that_depend_on_the_device() -> None:
     """Without a setting, steps and KV pools have the sizes that the table gives."""
     from coatcheck.cluster.config.serve_config import ServeConfig
-    from coatcheck.cluster.ray_cluster.rank_placement import Placement
+    from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
     from coatcheck.cluster.supervision.member_config import group_config, router_config
 
     config = ServeConfig(model="some/model")
-    on_cpu, on_gpu = (group_config(config, "group-0", Placement(device, {}, ())) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (group_config(config, "group-0", RankPlacement(device, {}, ())) for device in ("cpu", "cuda"))
     said = f"{on_cpu.max_batch_tokens} on CPUs, {on_gpu.max_batch_tokens} on GPUs"
     assert said == UNSET["--max-batch-tokens"]
     assert f"`{on_cpu.kv_memory}` on CPUs, `{on_gpu.kv_memory}` on GPUs" in (ROOT / "README.md").read_text()

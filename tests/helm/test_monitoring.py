@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.bench.router_cases.metrics import busy_status, exercise
-from coatcheck.router.groups.group_failures import Losses
-from coatcheck.router.groups.group_metrics import LossMetrics
+from coatcheck.router.groups.group_failures import GroupFailures
+from coatcheck.router.groups.group_metrics import GroupFailureMetrics
 from coatcheck.router.groups.retry_budget import RetryBudget
-from coatcheck.router.telemetry.prometheus_page import Metrics
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.prometheus_page import PrometheusPage
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from tests.helm.chart import render
 
 ON = ("grafana.dashboard=true", "serviceMonitor.enabled=true")
@@ -22,13 +22,13 @@ ON = ("grafana.dashboard=true", "serviceMonitor.enabled=true")
 def page() -> str:
     """/metrics of a router that has seen everything happen."""
     registry = CollectorRegistry()
-    measures = Measures(registry)
+    measures = RequestMetrics(registry)
     exercise(measures, 1)
     measures.moved("group-0", begun=True)
     measures.moved("group-0", begun=False)
     measures.resumed()
-    registry.register(LossMetrics(Losses(), RetryBudget()))
-    return Metrics(lambda: busy_status(2, 2), registry).render().decode()
+    registry.register(GroupFailureMetrics(GroupFailures(), RetryBudget()))
+    return PrometheusPage(lambda: busy_status(2, 2), registry).render().decode()
 
 
 def queries(dashboard: dict[str, Any]) -> Iterator[str]:

@@ -39,7 +39,7 @@ from coatcheck.proto.worker_pb2 import (
     ToGroup,
 )
 from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 EOS = 0
 VOCAB = 600
@@ -111,14 +111,14 @@ class FakeGroup(WorkerServicer):
         self._server: grpc.aio.Server | None = None
         self._port = 0
 
-    async def start(self) -> GroupAddress:
+    async def start(self) -> GroupEndpoint:
         """Listens; a second start is a new incarnation on the same port."""
         self.epoch = uuid.uuid4().hex
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_WorkerServicer_to_server(self, self._server)
         self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()
-        return GroupAddress(self.name, f"127.0.0.1:{self._port}")
+        return GroupEndpoint(self.name, f"127.0.0.1:{self._port}")
 
     async def kill(self) -> None:
         """Every stream breaks now."""

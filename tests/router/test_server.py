@@ -13,7 +13,7 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import DrainRequest, GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.door import Door, OpenDoor
@@ -111,7 +111,7 @@ async def test_a_drained_group_stays_so_when_it_is_started_again(open_door: Open
     door = await open_door(FakeGroup("a"))
     link = next(iter(door.router.groups.links))
     assert (await door.admin.Drain(DrainRequest(group="a"))).drained
-    await door.router.set_groups([GroupAddress("a", "", "lost", "it was killed")])
+    await door.router.set_groups([GroupEndpoint("a", "", "lost", "it was killed")])
     assert not door.router.groups.link("a")
     await door.router.set_groups([link.address])
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -165,7 +165,7 @@ async def test_status_tells_what_groups_report(open_door: OpenDoor) -> None:
     group.load.status.ranks.add(rank=0, pid=42)
     door = await open_door(group)
     await door.generation.Generate(ask())
-    absent = GroupAddress("g1", "", "starting", "loading weights", restarts=2)
+    absent = GroupEndpoint("g1", "", "starting", "loading weights", restarts=2)
     await door.router.set_groups([*(link.address for link in door.router.groups.links), absent])
     status = await door.admin.Status(StatusRequest())
     assert (status.router, status.state, status.model.name) == ("router-0", "serving", "tiny")
@@ -183,7 +183,7 @@ async def test_an_older_list_of_groups_is_ignored(open_door: OpenDoor) -> None:
     door = await open_door()
 
     async def known(name: str, version: int) -> list[str]:
-        await door.router.set_groups([GroupAddress(name, "", "starting")], version)
+        await door.router.set_groups([GroupEndpoint(name, "", "starting")], version)
         return [group.name for group in (await door.admin.Status(StatusRequest())).groups]
 
     assert await known("second", 2) == ["second"]

@@ -20,7 +20,7 @@ import time
 from typing import Final
 
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 
 _REFERENCE_ROUNDS: Final = 300_000
@@ -57,7 +57,7 @@ async def main(model: str, max_queued: str, *groups: str) -> None:
     router = Router(RouterConfig(model, served_model_name="tiny", http_port=0, silence_seconds=60.0,
                                  max_queued=int(max_queued)))  # fmt: skip
     grpc_address = await router.start()
-    await router.set_groups([GroupAddress(name, address) for name, _, address in (g.partition("=") for g in groups)])
+    await router.set_groups([GroupEndpoint(name, address) for name, _, address in (g.partition("=") for g in groups)])
     while len(router.groups.serving()) != len(groups):
         await router.groups.next_change.wait()
     gc.freeze()  # as RouterActor does

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.simulated_run import make, serve
 from tests.simulated_gpu.tensors import DEVICE
@@ -24,7 +24,7 @@ def main() -> None:
     if rank:
         follow(runner, communicator)
     else:
-        group = GroupRunner(runner, communicator)
+        group = TpRunner(runner, communicator)
         said, restored = serve(runner, group)
         group.stop()
         assert restored > 0, "nothing came back from the host: this proves nothing of it"

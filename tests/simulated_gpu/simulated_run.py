@@ -16,18 +16,18 @@ import torch
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.block_copier import Copier, CpuCopier
-from coatcheck.workers.runner.cuda_block_copier import StreamCopier
+from coatcheck.workers.runner.block_copier import BlockCopier, CpuBlockCopier
+from coatcheck.workers.runner.cuda_block_copier import CudaBlockCopier
 from coatcheck.workers.runner.host_memory import allocate_host
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import GroupRunner
+from coatcheck.workers.runner.tp_runner import TpRunner
 from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.late_thread import LateThread
@@ -60,8 +60,8 @@ def make(
     layout = BlockLayout.of(model.spec.layers, _SIZE, choose_kv_dtype(kv_dtype, model.spec.dtype))
     pool = allocate_pool(layout, _BLOCKS, device)
     host = allocate_host(_HOST_BLOCKS, layout.bytes_per_block, device)
-    copier: Copier = (
-        CpuCopier(pool, host, ranks) if device.type == "cpu" else StreamCopier(pool, host, ranks, LateThread())
+    copier: BlockCopier = (
+        CpuBlockCopier(pool, host, ranks) if device.type == "cpu" else CudaBlockCopier(pool, host, ranks, LateThread())
     )  # fmt: skip
     return ModelRunner(
         model, layout, pool, max_num_seqs=4, max_model_len=64, graph_sizes=(2, 4) if model.capturable else (),
@@ -69,7 +69,7 @@ def make(
     )  # fmt: skip
 
 
-def serve(runner: ModelRunner, group: GroupRunner | None = None) -> tuple[list[list[int]], int]:
+def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list[int]], int]:
     """What was said, and how many blocks came back from the host."""
     engine = Engine(
         runner.model.spec, group or runner, num_blocks=_BLOCKS, host_blocks=_HOST_BLOCKS, block_size=_SIZE,
@@ -78,7 +78,7 @@ def serve(runner: ModelRunner, group: GroupRunner | None = None) -> tuple[list[l
     said: dict[str, list[int]] = {}
     for number, requests in enumerate(_ROUNDS):
         for prompt, sampling in requests:
-            engine.submit(Request(name := f"{number} {prompt}", tuple(prompt), sampling))
+            engine.submit(EngineRequest(name := f"{number} {prompt}", tuple(prompt), sampling))
             said[name] = []
         while engine.has_work:
             for output in engine.step().outputs:

@@ -12,7 +12,7 @@ from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.errors import Overloaded
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from coatcheck.workers.core.step_output import EngineStats, StepOutput
@@ -44,7 +44,7 @@ class Group:
         self.most_held = 0
         self._service = WorkerService(GroupReport(registration, [public.RankStatus(rank=0, healthy=True)]))
         self._loop = EngineLoop(engine, on_step=self._publish, on_death=lambda error: None)
-        self.address = GroupAddress(name, self._service.start(self._loop, "127.0.0.1:0"))
+        self.address = GroupEndpoint(name, self._service.start(self._loop, "127.0.0.1:0"))
         self._loop.start()
 
     def stop(self) -> None:

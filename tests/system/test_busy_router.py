@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from coatcheck.cluster.supervision.router_supervisor import RouterKeeper
+from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.router.actor import RouterActor
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat
@@ -72,7 +72,7 @@ async def test_a_busy_router_is_not_restarted(
     computing = actor.compute.remote(str(tmp_path / "over"))
     heartbeat = await _silent(actor, 3.0, busy=0.3)  # takes longer where other processes use the processor
     assert not heartbeat.hang_reason
-    keeper = RouterKeeper(config, has_served=True)
+    keeper = RouterSupervisor(config, has_served=True)
     watch = asyncio.create_task(keeper._watch(actor))
     await _silent(actor, 6.0)
     assert not watch.done()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coatcheck.proto.grammar import Grammar, GrammarRefused
-from coatcheck.router.event_loop.grammar_validator import GrammarCheck
+from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 from tests.cluster.grammar_rank import TOKENS
 from tests.hostile_grammars import GRAMMARS
 
@@ -68,15 +68,15 @@ def rank(ranks: list[Rank], tmp_path: Path) -> Rank:
 
 
 @pytest.fixture(scope="module")
-def check() -> Iterator[GrammarCheck]:
+def check() -> Iterator[GrammarValidator]:
     """A router's."""
-    made = GrammarCheck()
+    made = GrammarValidator()
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("case", GRAMMARS)
-async def test_no_grammar_ends_or_stops_a_process(check: GrammarCheck, rank: Rank, case: str) -> None:
+async def test_no_grammar_ends_or_stops_a_process(check: GrammarValidator, rank: Rank, case: str) -> None:
     """It gets an error that says what to change, before or while it is followed, or it works; who else asks is
     answered."""
     try:

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
 from tests.router.tiny_tokenizer import write_model
-from tests.workers.structured_engine import engines_of, load_alone, write_checkpoint
+from tests.workers.structured.structured_engine import engines_of, load_alone, write_checkpoint
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -74,7 +74,7 @@ async def served(model: Model, generation_config: str = "auto") -> AsyncIterator
     service = WorkerService(GroupReport(registration, [public.RankStatus(rank=0, healthy=True)]))
     deaths: list[BaseException] = []
     loop = EngineLoop(engine, on_step=service.publish, on_death=deaths.append)
-    address = GroupAddress("g0", service.start(loop, "127.0.0.1:0"))
+    address = GroupEndpoint("g0", service.start(loop, "127.0.0.1:0"))
     loop.start()
     config = RouterConfig(
         model=str(model.directory), served_model_name="tiny", http_port=0, generation_config=generation_config

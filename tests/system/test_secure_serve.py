@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.cluster.ray_cluster.cluster_ca import Authority
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA
 from coatcheck.proto.plane_certificate import GROUP
 from coatcheck.proto.worker_pb2 import ProbeRequest
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
@@ -123,7 +123,7 @@ def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
     """Rank 0's port takes neither plain connections, nor TLS without a certificate, nor a stranger's."""
     status = secure.run("status", "--json", key=secure.admin)
     (group,) = json.loads(status.stdout)["groups"]
-    stranger = Authority().for_router()
+    stranger = ClusterCA().for_router()
     options = [("grpc.ssl_target_name_override", GROUP)]
     tries = [
         grpc.insecure_channel(group["address"]),

@@ -1,7 +1,7 @@
 """Collector: an engine over FakeRunner, stepped to its end, and what every choice of its requests said."""
 
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
@@ -22,12 +22,12 @@ def make_engine(num_blocks: int = 64, *, depth: int = 0, seqs: int = 8, budget: 
     return engine, runner
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 8, **changes: object) -> Request:
+def request(name: str, prompt: list[int], max_tokens: int = 8, **changes: object) -> EngineRequest:
     """A greedy request."""
     resume = changes.pop("resume", {})
     salt, priority = changes.pop("salt", ""), changes.pop("priority", 0)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=7, **changes)  # type: ignore[arg-type]
-    return Request(name, tuple(prompt), params, resume, salt, priority)  # type: ignore[arg-type]
+    return EngineRequest(name, tuple(prompt), params, resume, salt, priority)  # type: ignore[arg-type]
 
 
 class Collector:

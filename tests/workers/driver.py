@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import Wanted
+from coatcheck.workers.attention.wanted import LogitsIndices
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
@@ -72,7 +72,7 @@ class Driver:
             max_seq_len=max(lens),
         )
         whole = [sample_chunks or sequence.computed == len(sequence.tokens) for sequence, _ in work]
-        wanted = Wanted(
+        wanted = LogitsIndices(
             torch.tensor([end - 1 for end, last in zip(starts[1:], whole, strict=True) if last], dtype=torch.int64),
             torch.tensor([0, *accumulate(whole)], dtype=torch.int32),
         )

@@ -1,4 +1,4 @@
-"""Wanted: the tokens of a step whose hidden states are asked for, at most the last of each sequence.
+"""LogitsIndices: the tokens of a step whose hidden states are asked for, at most the last of each sequence.
 
 All others only have to leave their keys and values in the pool, so that a model may end its last layer with these
 rows alone: a prefill is cheaper by most of one layer, a chunk in the middle of a prompt by all of its head.
@@ -12,7 +12,7 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogitsIndices:
     """tokens: int64 [R], ascending; cu_seqlens_q: int32 [S + 1], how many of them the first s sequences have."""
 
     tokens: Tensor

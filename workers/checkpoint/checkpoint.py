@@ -19,7 +19,7 @@ from torch import Tensor
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries, stored_dtype
-from coatcheck.workers.checkpoint.tensor_slice import Cut
+from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
@@ -71,13 +71,13 @@ class Checkpoint:
         dtype: torch.dtype = getattr(torch, stored_dtype(self.name, name, self.entries[name]))
         return dtype
 
-    def bytes_of(self, name: str, cut: Cut | None) -> int:
+    def bytes_of(self, name: str, cut: TensorSlice | None) -> int:
         """How much `read` would take from the file."""
         entry = self.entries[name]
         whole = entry.end - entry.start
         return whole if cut is None else whole * cut.size // entry.shape[cut.dim]
 
-    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+    def read(self, name: str, cut: TensorSlice | None = None) -> Tensor:
         """The tensor, or only the cut's part of it."""
         self.dtype_of(name)
         file = self.entries[name].file

@@ -11,8 +11,8 @@ from enum import Enum
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import AttentionCall
-from coatcheck.workers.checkpoint.tensor_slice import Cut
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 
 Shape = tuple[int, ...]
 
@@ -31,7 +31,7 @@ class Role(Enum):
 class ShardingPlan:
     """`cuts` by parameter name (absent: whole), `roles` by module name (absent: none)."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, TensorSlice] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
 
 
@@ -41,7 +41,7 @@ def plan_sharding(
     calls: list[AttentionCall],
     embedding: str,
     head: str,
-    shard: Shard,
+    shard: TpShard,
 ) -> ShardingPlan:
     """`shapes` of all parameters as the checkpoint has them; `embedding` and `head` name those modules.
 
@@ -56,7 +56,7 @@ def plan_sharding(
         plan.roles[module] = role
         for leaf in ("weight", "bias"):
             if (name := f"{module}.{leaf}") in shapes:
-                plan.cuts[name] = Cut(0, (shard.vocabulary(shapes[name][0]),))
+                plan.cuts[name] = TensorSlice(0, (shard.vocabulary(shapes[name][0]),))
     attention = {call.module: call for call in calls}
     for call in calls:
         _cut_attention(plan, shapes, call, shard)
@@ -74,7 +74,7 @@ def _grandparents(shapes: dict[str, Shape]) -> set[str]:
     return {name.rpartition(".")[0].rpartition(".")[0] for name in shapes} - {""}
 
 
-def _cut_attention(plan: ShardingPlan, shapes: dict[str, Shape], call: AttentionCall, shard: Shard) -> None:
+def _cut_attention(plan: ShardingPlan, shapes: dict[str, Shape], call: AttentionCall, shard: TpShard) -> None:
     """By whole heads. What it does not know it refuses: a wrong guess would serve nonsense."""
     q, kv = shard.query_heads(call), shard.kv_heads(call)
     q_rows, kv_rows = call.num_heads * call.head_dim, call.num_kv_heads * call.head_dim
@@ -88,23 +88,23 @@ def _cut_attention(plan: ShardingPlan, shapes: dict[str, Shape], call: Attention
     for name in [name for name in shapes if name.startswith(f"{call.module}.")]:
         shape, (module, leaf) = shapes[name], name.removeprefix(f"{call.module}.").rpartition(".")[::2]
         if module in column and shape[0] == column[module][0]:
-            plan.cuts[name] = Cut(0, column[module][1])
+            plan.cuts[name] = TensorSlice(0, column[module][1])
         elif module == "o_proj" and (leaf == "bias" or shape[-1] == q_rows):
             plan.roles[f"{call.module}.o_proj"] = Role.ROW
             if leaf == "weight":
-                plan.cuts[name] = Cut(1, (q,))
+                plan.cuts[name] = TensorSlice(1, (q,))
         elif module in ("q_norm", "k_norm") and shape == (call.head_dim,):
             continue  # one head's norm, the same on every rank
         elif module in ("q_norm", "k_norm") and shape == ((q_rows,) if module == "q_norm" else (kv_rows,)):
-            plan.cuts[name] = Cut(0, (q if module == "q_norm" else kv,))
+            plan.cuts[name] = TensorSlice(0, (q if module == "q_norm" else kv,))
             plan.roles[f"{call.module}.{module}"] = Role.HEADS_NORM
         elif name == f"{call.module}.sinks" and shape == (call.num_heads,):
-            plan.cuts[name] = Cut(0, ((q[0] // call.head_dim, q[1] // call.head_dim),))
+            plan.cuts[name] = TensorSlice(0, ((q[0] // call.head_dim, q[1] // call.head_dim),))
         else:
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
 
 
-def _cut_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style: str, shard: Shard) -> None:
+def _cut_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style: str, shard: TpShard) -> None:
     tensors = [name] if name in shapes else [t for leaf in ("weight", "bias") if (t := f"{name}.{leaf}") in shapes]
     # phi3 marks these to be gathered because its halves are chunked apart; cut as halves they need not be.
     packed = style.startswith("packed") or name.endswith("gate_up_proj")
@@ -119,12 +119,12 @@ def _cut_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style
             pieces = 2 if packed else 1
             start, stop = shard.even(shape[dim] // pieces, f"the rows of {tensor}")
             step = shape[dim] // pieces
-            plan.cuts[tensor] = Cut(dim, tuple((start + i * step, stop + i * step) for i in range(pieces)))
+            plan.cuts[tensor] = TensorSlice(dim, tuple((start + i * step, stop + i * step) for i in range(pieces)))
     elif style in ("rowwise", "rowwise_split_input"):
         for tensor in tensors:
             if not tensor.endswith(("bias", "_bias")):
                 dim = len(shapes[tensor]) - 1
-                plan.cuts[tensor] = Cut(dim, (shard.even(shapes[tensor][dim], f"the columns of {tensor}"),))
+                plan.cuts[tensor] = TensorSlice(dim, (shard.even(shapes[tensor][dim], f"the columns of {tensor}"),))
             elif name in shapes:
                 raise InvalidModel(f"{tensor}: an expert bias cannot be split over ranks; serve it with tp 1")
         if name not in shapes:

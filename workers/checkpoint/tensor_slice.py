@@ -1,4 +1,4 @@
-"""Cut: which part of a tensor one rank holds: index ranges along one dimension, joined in order.
+"""TensorSlice: which part of a tensor one rank holds: index ranges along one dimension, joined in order.
 
 Pure arithmetic. It does not know why a tensor is cut so; sharding.py does.
 """
@@ -10,7 +10,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """The concatenation along `dim` of the half-open `ranges`."""
 
     dim: int

@@ -1,4 +1,4 @@
-"""Shard: one rank's part of what a group divides: heads, rows, the vocabulary.
+"""TpShard: one rank's part of what a group divides: heads, rows, the vocabulary.
 
 Attention is cut by whole heads; with more ranks than KV heads each KV head is held by size / kv_heads ranks. Pure
 arithmetic without torch, which a planner uses as ranks do. It knows no parameter by name.
@@ -26,7 +26,7 @@ class Heads(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TpShard:
     """One rank of `size`, and its part of things that are cut."""
 
     rank: int

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.checkpoint.tensor_slice import Cut
+from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
 
 Progress = Callable[[int, int], None]
 
@@ -48,13 +48,13 @@ class _Read:
 
     key: str
     pattern: str
-    cut: Cut | None
+    cut: TensorSlice | None
 
 
 def load_weights(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
-    cuts: dict[str, Cut],
+    cuts: dict[str, TensorSlice],
     device: torch.device,
     progress: Progress | None,
 ) -> int:
@@ -108,7 +108,7 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, wanted: dict[str, Ten
     return list(targets.values())
 
 
-def _plan_reads(target: _Target, checkpoint: Checkpoint, cuts: dict[str, Cut]) -> tuple[list[_Read], bool]:
+def _plan_reads(target: _Target, checkpoint: Checkpoint, cuts: dict[str, TensorSlice]) -> tuple[list[_Read], bool]:
     """The reads, and whether the converted result is still whole and to be cut."""
     cut = cuts.get(target.name)
     pairs = [(pattern, key) for pattern, keys in target.sources.items() for key in keys]
@@ -148,7 +148,7 @@ def _realise(
 
 
 def _place(
-    model: PreTrainedModel, name: str, tensor: Tensor, empty: Tensor, cut: Cut | None, device: torch.device
+    model: PreTrainedModel, name: str, tensor: Tensor, empty: Tensor, cut: TensorSlice | None, device: torch.device
 ) -> int:
     expected = tuple(empty.shape) if cut is None else cut.shape_of(tuple(empty.shape))
     if tuple(tensor.shape) != expected:

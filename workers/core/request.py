@@ -1,4 +1,4 @@
-"""Request: what a group is asked to answer, in token ids, after every default is filled in.
+"""EngineRequest: what a group is asked to answer, in token ids, after every default is filled in.
 
 It does not know text, who asked, or which router sent it.
 """
@@ -10,7 +10,7 @@ from coatcheck.proto.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """One prompt with `sampling.n` choices.
 
     `resume[choice]` holds output tokens that another group has already delivered: they count as output

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from coatcheck.workers.core.cache_reasons import PrefixMiss
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import FinishReason, SequenceOutput, TokenLogprob
 
 
@@ -22,7 +22,7 @@ from coatcheck.workers.core.step_output import FinishReason, SequenceOutput, Tok
 class Sequence:
     """`leader` is the choice whose prompt blocks this one shares (None: it computes its own prompt)."""
 
-    request: Request
+    request: EngineRequest
     choice: int
     token_ids: list[int]
     max_len: int  # tokens, prompt included, at which it ends

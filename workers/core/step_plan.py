@@ -54,7 +54,7 @@ class TableWrite:
 class StepPlan:
     """One step. Carried out in this order: demotes, restores, new rows, table writes, copies, then the rows in one
     forward pass. Ranks report on demotes and restores, in that order, when each is done (see CopyReport), and on
-    grammars, which are compiled beside the steps (see GrammarPress).
+    grammars, which are compiled beside the steps (see GrammarCompiler).
     """
 
     step: int = 0

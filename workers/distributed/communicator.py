@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coatcheck.workers.core.errors import PeerLost
-from coatcheck.workers.distributed.shm_collectives import SharedMemory
+from coatcheck.workers.distributed.shm_collectives import ShmCollectives
 
 # What ranks tell each other as they look for shared memory.
 _WORDS_BYTES = 512
@@ -34,7 +34,7 @@ class Communicator:
         self.rank = rank
         self.size = size
         self._ints: dist.ProcessGroup | None = None
-        self._shared: SharedMemory | None = None
+        self._shared: ShmCollectives | None = None
         self._in_order = False
         self._over_host = False
         self._meeting = timedelta()
@@ -105,7 +105,7 @@ class Communicator:
         )
         self._ints = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
         if share_memory:
-            self._shared = SharedMemory.meet(rank, size, self._exchange, timeout_seconds=timeout_seconds)
+            self._shared = ShmCollectives.meet(rank, size, self._exchange, timeout_seconds=timeout_seconds)
         return self
 
     def meet(self) -> None:

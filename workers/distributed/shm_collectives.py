@@ -1,4 +1,4 @@
-"""SharedMemory: collectives between the ranks of one host, through memory that all of them map.
+"""ShmCollectives: collectives between the ranks of one host, through memory that all of them map.
 
 gloo's cost is a constant per call, 0.5 to 2 ms between two processes, and a layer needs two sums. The C side
 (kernels/csrc/shared_memory.c) has the protocol; this file finds out whether all ranks share a host, makes the memory,
@@ -44,7 +44,7 @@ class _Shared(ctypes.Structure):
     )
 
 
-class SharedMemory:
+class ShmCollectives:
     """One rank's end. Every rank makes the same calls in the same order, with the same shapes and dtypes.
 
     Any of them raises PeerLost when a rank has died or does not come within the timeout.

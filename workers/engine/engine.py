@@ -16,7 +16,7 @@ from collections.abc import Callable
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.model_spec import ModelSpec
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.runner_protocol import Runner, StepResult
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import (
@@ -31,16 +31,16 @@ from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.engine.deadlines import Deadlines
 from coatcheck.workers.engine.engine_stats import Throughput
 from coatcheck.workers.engine.in_flight import InFlight
-from coatcheck.workers.engine.input_processor import Intake
+from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler, SchedulerConfig
-from coatcheck.workers.engine.straggler_signal import Slowness
+from coatcheck.workers.engine.straggler_signal import StragglerSignal
 from coatcheck.workers.kv.block_pool import BlockPool, max_ghosts
 from coatcheck.workers.kv.eviction import Eviction
 from coatcheck.workers.kv.eviction_policy import order_of
-from coatcheck.workers.kv.host_pool import HostTier
-from coatcheck.workers.kv.prefix_registry import PrefixBook
-from coatcheck.workers.structured.grammar_backend import Grammars
-from coatcheck.workers.structured.grammar_registry import MOST_KEPT, GrammarLedger
+from coatcheck.workers.kv.host_pool import HostPool
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
+from coatcheck.workers.structured.grammar_registry import MOST_KEPT, GrammarRegistry
 
 
 class Engine:
@@ -59,7 +59,7 @@ class Engine:
         host_blocks: int = 0,
         eviction: str = "cost",
         pipeline_depth: int = 0,
-        grammars: Grammars | None = None,
+        grammars: GrammarBackend | None = None,
         grammars_kept: int = MOST_KEPT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -68,21 +68,21 @@ class Engine:
         # What the pool can hold alone bounds a sequence as the model's context does.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
-        self.book = PrefixBook(max_ghosts(num_blocks + host_blocks))
+        self.book = PrefixRegistry(max_ghosts(num_blocks + host_blocks))
         # Each tier has an order of its own; what they learn is shared.
         on_device, on_host = (order_of(eviction, self.book.table) for _ in range(2))
         pool = BlockPool(num_blocks, Eviction(self.book, on_device, num_blocks, Tier.DEVICE))
-        host = HostTier(host_blocks, Eviction(self.book, on_host, host_blocks, Tier.HOST)) if host_blocks else None
+        host = HostPool(host_blocks, Eviction(self.book, on_host, host_blocks, Tier.HOST)) if host_blocks else None
         self.scheduler = Scheduler(config, pool, host)
         self.throughput = Throughput()
-        self._slowness = Slowness(spec.attention_crossover)
+        self._slowness = StragglerSignal(spec.attention_crossover)
         self._runner = runner
         self._depth = pipeline_depth
-        self._intake = Intake(
+        self._intake = InputProcessor(
             spec,
             block_size=block_size,
             max_model_len=self.max_model_len,
-            grammars=grammars or Grammars(None, "structured output is not served here"),
+            grammars=grammars or GrammarBackend(None, "structured output is not served here"),
             book=self.book,
             clock=clock,
         )
@@ -91,7 +91,7 @@ class Engine:
         self._sequences: dict[str, list[Sequence]] = {}
         self._ended_early: list[SequenceOutput] = []
         self._deadlines = Deadlines()
-        self._grammars = GrammarLedger(grammars_kept)
+        self._grammars = GrammarRegistry(grammars_kept)
         self._refused: list[tuple[str, CoatcheckError]] = []
         self._confirmed_at = 0.0
 
@@ -101,7 +101,7 @@ class Engine:
         to_report = self._ended_early or self._refused
         return bool(self._sequences or self._in_flight or to_report or self.scheduler.tiers.has_copies)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed. One whose
         grammar is new is queued, or refused by a later step, when every rank has compiled it."""
         if request.request_id in self._sequences:

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from coatcheck.proto.errors import CoatcheckError
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import EngineStats, StepOutput
 from coatcheck.workers.engine.engine import Engine
 
@@ -54,7 +54,7 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def submit(
-        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
+        self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
     ) -> None:
         """Queues a request. Both callbacks run in the engine's thread before the next step: `on_refused` if the engine
         refuses the request, and then `on_processed` in any case. The step's stats include exactly the processed

@@ -1,4 +1,4 @@
-"""Intake: requests are checked, and become sequences with their blocks named.
+"""InputProcessor: requests are checked, and become sequences with their blocks named.
 
 It knows what the model and the pool can hold, and no sequence that runs.
 """
@@ -10,15 +10,15 @@ from coatcheck.proto.block_hash import block_key, hash_block, hash_chain
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest
 from coatcheck.workers.core.cache_reasons import content_chain
 from coatcheck.workers.core.model_spec import ModelSpec
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.kv.prefix_registry import PrefixBook
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _MOST_KEYS = 1024
 
 
-class Intake:
+class InputProcessor:
     """`max_model_len`: the most tokens of a sequence that model and pool can hold."""
 
     def __init__(
@@ -27,8 +27,8 @@ class Intake:
         *,
         block_size: int,
         max_model_len: int,
-        grammars: Grammars,
-        book: PrefixBook,
+        grammars: GrammarBackend,
+        book: PrefixRegistry,
         clock: Callable[[], float],
     ) -> None:
         self.spec = spec
@@ -40,7 +40,7 @@ class Intake:
         self._keys: dict[str, bytes] = {}
         self._arrivals = 0
 
-    def take(self, request: Request, grammar: int | None) -> list[Sequence]:
+    def take(self, request: EngineRequest, grammar: int | None) -> list[Sequence]:
         """The request's sequences, one for each choice; the prefix book records what they want. Raises InvalidRequest
         without any change. `grammar`: the number of the request's compiled grammar, or None."""
         self._check(request)
@@ -52,7 +52,7 @@ class Intake:
         self._book.want(chain, request.owner, request.retention, contents)
         return self._sequences(request, chain)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: EngineRequest) -> None:
         """Raises InvalidRequest, and ContextLengthExceeded for more than max_model_len tokens."""
         vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
         if not prompt_len:
@@ -73,13 +73,13 @@ class Intake:
         if request.sampling.structured is not None:
             self._grammars.require()
 
-    def check_grammar(self, request: Request, grammar: int) -> None:
+    def check_grammar(self, request: EngineRequest, grammar: int) -> None:
         """Raises InvalidRequest where its structured output, compiled by now, cannot be, or not behind what it
         resumes."""
         for said in request.resume.values() or ((),):
             self._grammars.check(grammar, said)
 
-    def _sequences(self, request: Request, chain: list[bytes]) -> list[Sequence]:
+    def _sequences(self, request: EngineRequest, chain: list[bytes]) -> list[Sequence]:
         """One for each choice; all but the first wait for the first's prompt. `chain` is the request's."""
         choices: list[Sequence] = []
         for choice in range(request.sampling.n):
@@ -94,7 +94,7 @@ class Intake:
             key = self._key(sequence.request.cache_salt)
             sequence.block_hashes.append(hash_block(key, parent, sequence.token_ids[start : start + size]))
 
-    def _sequence(self, request: Request, choice: int, leader: Sequence | None, chain: list[bytes]) -> Sequence:
+    def _sequence(self, request: EngineRequest, choice: int, leader: Sequence | None, chain: list[bytes]) -> Sequence:
         prompt = request.prompt_token_ids
         max_tokens = request.sampling.max_tokens
         ends = set(request.sampling.stop_token_ids)

@@ -7,13 +7,13 @@ left in it. Whoever calls has made sure that there is room. It does not know who
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.kv_cache_manager import Tiers
+from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 
 
 class RowPlanner:
     """Over the pool and the tiers of one scheduler."""
 
-    def __init__(self, pool: BlockPool, tiers: Tiers, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, tiers: KVCacheManager, block_size: int) -> None:
         self._pool = pool
         self._tiers = tiers
         self._block_size = block_size

@@ -17,11 +17,11 @@ from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan, TableWrite
 from coatcheck.workers.engine.row_planner import RowPlanner
-from coatcheck.workers.engine.token_budget import StepBudget
+from coatcheck.workers.engine.token_budget import TokenBudget
 from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.host_pool import HostTier
-from coatcheck.workers.kv.kv_cache_manager import Tiers
-from coatcheck.workers.kv.prefix_lookup import PrefixSearch
+from coatcheck.workers.kv.host_pool import HostPool
+from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
+from coatcheck.workers.kv.prefix_lookup import PrefixLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class SchedulerConfig:
 class Scheduler:
     """`waiting` and `running` are in order of arrival."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, host: HostTier | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, host: HostPool | None = None) -> None:
         self.config = config
         self.pool = pool
-        self.tiers = Tiers(pool, host, config.block_size)
+        self.tiers = KVCacheManager(pool, host, config.block_size)
         self._rows = RowPlanner(pool, self.tiers, config.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._prefixes = PrefixSearch(self.tiers, config.block_size)
+        self._prefixes = PrefixLookup(self.tiers, config.block_size)
         self._promises = self._prefixes.promises
         self._merged: list[TableWrite] = []
         self._steps = 0
@@ -66,7 +66,7 @@ class Scheduler:
         scheduled: list[Sequence] = []
         self._plan_decodes(plan, scheduled)
         left = self.config.max_batch_tokens - len(scheduled)
-        budget = StepBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
+        budget = TokenBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
         self.tiers.plan_copies(plan, beside_decodes=budget.beside_decodes)
@@ -141,14 +141,14 @@ class Scheduler:
                 self._rows.plan(plan, sequence, 1)
                 scheduled.append(sequence)
 
-    def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
+    def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and not sequence.num_restoring and not budget.is_spent:
                 count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
                 self._rows.plan(plan, sequence, count)
                 scheduled.append(sequence)
 
-    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: StepBudget) -> None:
+    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
         passed_over: list[Sequence] = []
         while self.waiting and self._free_slots and not budget.is_spent:
             sequence = self.waiting.popleft()

@@ -1,4 +1,4 @@
-"""Slowness: how many times as long as usual this group's steps take, whatever is in them.
+"""StragglerSignal: how many times as long as usual this group's steps take, whatever is in them.
 
     work     = of a step: Σ over its rows of tokens × (1 + context / crossover), in tokens of an empty context
     usual    = seconds of a step of that much work, with or without prompts: by powers of two, averaged over minutes
@@ -23,7 +23,7 @@ _LONGEST_PAUSE: Final = 2.0
 _IDLE_SECONDS: Final = 10.0  # after which what was before does not count
 
 
-class Slowness:
+class StragglerSignal:
     """`record` each step, `value` at any time; 1 is as usual, also while nothing is known."""
 
     def __init__(self, crossover: int) -> None:

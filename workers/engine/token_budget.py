@@ -1,4 +1,4 @@
-"""StepBudget: how much prefill one step may still take on.
+"""TokenBudget: how much prefill one step may still take on.
 
 While sequences decode, a chunk is priced with its attention over what came before it, in tokens of an empty context:
 
@@ -14,7 +14,7 @@ _SMALLEST_CHUNK = 16  # below this a chunk costs its step's overhead and little 
 
 
 @dataclass(slots=True)
-class StepBudget:
+class TokenBudget:
     """`left` in tokens; `crossover`: the context at which attention costs a token as much as all else does."""
 
     left: float

@@ -17,7 +17,7 @@ from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.kv.eviction import Eviction
 from coatcheck.workers.kv.eviction_policy import LeastRecentlyUsed
-from coatcheck.workers.kv.prefix_registry import Prefix, PrefixBook
+from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
 # A record is some 500 bytes, a block a megabyte or more: what was evicted is remembered much longer than it was held.
 _GHOSTS_PER_BLOCK: Final = 64
@@ -49,7 +49,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
         self.num_blocks = num_blocks
         if eviction is None:
-            eviction = Eviction(PrefixBook(max_ghosts(num_blocks)), LeastRecentlyUsed(), num_blocks)
+            eviction = Eviction(PrefixRegistry(max_ghosts(num_blocks)), LeastRecentlyUsed(), num_blocks)
         self._cold = eviction
         self.book = self._cold.book
         self._refs = [0] * num_blocks

@@ -1,4 +1,4 @@
-"""CopyPrices: what moving a block between the tiers costs beside computing it again, as measured lately.
+"""CopyCost: what moving a block between the tiers costs beside computing it again, as measured lately.
 
 Pure: a scheduler asks it whether a prefix is restored or recomputed, whether an evicted block is worth keeping, whose
 preemption loses least, and how many blocks a step may move. What has not been measured yet (0) counts as free of
@@ -16,7 +16,7 @@ _UNMEASURED_BLOCKS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPrices:
+class CopyCost:
     """Seconds: a block's way out and back on the slowest rank, a token's prefill, a decode step; 0 is not measured."""
 
     block_size: int

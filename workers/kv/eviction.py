@@ -5,7 +5,7 @@ again, and pops the next to go when it needs room. A block goes only after all t
 nothing without its prefix), so only *leaves* stand in line. There are four lines, emptied in this order:
 
     unwanted    leaves that will not be needed again, as a request has said (priority 0), oldest first
-    ordinary    in the order of an `Order`: what is worth least, or was used longest ago, goes first
+    ordinary    in the order of an `EvictionPolicy`: what is worth least, or was used longest ago, goes first
     sheltered   leaves of tenants that hold less than their fair share, set aside as their turn came
     retained    leaves that a request asked to keep, lowest priority first; at most a share of the tier
 
@@ -19,8 +19,8 @@ from typing import Final
 
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason
 from coatcheck.workers.core.tier import Tier
-from coatcheck.workers.kv.eviction_policy import Leaf, LeafHeap, LeastRecentlyUsed, Order
-from coatcheck.workers.kv.prefix_registry import Prefix, PrefixBook
+from coatcheck.workers.kv.eviction_policy import EvictionPolicy, Leaf, LeafHeap, LeastRecentlyUsed
+from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
 # A tenant that asked for anything lately keeps this part of an equal share of what is cold.
 SHELTERED_SHARE: Final = 0.5
@@ -32,7 +32,7 @@ RETAINED_SHARE: Final = 0.25
 class Eviction:
     """The cold blocks of a tier of `capacity` blocks. Operations take O(log) of their number, amortised."""
 
-    def __init__(self, book: PrefixBook, order: Order, capacity: int, tier: Tier = Tier.DEVICE) -> None:
+    def __init__(self, book: PrefixRegistry, order: EvictionPolicy, capacity: int, tier: Tier = Tier.DEVICE) -> None:
         self.book = book
         self.by_reason: Counter[EvictionReason] = Counter()
         self._order = order

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from coatcheck.workers.kv.prefix_registry import Prefix
-from coatcheck.workers.kv.reuse_table import BANDS, LifeTable
+from coatcheck.workers.kv.reuse_table import BANDS, ReuseTable
 
 _COST_STEPS: Final = 2  # costs are told apart by factors of 2 ** (1 / steps)
 
@@ -28,7 +28,7 @@ class Leaf:
         return self.stamp < other.stamp
 
 
-class Order(Protocol):
+class EvictionPolicy(Protocol):
     """Leaves in the order of their going."""
 
     def push(self, leaf: Leaf) -> None:
@@ -92,7 +92,7 @@ class LeastWorth:
     as time passes, and as the table learns, so cells are ranked anew whenever it has.
     """
 
-    def __init__(self, table: LifeTable, attention_crossover: float = math.inf) -> None:
+    def __init__(self, table: ReuseTable, attention_crossover: float = math.inf) -> None:
         self._table = table
         self._crossover = attention_crossover
         self._cells: dict[tuple[int, int, int], LeafHeap] = {}  # by kind, band and class of cost
@@ -145,6 +145,6 @@ class LeastWorth:
         return self._table.rate(kind, band) * 2 ** (cost / _COST_STEPS)
 
 
-def order_of(kind: str, table: LifeTable) -> Order:
+def order_of(kind: str, table: ReuseTable) -> EvictionPolicy:
     """As an operator names it: "cost", by what the table has learned, or "lru"."""
     return LeastWorth(table) if kind == "cost" else LeastRecentlyUsed()

@@ -1,4 +1,4 @@
-"""HostTier: which prefix blocks lie in host memory, in which slot, and which of them a copy is under way to or from.
+"""HostPool: which prefix blocks lie in host memory, in which slot, and which of them a copy is under way to or from.
 
 Slots are numbers here, the same on every rank. A slot is *free*, *demoting* (a block is on its way into it; it may
 already be read, since copies of one slot run in order), *held* (on every rank, so that routers may count on it), or
@@ -15,11 +15,11 @@ from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.kv.eviction import Eviction
 from coatcheck.workers.kv.eviction_policy import LeastRecentlyUsed
-from coatcheck.workers.kv.prefix_registry import Prefix, PrefixBook
+from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
 
 @dataclass(frozen=True, slots=True)
-class HostTierStats:
+class HostPoolStats:
     """Slots by state, and what has happened since the start."""
 
     total: int = 0
@@ -32,7 +32,7 @@ class HostTierStats:
     evictions: Mapping[EvictionReason, int] = field(default_factory=dict)
 
 
-class HostTier:
+class HostPool:
     """Slots 0 to num_slots - 1; `eviction` says which held one makes room."""
 
     def __init__(self, num_slots: int, eviction: Eviction | None = None) -> None:
@@ -44,7 +44,7 @@ class HostTier:
         self._broken: set[int] = set()
         self._pins: Counter[int] = Counter()
         if eviction is None:
-            eviction = Eviction(PrefixBook(num_slots), LeastRecentlyUsed(), num_slots, Tier.HOST)
+            eviction = Eviction(PrefixRegistry(num_slots), LeastRecentlyUsed(), num_slots, Tier.HOST)
         self._cold = eviction
         self._events: list[KvEvent] = []
         self._demotions = self._restores = self._failures = 0
@@ -113,9 +113,9 @@ class HostTier:
             if slot not in self._demoting and (name := self._names[slot]) is not None
         ]
 
-    def stats(self) -> HostTierStats:
+    def stats(self) -> HostPoolStats:
         """Counts as of now."""
-        return HostTierStats(
+        return HostPoolStats(
             total=self.num_slots,
             held=len(self._by_hash) - sum(self._names[slot] is not None for slot in self._demoting),
             demoting=len(self._demoting),

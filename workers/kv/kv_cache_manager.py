@@ -1,4 +1,4 @@
-"""Tiers: the device's pool, the host tier, and the copies planned and under way between them.
+"""KVCacheManager: the device's pool, the host tier, and the copies planned and under way between them.
 
     evicted from the device -> leftover -> demoted by the first plan that would write over it, or by one with time
     found in host memory -> a device block for it, queued -> restored by a plan -> settled on every rank -> computed on
@@ -18,8 +18,8 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.copy_cost import CopyPrices
-from coatcheck.workers.kv.host_pool import HostTier, HostTierStats
+from coatcheck.workers.kv.copy_cost import CopyCost
+from coatcheck.workers.kv.host_pool import HostPool, HostPoolStats
 
 # Of the blocks that prices speak against copying, so many-th are copied nonetheless: a price that was measured in a bad
 # moment would else never be measured again.
@@ -36,7 +36,7 @@ class _Restore:
     block: int
 
 
-class TierCounts(TypedDict):
+class TierStats(TypedDict):
     """The part of EngineStats that is counted here."""
 
     host_blocks_total: int
@@ -50,13 +50,13 @@ class TierCounts(TypedDict):
     restore_seconds: float
 
 
-class Tiers:
+class KVCacheManager:
     """`host` is None where there is no host tier: then blocks that are evicted are gone."""
 
-    def __init__(self, pool: BlockPool, host: HostTier | None, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, host: HostPool | None, block_size: int) -> None:
         self.pool = pool
         self.host = host
-        self.prices = CopyPrices(block_size)
+        self.prices = CopyCost(block_size)
         self._queue: deque[_Restore] = deque()
         self._under_way: list[int | _Restore] = []  # as ranks report on them; of a demotion the slot
         self._refused: Counter[str] = Counter()  # copies that the prices spoke against, by direction
@@ -174,10 +174,10 @@ class Tiers:
         own = max(sequence.num_scheduled - shared * self.prices.block_size, 0)
         return self.prices.loss(own) if self.host is not None and self.prices.prefill else float(own)
 
-    def counts(self) -> TierCounts:
+    def counts(self) -> TierStats:
         """Everything of the host tier, as EngineStats names it."""
-        host = self.host.stats() if self.host is not None else HostTierStats()
-        return TierCounts(
+        host = self.host.stats() if self.host is not None else HostPoolStats()
+        return TierStats(
             host_blocks_total=host.total,
             host_blocks_used=host.held,
             demotions=host.demotions,

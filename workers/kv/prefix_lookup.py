@@ -1,18 +1,18 @@
-"""PrefixSearch: how much of what a sequence needs is in the tiers, or will be soon, and what is said of it.
+"""PrefixLookup: how much of what a sequence needs is in the tiers, or will be soon, and what is said of it.
 
 It does not know whether there is room for the rest, nor who goes first.
 """
 
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.kv.kv_cache_manager import Tiers
-from coatcheck.workers.kv.promises import Promises
+from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
+from coatcheck.workers.kv.promises import PendingBlocks
 
 
-class PrefixSearch:
+class PrefixLookup:
     """Over one scheduler's tiers; `promises` are those of its running sequences."""
 
-    def __init__(self, tiers: Tiers, block_size: int) -> None:
-        self.promises = Promises()
+    def __init__(self, tiers: KVCacheManager, block_size: int) -> None:
+        self.promises = PendingBlocks()
         self._tiers = tiers
         self._block_size = block_size
 

@@ -1,4 +1,4 @@
-"""PrefixBook: what is known of every prefix block, held or not: where it hangs, whose it is, how it was wanted.
+"""PrefixRegistry: what is known of every prefix block, held or not: where it hangs, whose it is, how it was wanted.
 
 A block's record is one object for as long as any tier holds it, and stays for a bounded while after (a *ghost*), so
 that a block that comes back is known again. Tiers keep the record beside the block and pass it on with it. Requests
@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionMark, MissReason, PrefixMiss
-from coatcheck.workers.kv.retention_claims import UNCLAIMED, Claims
-from coatcheck.workers.kv.reuse_table import Cohort, LifeTable
+from coatcheck.workers.kv.retention_claims import UNCLAIMED, RetentionClaims
+from coatcheck.workers.kv.reuse_table import Cohort, ReuseTable
 
 # Kinds of lives: blocks wanted once, twice ... ten times or more; and generated ones, wanted by nobody yet.
 _MOST_WANTS: Final = 10
@@ -39,19 +39,19 @@ class Prefix:
     tenant: str = ""
     wants: int = 0
     cohort: Cohort | None = None
-    claims: Claims = UNCLAIMED
+    claims: RetentionClaims = UNCLAIMED
     evicted: EvictionMark | None = None
     broken: bool = False
     content: int = 0
     elsewhere: bool = False
 
 
-class PrefixBook:
+class PrefixRegistry:
     """`max_ghosts` records are kept that no tier holds, the last to be named or wanted."""
 
     def __init__(self, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
-        self.table = LifeTable(_MOST_WANTS + 1)
+        self.table = ReuseTable(_MOST_WANTS + 1)
         self._records: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
         self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # what keeps a ghost alive
         self._contents: WeakValueDictionary[int, Prefix] = WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""Promises: the prefix blocks that running sequences are about to compute, so that nobody computes them beside them.
+"""PendingBlocks: the prefix blocks that running sequences are about to compute. Others wait for them.
 
 A block is promised by the first that will have it. It does not know whether a promise is worth waiting for.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from coatcheck.workers.core.sequence import Sequence
 
 
-class Promises:
+class PendingBlocks:
     """By block hash. A promise ends when it is kept, or when its sequence gives up its blocks."""
 
     def __init__(self) -> None:

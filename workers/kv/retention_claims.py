@@ -1,4 +1,4 @@
-"""Claims: what requests have asked about the keeping of one block, all of them together.
+"""RetentionClaims: what requests have asked about the keeping of one block, all of them together.
 
 Requests that share a salt share blocks, and none undoes what another has asked: the highest claim whose time is not
 over is in force, and behind it the next highest that lasts longer. That a block will not be wanted again (priority 0)
@@ -12,7 +12,7 @@ from coatcheck.proto.retention import Retention
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class RetentionClaims:
     """`kept`: (priority, until), the highest first, each of those behind it lasting longer."""
 
     kept: tuple[tuple[int, float], ...] = ()
@@ -40,4 +40,4 @@ class Claims:
         return self.unwanted_until > now and not self.in_force(now)[0]
 
 
-UNCLAIMED: Final = Claims()
+UNCLAIMED: Final = RetentionClaims()

@@ -1,4 +1,4 @@
-"""LifeTable: how soon prefix blocks are wanted again, learned from all that are, and what keeping one is worth.
+"""ReuseTable: how soon prefix blocks are wanted again, learned from all that are, and what keeping one is worth.
 
 An actuary's table. Blocks that a request wants begin a life together, as a *cohort*; a life ends when the block is
 wanted again. For each kind of cohort and each band of ages the table counts how many lives came to that age and how
@@ -34,7 +34,7 @@ class Cohort:
     band: int = 0
 
 
-class LifeTable:
+class ReuseTable:
     """`now` only moves forward, by `advance`; `version` changes when rates do."""
 
     def __init__(self, kinds: int) -> None:

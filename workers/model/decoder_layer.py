@@ -19,7 +19,7 @@ from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionCall
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import Wanted
+from coatcheck.workers.attention.wanted import LogitsIndices
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.model.packed_linears import joined, pack_linears, row_parallel
 
@@ -35,7 +35,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RotaryTables:
     """A step's rotary tables for one kind of layer; `packed` where halves of layers can run natively."""
 
     cos: Tensor
@@ -76,10 +76,10 @@ class DecoderLayer:
         self,
         x: Tensor,
         residual: Tensor | None,
-        turn: Turn,
+        turn: RotaryTables,
         metadata: AttentionMetadata,
         cache: KVCache,
-        wanted: Wanted | None,
+        wanted: LogitsIndices | None,
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (x, residual), both [T, hidden] or [R, hidden], whose sum is the layer's output."""
         if self.attention_half is not None and turn.packed is not None and wanted is None:
@@ -99,10 +99,10 @@ class DecoderLayer:
     def _attend(
         self,
         qkv: Tensor,
-        turn: Turn,
+        turn: RotaryTables,
         metadata: AttentionMetadata,
         cache: KVCache,
-        wanted: Wanted | None,
+        wanted: LogitsIndices | None,
     ) -> Tensor:
         spec = self.spec
         q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)

@@ -14,14 +14,14 @@ from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.workers.attention.attention import AttentionCall, KVPools
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import Wanted
+from coatcheck.workers.attention.wanted import LogitsIndices
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.model.decoder_layer import (
     ACTIVATIONS,
     DecoderLayer,
     DenseMlp,
     Family,
-    Turn,
+    RotaryTables,
     activation_name,
     as_run,
     needed,
@@ -49,7 +49,12 @@ class FusedBody:
         self._run = as_run(layers, [self._kinds.index(kind) for kind in kinds])
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVPools,
+        wanted: LogitsIndices | None,
     ) -> Tensor:
         hidden: Tensor = self.embed_tokens(input_ids)
         turns = {kind: self._turn(hidden, positions, kind, metadata) for kind in self._kinds}
@@ -66,13 +71,13 @@ class FusedBody:
         assert residual is not None
         return self.norm.after_adding(hidden, residual)[0]
 
-    def _turn(self, hidden: Tensor, positions: Tensor, kind: str | None, metadata: AttentionMetadata) -> Turn:
+    def _turn(self, hidden: Tensor, positions: Tensor, kind: str | None, metadata: AttentionMetadata) -> RotaryTables:
         arguments = (hidden[None], positions[None]) if kind is None else (hidden[None], positions[None], kind)
         cos, sin = (table[0] for table in self.rotary(*arguments))
         if not self._native:
-            return Turn(cos, sin, None)
+            return RotaryTables(cos, sin, None)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
-        return Turn(cos, sin, StepTables(cos, sin, *tables))
+        return RotaryTables(cos, sin, StepTables(cos, sin, *tables))
 
 
 def is_fusable(model: PreTrainedModel, calls: list[AttentionCall]) -> bool:

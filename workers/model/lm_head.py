@@ -16,7 +16,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.model.meta_pass import meta_pass
 
 
-class Head:
+class LmHead:
     """Takes the model over: its base model is gone from it afterwards."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -54,7 +54,7 @@ def probe_head(model: PreTrainedModel) -> None:
     hidden = torch.empty(1, config.hidden_size, dtype=model.dtype, device="meta")
     try:
         with meta_pass(model):
-            shape = tuple(Head(model).logits(hidden).shape)
+            shape = tuple(LmHead(model).logits(hidden).shape)
     except Exception as error:  # whatever a foreign model's code raises when called so is the reason
         raise InvalidModel(f"{config.model_type} cannot be served: its head needs more than hidden states") from error
     finally:

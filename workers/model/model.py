@@ -19,29 +19,36 @@ from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
 from coatcheck.workers.attention.attention import AttentionCall, KVPools
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 from coatcheck.workers.attention.attention_probe import probe_attention
-from coatcheck.workers.attention.wanted import Wanted
+from coatcheck.workers.attention.wanted import LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.model_spec import LayerSpec, ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.batch_invariance import check_deterministic
 from coatcheck.workers.model.fusion import FusedBody, fuse
-from coatcheck.workers.model.lm_head import Head, probe_head
+from coatcheck.workers.model.lm_head import LmHead, probe_head
 from coatcheck.workers.model.meta_model import build_skeleton, check_complete, choose_dtype, read_config
 from coatcheck.workers.model.packed_linears import pack_linears, record_weight_reads
 from coatcheck.workers.model.parallel_layers import parallelise
 from coatcheck.workers.model.rope_scaling import choose_max_model_len
 
-Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, Wanted | None], Tensor]
+Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, LogitsIndices | None], Tensor]
 
 
 class Model:
     """One rank's model. Every rank calls the same methods with the same tokens."""
 
     def __init__(
-        self, spec: ModelSpec, body: Body, head: Head, directory: Path, *, deterministic: bool, capturable: bool = False
+        self,
+        spec: ModelSpec,
+        body: Body,
+        head: LmHead,
+        directory: Path,
+        *,
+        deterministic: bool,
+        capturable: bool = False,
     ) -> None:
         self.spec = spec
         self.directory = directory  # of its checkpoint
@@ -57,7 +64,7 @@ class Model:
         positions: Tensor,
         metadata: AttentionMetadata,
         kv: KVPools,
-        wanted: Wanted | None = None,
+        wanted: LogitsIndices | None = None,
     ) -> Tensor:
         """int64 [T], int64 [T] -> [T, hidden_size], or [R, hidden_size] of those wanted; writes all tokens' KV.
 
@@ -82,7 +89,12 @@ class TransformersBody:
         pack_linears(base, fixed_rows=fixed_rows, keep=keep)
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv: KVPools, wanted: Wanted | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVPools,
+        wanted: LogitsIndices | None,
     ) -> Tensor:
         hidden: Tensor = self.base(
             input_ids=input_ids.unsqueeze(0),
@@ -110,7 +122,7 @@ class BuiltModel:
 
 def build_model(
     checkpoint: Checkpoint,
-    shard: Shard,
+    shard: TpShard,
     *,
     dtype: str,
     device: torch.device,
@@ -174,7 +186,7 @@ def load_model(
     """
     device = torch.device(device)
     with Checkpoint.open(os.fspath(path_or_id)) as checkpoint:
-        shard = Shard(communicator.rank, communicator.size)
+        shard = TpShard(communicator.rank, communicator.size)
         built = build_model(
             checkpoint,
             shard,
@@ -195,7 +207,7 @@ def load_model(
     body = fuse(causal, calls, layers, fixed_rows=deterministic) or TransformersBody(
         causal.base_model, layers, fixed_rows=deterministic, keep=built.unpackable_linears
     )
-    head = Head(causal)
+    head = LmHead(causal)
     pack_linears(head.model, fixed_rows=deterministic, keep=built.unpackable_linears)
     spec = ModelSpec(
         name=checkpoint.name,
@@ -223,6 +235,6 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
     return in_vocabulary(end_token_ids(directory)) or in_vocabulary(check_end_tokens(directory, config.eos_token_id))
 
 
-def _layer_spec(call: AttentionCall, shard: Shard) -> LayerSpec:
+def _layer_spec(call: AttentionCall, shard: TpShard) -> LayerSpec:
     heads, kv_heads = shard.local_heads(call)
     return LayerSpec(heads, kv_heads, call.head_dim, call.sliding_window, call.softcap)

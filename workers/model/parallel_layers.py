@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from coatcheck.workers.attention.attention import AttentionCall
 from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan
-from coatcheck.workers.checkpoint.tensor_slice import Cut
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.distributed.communicator import Communicator
 
 
@@ -50,7 +50,7 @@ class ReducedExperts(nn.Module):
 class VocabEmbedding(nn.Module):
     """Looks up the rows that this rank holds; the others' count as zero in the sum."""
 
-    def __init__(self, embedding: nn.Module, cut: Cut, communicator: Communicator) -> None:
+    def __init__(self, embedding: nn.Module, cut: TensorSlice, communicator: Communicator) -> None:
         super().__init__()
         self.embedding = embedding
         self.first = cut.ranges[0][0]
@@ -104,7 +104,7 @@ def parallelise(
 ) -> None:
     """Wraps every module that has a role; the parameters are this rank's already."""
     for call in calls:
-        _count_local_heads(model.get_submodule(call.module), call, Shard(communicator.rank, communicator.size))
+        _count_local_heads(model.get_submodule(call.module), call, TpShard(communicator.rank, communicator.size))
     for name, role in plan.roles.items():
         parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         module = getattr(parent, leaf)
@@ -124,7 +124,7 @@ def parallelise(
         setattr(parent, leaf, wrapped)
 
 
-def _count_local_heads(attention: nn.Module, call: AttentionCall, shard: Shard) -> None:
+def _count_local_heads(attention: nn.Module, call: AttentionCall, shard: TpShard) -> None:
     """Tells an attention module how many heads it has here: phi3 splits its fused projection by these counts."""
     heads, kv_heads = shard.local_heads(call)
     # Its own copy: rotary and the other layers must go on seeing the model's real shape.

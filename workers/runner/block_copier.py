@@ -1,4 +1,4 @@
-"""Copier: one rank's part in moving blocks between its pool and its host memory, and the word that it is done.
+"""BlockCopier: one rank's part in moving blocks between its pool and its host memory, and the word that it is done.
 
     start(plan) ... the step is computed ... report() -> CopyReport of what is under way on any rank
 
@@ -27,7 +27,7 @@ _NANO = 1e9
 Pairs = Sequence[tuple[int, int]]
 
 
-class Copier(Protocol):
+class BlockCopier(Protocol):
     """What a ModelRunner has when there is a host tier."""
 
     def start(self, plan: StepPlan) -> None:
@@ -38,7 +38,7 @@ class Copier(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class BlockCopy:
     """One block's; whoever copies says how it ended."""
 
     status: CopyStatus = CopyStatus.UNDER_WAY
@@ -49,22 +49,22 @@ class CopyLog:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._copies: list[Copy] = []  # those that no report has said to be ended, oldest first
+        self._copies: list[BlockCopy] = []  # those that no report has said to be ended, oldest first
         self._demote, self._restore = deque[float](maxlen=_PLANS), deque[float](maxlen=_PLANS)
 
-    def begin(self, count: int) -> list[Copy]:
+    def begin(self, count: int) -> list[BlockCopy]:
         """The next copies."""
-        begun = [Copy() for _ in range(count)]
+        begun = [BlockCopy() for _ in range(count)]
         self._copies += begun
         return begun
 
-    def demoted(self, copies: list[Copy], seconds: float) -> None:
+    def demoted(self, copies: list[BlockCopy], seconds: float) -> None:
         """They lie in host memory."""
         self._demote.append(seconds / len(copies))
         for copy in copies:
             copy.status = CopyStatus.DONE
 
-    def restored(self, copies: list[Copy], intact: list[bool], seconds: float) -> None:
+    def restored(self, copies: list[BlockCopy], intact: list[bool], seconds: float) -> None:
         """They lie in the pool, or are not what they were."""
         self._restore.append(seconds / len(copies))
         for copy, good in zip(copies, intact, strict=True):
@@ -84,7 +84,7 @@ class CopyLog:
         return CopyReport(agreed, -demote / _NANO, -restore / _NANO)
 
 
-class CpuCopier:
+class CpuBlockCopier:
     """`host` is uint8 [host_blocks, bytes_per_block], in the same memory as the pool."""
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""StreamCopier: the Copier of a rank on a GPU: copies run beside the computing, on a stream of their own.
+"""CudaBlockCopier: the Copier of a rank on a GPU: copies run beside the computing, on a stream of their own.
 
 Events both ways: the copies wait for all steps launched before them, since those write what goes out and may read
 what lies where something comes in; the step waits for what goes out, since it writes over it. What comes in is read by
@@ -19,12 +19,12 @@ from coatcheck.kernels.kv.move_blocks import sum_blocks
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.block_copier import Copier, Copy, CopyLog, CpuCopier, columns
+from coatcheck.workers.runner.block_copier import BlockCopier, BlockCopy, CopyLog, CpuBlockCopier, columns
 
 _IDLE_SECONDS = 0.001
 
 
-class StreamCopier:
+class CudaBlockCopier:
     """`pool` lies on the GPU, `host` in pinned memory. `thread` ends what it is given in that order, so that copies of
     one slot end as they were asked for."""
 
@@ -75,7 +75,7 @@ class StreamCopier:
         return began, ended
 
     def _end_demotes(
-        self, pairs: Sequence[tuple[int, int]], copies: list[Copy], began: torch.cuda.Event, out: torch.cuda.Event
+        self, pairs: Sequence[tuple[int, int]], copies: list[BlockCopy], began: torch.cuda.Event, out: torch.cuda.Event
     ) -> None:
         out.synchronize()
         summing = time.perf_counter()
@@ -83,7 +83,7 @@ class StreamCopier:
         self._sums[slots] = sum_blocks(self.host, slots)
         self._log.demoted(copies, _seconds(began, out) + time.perf_counter() - summing)
 
-    def _restore(self, pairs: Sequence[tuple[int, int]], copies: list[Copy]) -> None:
+    def _restore(self, pairs: Sequence[tuple[int, int]], copies: list[BlockCopy]) -> None:
         summing = time.perf_counter()
         slots, _ = columns(pairs)
         intact = (sum_blocks(self.host, slots) == self._sums[slots]).tolist()
@@ -99,6 +99,6 @@ def _seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     return float(began.elapsed_time(ended)) / 1e3
 
 
-def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> Copier:
+def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> BlockCopier:
     """What moves blocks between the two, by where the pool lies."""
-    return (StreamCopier if pool.device.type == "cuda" else CpuCopier)(pool, host, communicator)
+    return (CudaBlockCopier if pool.device.type == "cuda" else CpuBlockCopier)(pool, host, communicator)

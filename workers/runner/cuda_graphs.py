@@ -1,4 +1,4 @@
-"""DecodeGraphs: a decode step as one CUDA graph, for a few batch sizes.
+"""CudaGraphs: a decode step as one CUDA graph, for a few batch sizes.
 
     pick(rows) -> a size, or None: then the step runs as any other
     logits(rows, size) -> float32 [len(rows), vocab]
@@ -42,7 +42,7 @@ def pick_size(rows: Sequence[Row], sizes: Sequence[int], most_tokens: int) -> in
     return next((size for size in sizes if size >= len(rows)), None)
 
 
-class DecodeGraphs:
+class CudaGraphs:
     """Of one rank; `tokens` and `tables` are the runner's mirror. Sizes are ascending; none: no step is ever picked."""
 
     def __init__(

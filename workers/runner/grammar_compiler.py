@@ -1,4 +1,4 @@
-"""GrammarPress: compiles grammars on one rank beside its steps, and says how many are ready on all ranks.
+"""GrammarCompiler: compiles grammars on one rank beside its steps, and says how many are ready on all ranks.
 
     start(plan) ... the step is computed ... report()
 
@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.structured.grammar_backend import Compiled, Grammars
+from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
 from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
 
 _IDLE_SECONDS = 0.001
@@ -26,14 +26,14 @@ _NICE = 4  # of these threads: where cores are few, a third of one beside a step
 _STACK_BYTES = 16 << 20
 
 
-class GrammarPress:
+class GrammarCompiler:
     """`grammars` gets what is compiled, in the step's own thread."""
 
-    def __init__(self, grammars: Grammars, communicator: Communicator) -> None:
+    def __init__(self, grammars: GrammarBackend, communicator: Communicator) -> None:
         self._grammars = grammars
         self._communicator = communicator
         self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in AT_ONCE]
-        self._work = [deque[tuple[int, Future[Compiled]]]() for _ in AT_ONCE]  # each with its grammar's number
+        self._work = [deque[tuple[int, Future[CompiledGrammar]]]() for _ in AT_ONCE]  # each with its grammar's number
         self._made = [0 for _ in AT_ONCE]
         self._agreed = 0  # in all lanes together
         self._next = 0  # the next grammar's number
@@ -65,7 +65,7 @@ class GrammarPress:
         self._agreed = sum(agreed)
         return agreed
 
-    def _submit(self, lane: int, grammar: Grammar) -> Future[Compiled]:
+    def _submit(self, lane: int, grammar: Grammar) -> Future[CompiledGrammar]:
         before = threading.stack_size(_STACK_BYTES)  # a lane's thread starts with its first grammar
         try:
             return self._threads[lane].submit(self._grammars.compile, grammar)

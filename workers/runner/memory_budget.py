@@ -1,4 +1,4 @@
-"""Reservation: the KV bytes that a rank takes at its start, on its device and in host memory; all there will ever be.
+"""MemoryBudget: the KV bytes that a rank takes at its start, on its device and in host memory; all there will ever be.
 
 Every rank finds out what fits beside it, and the group takes the smallest answer. It does not know what blocks are for.
 """
@@ -20,7 +20,7 @@ from coatcheck.workers.runner.kv_memory import allocate_pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reservation:
+class MemoryBudget:
     """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None where there is no host tier."""
 
     layout: BlockLayout

@@ -15,22 +15,22 @@ from coatcheck.kernels.attention.paged_prefill import chunk_lengths
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import Wanted
+from coatcheck.workers.attention.wanted import LogitsIndices
 from coatcheck.workers.core.step_plan import Row, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.block_copier import Copier
-from coatcheck.workers.runner.cuda_graphs import DecodeGraphs
-from coatcheck.workers.runner.grammar_compiler import GrammarPress
+from coatcheck.workers.runner.block_copier import BlockCopier
+from coatcheck.workers.runner.cuda_graphs import CudaGraphs
+from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.host_transfer import Download, upload
 from coatcheck.workers.runner.kv_memory import layer_caches
 from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.logprob_report import LogprobReport
 from coatcheck.workers.runner.sampler import Sampler
-from coatcheck.workers.runner.token_bitmask import TokenMasks
+from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
 
@@ -47,8 +47,8 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        copier: Copier | None = None,
-        grammars: Grammars | None = None,
+        copier: BlockCopier | None = None,
+        grammars: GrammarBackend | None = None,
         communicator: Communicator | None = None,
         graph_sizes: Sequence[int] = (),
     ) -> None:
@@ -62,14 +62,14 @@ class ModelRunner:
         max_blocks = -(-max_model_len // layout.block_size)
         self._tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
-        self.graphs = DecodeGraphs(
+        self.graphs = CudaGraphs(
             model, self._kv, self._tokens, self._tables,
             block_size=layout.block_size, sizes=graph_sizes, most_tokens=len(pool) * layout.block_size,
         )  # fmt: skip
         self._sampler = Sampler(max_num_seqs, self._device)
-        grammars = grammars or Grammars(None, "this runner was given no grammars")
-        self._press = GrammarPress(grammars, communicator or Communicator())
-        self._masks = TokenMasks(grammars, model.spec.vocab_size, self._device)
+        grammars = grammars or GrammarBackend(None, "this runner was given no grammars")
+        self._press = GrammarCompiler(grammars, communicator or Communicator())
+        self._masks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
@@ -147,16 +147,16 @@ class ModelRunner:
             pairs = self._int64(batch).T.contiguous()
             copy_blocks(self.pool, pairs[0], pairs[1])
 
-    def _wanted(self, rows: list[Row]) -> Wanted | None:
+    def _wanted(self, rows: list[Row]) -> LogitsIndices | None:
         """The tokens that are sampled after; None when that is every token, as when all rows decode."""
         if all(row.sample and row.num_tokens == 1 for row in rows):
             return None
         ends = accumulate(row.num_tokens for row in rows)
         tokens = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
         counts = accumulate((int(row.sample) for row in rows), initial=0)
-        return Wanted(self._int64(tokens), self._int32(list(counts)))
+        return LogitsIndices(self._int64(tokens), self._int32(list(counts)))
 
-    def _forward(self, rows: list[Row], wanted: Wanted | None) -> Tensor:
+    def _forward(self, rows: list[Row], wanted: LogitsIndices | None) -> Tensor:
         """Hidden states [T, hidden] of every token of the rows, or [R, hidden] of those wanted."""
         lens = [row.num_tokens for row in rows]
         cu = list(accumulate(lens, initial=0))

@@ -1,4 +1,4 @@
-"""TokenMasks: which tokens each constrained slot may have next.
+"""TokenBitmasks: which tokens each constrained slot may have next.
 
 A sequence that takes a slot with a grammar gets a matcher, which follows it token by token. Tokens are handed over as
 they are drawn and read only when the next mask needs them: on a GPU that is while the next step's forward pass runs, so
@@ -20,7 +20,7 @@ from torch import Tensor
 from coatcheck.proto.grammar import why_unusable
 from coatcheck.workers.core.step_plan import NewRow
 from coatcheck.workers.runner.host_transfer import Download, upload
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -54,14 +54,14 @@ class _Follower:
     seconds: float = 0.0
 
 
-class TokenMasks:
+class TokenBitmasks:
     """Of one rank. On a CPU the cores belong to the model's threads, so masks are made one after another.
 
     A sequence that overdraws its grammar's budget fails, but gets its mask: clocks differ between ranks, masks must
     not. Only what rank 0 says of failures counts.
     """
 
-    def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, grammars: GrammarBackend, vocab_size: int, device: torch.device) -> None:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._device = device

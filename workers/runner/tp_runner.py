@@ -1,4 +1,4 @@
-"""GroupRunner: rank 0's runner, which has every rank carry out the plan that it carries out itself.
+"""TpRunner: rank 0's runner, which has every rank carry out the plan that it carries out itself.
 
 `follow` is the other ranks' whole life: receive a plan, carry it out, until one says stop. A plan without rows is a
 heartbeat: all ranks meet in one small all-reduce, so that rank 0 notices one that is gone. It does not know what a
@@ -13,7 +13,7 @@ from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 
-class GroupRunner:
+class TpRunner:
     """The Runner that the engine is given when a group has more than one rank."""
 
     def __init__(self, runner: ModelRunner, communicator: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Subscriber: one attached router's outbox.
+"""Outbox: one attached router's outbox.
 
 Messages wait here until the stream takes them. The bound is in bytes: a router that reads too slowly is cut off, and
 the engine never waits for it. A snapshot is made chunk by chunk, only when nothing else waits; KV events are held back
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from coatcheck.proto.worker_pb2 import FromGroup
 
 
-class Subscriber:
+class Outbox:
     """`number` is unique in this incarnation of the group; `router` is the router's own name. `submissions`: how many
     of its submissions the engine has processed; only the engine's thread reads and writes it."""
 

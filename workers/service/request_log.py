@@ -1,4 +1,4 @@
-"""AnswerLog: what a group logs and traces of each request, by the id that its router gave it.
+"""RequestLog: what a group logs and traces of each request, by the id that its router gave it.
 
     engine.queue ─ engine.prefill ─ engine.decode     for each choice, below the router's group.submit
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Answer:
+class LoggedRequest:
     """One request while it is answered. `firsts`: when each choice had its first token; both in nanoseconds."""
 
     request_id: str
@@ -34,20 +34,20 @@ class Answer:
     found: dict[str, str | int | float] = field(default_factory=dict)  # of its prompt in the cache, and why not all
 
 
-class AnswerLog:
+class RequestLog:
     """`begin`, then `wrote` for each output, then `end`."""
 
     def __init__(self, group: str, tracing: Tracing | None = None) -> None:
         self._group = group
         self._tracing = tracing
 
-    def begin(self, request_id: str, prompt_tokens: int, carrier: Mapping[str, str]) -> Answer:
+    def begin(self, request_id: str, prompt_tokens: int, carrier: Mapping[str, str]) -> LoggedRequest:
         """A request has come."""
         traced = self._tracing is not None and carrier.get("traceparent")
         parent = self._tracing.parent(carrier) if self._tracing is not None and traced else None
-        return Answer(request_id, prompt_tokens, parent, time.time_ns())
+        return LoggedRequest(request_id, prompt_tokens, parent, time.time_ns())
 
-    def wrote(self, answer: Answer, output: SequenceOutput) -> None:
+    def wrote(self, answer: LoggedRequest, output: SequenceOutput) -> None:
         """Tokens of it are on their way."""
         choice = output.choice
         if output.token_ids:
@@ -62,7 +62,7 @@ class AnswerLog:
         if output.finish_reason is not None:
             self._record_decode(answer, choice, now, output.finish_reason.name.lower())
 
-    def end(self, answer: Answer, outcome: str) -> None:
+    def end(self, answer: LoggedRequest, outcome: str) -> None:
         """Nothing more comes of it: "ok", "aborted", or "refused: ..."."""
         fields = {
             "request_id": answer.request_id,
@@ -79,7 +79,7 @@ class AnswerLog:
             for choice in list(answer.firsts):
                 self._record_decode(answer, choice, now, outcome)
 
-    def _record_prefill(self, answer: Answer, output: SequenceOutput, now: int) -> None:
+    def _record_prefill(self, answer: LoggedRequest, output: SequenceOutput, now: int) -> None:
         assert self._tracing is not None and answer.parent is not None
         answer.firsts[output.choice] = now
         began = now - int(output.prefill_seconds * 1e9)
@@ -96,7 +96,7 @@ class AnswerLog:
             **where,
         )
 
-    def _record_decode(self, answer: Answer, choice: int, now: int, finish: str) -> None:
+    def _record_decode(self, answer: LoggedRequest, choice: int, now: int, finish: str) -> None:
         assert self._tracing is not None and answer.parent is not None
         began = answer.firsts.pop(choice, now)
         self._tracing.record(

@@ -1,4 +1,4 @@
-"""Attachment: one router's stream, from its Hello to its end: what it asks is handed to the engine, or refused.
+"""RouterSession: one router's stream, from its Hello to its end: what it asks is handed to the engine, or refused.
 
 It lives in the service's event loop; what runs in the engine's thread says so. It does not know what a token means, nor
 how messages are written.
@@ -15,8 +15,8 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
-from coatcheck.workers.service.open_requests import Tickets
-from coatcheck.workers.service.outbox import Subscriber
+from coatcheck.workers.service.open_requests import OpenRequests
+from coatcheck.workers.service.outbox import Outbox
 from coatcheck.workers.service.step_mail import StepMail
 from coatcheck.workers.service.wire import refused_message, request_of, snapshot_messages
 
@@ -30,17 +30,17 @@ class Desk:
 
     registration: wire.Registration
     engine: EngineLoop
-    tickets: Tickets
-    subscribers: dict[int, Subscriber]
+    tickets: OpenRequests
+    subscribers: dict[int, Outbox]
     mail: StepMail
     loop: asyncio.AbstractEventLoop
     max_open: int
 
 
-class Attachment:
+class RouterSession:
     """`read` until the router ends, then `close`."""
 
-    def __init__(self, desk: Desk, subscriber: Subscriber) -> None:
+    def __init__(self, desk: Desk, subscriber: Outbox) -> None:
         self._desk = desk
         self._subscriber = subscriber
         self._received = 0  # submissions of this stream

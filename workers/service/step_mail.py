@@ -7,22 +7,22 @@ from collections.abc import Collection
 
 from coatcheck.proto import worker_pb2 as wire
 from coatcheck.workers.core.step_output import StepOutput
-from coatcheck.workers.service.open_requests import Tickets
-from coatcheck.workers.service.outbox import Subscriber
+from coatcheck.workers.service.open_requests import OpenRequests
+from coatcheck.workers.service.outbox import Outbox
 from coatcheck.workers.service.wire import event_messages, write_output
 
-Mail = list[tuple[Subscriber, wire.FromGroup]]
+Mail = list[tuple[Outbox, wire.FromGroup]]
 
 
 class StepMail:
     """Of one incarnation of a group; `sequence` is the next event's number."""
 
-    def __init__(self, epoch: str, tickets: Tickets) -> None:
+    def __init__(self, epoch: str, tickets: OpenRequests) -> None:
         self.sequence = 0
         self._epoch = epoch
         self._tickets = tickets
 
-    def of(self, output: StepOutput, subscribers: Collection[Subscriber]) -> Mail:
+    def of(self, output: StepOutput, subscribers: Collection[Outbox]) -> Mail:
         """In the order of sending; the tickets know then what has been written."""
         mail: Mail = []
         if output.events:

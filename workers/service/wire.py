@@ -11,15 +11,15 @@ from coatcheck.proto.errors import CoatcheckError, status_of
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core import step_output
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 
 # A stored block's event takes 42 bytes: a full message stays below the contract's 256 KiB.
 EVENTS_PER_MESSAGE = 6000
 
 
-def request_of(submit: wire.Submit, request_id: str) -> Request:
+def request_of(submit: wire.Submit, request_id: str) -> EngineRequest:
     """The engine's form of a submission; raises InvalidRequest for sampling or a retention that cannot be."""
-    return Request(
+    return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
         sampling=SamplingParams.from_message(submit.sampling),

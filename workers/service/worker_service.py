@@ -26,10 +26,10 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.load_pace import LOAD_SECONDS, LoadPace
-from coatcheck.workers.service.open_requests import Tickets
-from coatcheck.workers.service.outbox import Subscriber
-from coatcheck.workers.service.request_log import AnswerLog
-from coatcheck.workers.service.router_session import Attachment, Desk
+from coatcheck.workers.service.open_requests import OpenRequests
+from coatcheck.workers.service.outbox import Outbox
+from coatcheck.workers.service.request_log import RequestLog
+from coatcheck.workers.service.router_session import Desk, RouterSession
 from coatcheck.workers.service.step_mail import Mail, StepMail
 from coatcheck.workers.service.wire import refused_message
 
@@ -60,8 +60,8 @@ class WorkerService(WorkerServicer):
         self._registration = report.registration
         self._buffer_bytes = buffer_bytes
         self._max_open = max_open
-        self._subscribers: dict[int, Subscriber] = {}  # changed by the engine's thread alone
-        self._tickets = Tickets(AnswerLog(self._registration.group, tracing))
+        self._subscribers: dict[int, Outbox] = {}  # changed by the engine's thread alone
+        self._tickets = OpenRequests(RequestLog(self._registration.group, tracing))
         self._attached = 0
         self._streams: set[asyncio.Task[object]] = set()
         self._mail = StepMail(self._registration.epoch, self._tickets)  # the engine's thread owns it
@@ -122,8 +122,8 @@ class WorkerService(WorkerServicer):
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
         self._attached += 1
-        subscriber = Subscriber(self._attached, hello.router, buffer_bytes=self._buffer_bytes)
-        attachment = Attachment(self._desk, subscriber)
+        subscriber = Outbox(self._attached, hello.router, buffer_bytes=self._buffer_bytes)
+        attachment = RouterSession(self._desk, subscriber)
         ends = [
             asyncio.create_task(attachment.read(requests)),
             asyncio.create_task(subscriber.write_to(stream.write)),
@@ -199,7 +199,7 @@ class WorkerService(WorkerServicer):
             # In its turn: behind the registration of a router that has just attached.
             self._loop.call_soon(self._send_load, list(self._subscribers.values()))
 
-    def _send_load(self, subscribers: Sequence[Subscriber]) -> None:
+    def _send_load(self, subscribers: Sequence[Outbox]) -> None:
         """Sends each router the load after the last published step, with the number of the router's submissions that
         the load includes."""
         assert self._stats is not None, "a load is due only after a step"

@@ -1,8 +1,8 @@
-"""Grammars: compiled grammars over one model's vocabulary, and matchers that follow a sequence along one.
+"""GrammarBackend: compiled grammars over one model's vocabulary, and matchers that follow a sequence along one.
 
 Compiling takes a millisecond, or hundreds of a large one, and is done once per grammar: later sequences copy what was
 compiled. Every rank has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps
-or devices, nor how long a grammar is wanted: GrammarLedger does.
+or devices, nor how long a grammar is wanted: GrammarRegistry does.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _RESUME_TOKENS: Final = 8  # between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledGrammar:
     """What came of a grammar: `start` is a matcher behind no token, or `error` says why there is none."""
 
     start: LLMatcher | None = None
     error: InvalidRequest | None = None
 
 
-class Grammars:
+class GrammarBackend:
     """Of one rank, by the numbers that all ranks know them by. `missing` says why there are none: then every grammar is
     refused, with it."""
 
     def __init__(self, tokenizer: LLTokenizer | None, missing: str = "") -> None:
         self._tokenizer = tokenizer
         self._missing = missing
-        self._kept: dict[int, Compiled] = {}
+        self._kept: dict[int, CompiledGrammar] = {}
 
     @classmethod
-    def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+    def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarBackend:
         """Over the vocabulary of a checkpoint; one whose tokens cannot be read serves all else."""
         if not eos_token_ids:
             return cls(None, "this model has no end-of-sequence token, with which structured output ends")
@@ -62,7 +62,7 @@ class Grammars:
             raise InvalidRequest(f"{self._missing}; leave structured output out")
         return self._tokenizer
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Anew, in whichever thread; nothing is kept."""
         try:
             tokenizer = self.require()
@@ -79,10 +79,10 @@ class Grammars:
             if matcher.is_error() or not bits.any():
                 raise grammar.refused(why_unusable(matcher))
         except InvalidRequest as error:
-            return Compiled(error=error)
-        return Compiled(matcher)
+            return CompiledGrammar(error=error)
+        return CompiledGrammar(matcher)
 
-    def keep(self, number: int, compiled: Compiled) -> None:
+    def keep(self, number: int, compiled: CompiledGrammar) -> None:
         """For the sequences to come, until `drop`. As `matcher`, in the thread of the steps alone."""
         self._kept[number] = compiled
 

@@ -1,4 +1,4 @@
-"""GrammarLedger: which grammars all ranks have, are compiling, or may forget, and which requests wait for one.
+"""GrammarRegistry: which grammars all ranks have, are compiling, or may forget, and which requests wait for one.
 
 Ranks do as it says in the plans, so that all of them have the same grammars, and none is ever compiled by a step. What
 a live sequence uses stays, for it may take a slot again; of the others the latest used are kept. Owners take turns, and
@@ -12,19 +12,19 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
-from coatcheck.workers.structured.turns import Turns
+from coatcheck.workers.structured.turns import RoundRobin
 
 MOST_KEPT = 256
 
 
-class GrammarLedger:
+class GrammarRegistry:
     """`use` and `leave` for each sequence, `announce` in each plan, `settle` what the ranks have said."""
 
     def __init__(self, most_kept: int = MOST_KEPT) -> None:
         self._most_kept = most_kept
         self._uses: Counter[Grammar] = Counter()  # live sequences
         self._waiting: dict[Grammar, list[list[Sequence]]] = {}  # each request's choices that are not gone
-        self._turns = [Turns[Grammar]() for _ in AT_ONCE]
+        self._turns = [RoundRobin[Grammar]() for _ in AT_ONCE]
         self._numbers: dict[Grammar, int] = {}  # of those announced and not forgotten: their places among all ever
         self._under_way = [deque[Grammar]() for _ in AT_ONCE]
         self._settled = [0 for _ in AT_ONCE]

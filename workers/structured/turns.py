@@ -1,4 +1,4 @@
-"""Turns: what owners ask for, one thing of each in turn, so that nobody waits for all that another asks.
+"""RoundRobin: what owners ask for, one thing of each in turn, so that nobody waits for all that another asks.
 
 It does not know what is asked for, nor what becomes of it.
 """
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class RoundRobin(Generic[T]):
     """An owner's own things keep their order."""
 
     def __init__(self) -> None:

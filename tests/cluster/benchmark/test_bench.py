@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.cluster.benchmark.load_generator import Load, Recording
-from coatcheck.cluster.benchmark.report import Sample, latency, measure, summarize
+from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
+from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
 from coatcheck.cluster.benchmark.workload import Workload
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import FakeRouter
@@ -28,9 +28,9 @@ def recording(due: float, times: list[float], counts: list[int], **final: int) -
     return made
 
 
-def sample(due: float, times: list[float], counts: list[int], **final: int) -> Sample:
+def sample(due: float, times: list[float], counts: list[int], **final: int) -> RequestSample:
     measured = measure(recording(due, times, counts, **final))
-    assert isinstance(measured, Sample)
+    assert isinstance(measured, RequestSample)
     return measured
 
 
@@ -92,28 +92,28 @@ def test_percentiles() -> None:
 
 async def test_closed_loop_keeps_its_concurrency() -> None:
     """So many clients run at once and no more, until every job is answered."""
-    async with FakeRouter() as router, Load([router.address]) as load:
+    async with FakeRouter() as router, LoadGenerator([router.address]) as load:
         router.crowd = 3
         await load.closed(Workload(vocab_size=9, input_len=3, output_len=4).jobs(20), concurrency=3)
     assert router.most_at_once == 3
-    assert all(isinstance(measure(made), Sample) for made in load.recordings)
+    assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
     assert load.finished == 20
 
 
 async def test_open_loop_does_not_wait_for_answers() -> None:
     """Requests go out at their times however many are unanswered, and wait counts from the time they were due."""
-    async with FakeRouter() as router, Load([router.address], timeout=PATIENCE_SECONDS) as load:
+    async with FakeRouter() as router, LoadGenerator([router.address], timeout=PATIENCE_SECONDS) as load:
         router.crowd = 8  # none is answered before the last one has come
         jobs = Workload(vocab_size=9, input_len=3).jobs(8, rate=100.0)
         await load.open(jobs)
     assert router.most_at_once == 8
     assert [made.due for made in load.recordings] == [job.at for job in jobs]
-    assert all(isinstance(measure(made), Sample) for made in load.recordings)
+    assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
 
 
 async def test_open_loop_with_a_limit() -> None:
     """A limit holds requests back, and the time they were held counts as waiting."""
-    async with FakeRouter() as router, Load([router.address], timeout=1.0) as load:
+    async with FakeRouter() as router, LoadGenerator([router.address], timeout=1.0) as load:
         router.stalls_after = 1
         await load.open(Workload(vocab_size=9, input_len=3).jobs(3, rate=1000.0), concurrency=1)
     assert router.most_at_once == 1

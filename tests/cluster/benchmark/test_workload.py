@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from coatcheck.cluster.benchmark.request_trace import TraceEntry, read_trace
-from coatcheck.cluster.benchmark.workload import Job, Workload
+from coatcheck.cluster.benchmark.workload import BenchRequest, Workload
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidConfig
 
 
-def ids(job: Job) -> list[int]:
+def ids(job: BenchRequest) -> list[int]:
     return list(pb.GenerateRequest.FromString(job.request).token_ids.ids)
 
 

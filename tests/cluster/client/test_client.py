@@ -11,7 +11,7 @@ import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.credentials import Access
+from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from coatcheck.tests.cluster.fake_router import FakeRouter, token
@@ -140,13 +140,13 @@ async def test_each_kind_of_wrong_server_has_its_own_error(tmp_path: Path, trust
         await writer.drain()
         writer.close()
 
-    context, access = None, Access()
+    context, access = None, Credentials()
     if trusted:
         authorities = {name: TestAuthority(tmp_path, name) for name in ("server", "stranger")}
         leaf = authorities["server"].leaf("leaf")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(leaf.cert, leaf.key)
-        access = Access.build(str(authorities[trusted].ca), None, None, None)
+        access = Credentials.build(str(authorities[trusted].ca), None, None, None)
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as http:
         address = f"127.0.0.1:{http.sockets[0].getsockname()[1]}"
         async with Client([address], access) as client:
@@ -185,7 +185,7 @@ async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 async def test_only_a_certificate_error_mentions_certificates(tmp_path: Path, behave: Any, said: str) -> None:
     """With TLS too, a server that ends, hangs, is gone or does not speak TLS has an error of its own, without a word
     about certificates."""
-    access = Access.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
+    access = Credentials.build(str(TestAuthority(tmp_path, "server").ca), None, None, None)
     connections = set[asyncio.Task[Any]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

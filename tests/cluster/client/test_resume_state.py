@@ -1,12 +1,12 @@
 """What a client holds of a stream that changed routers."""
 
-from coatcheck.cluster.client.resume_state import Delivered
+from coatcheck.cluster.client.resume_state import ResumeState
 from coatcheck.proto import coatcheck_pb2 as pb
 
 
 def test_prompt_scores_come_in_parts_and_only_once() -> None:
     """Every part of a prompt's scores is taken, and after a resume only what had not come."""
-    delivered = Delivered(pb.GenerateRequest())
+    delivered = ResumeState(pb.GenerateRequest())
 
     def took(*ids: int) -> list[int]:
         part = pb.PromptLogprobs(tokens=[pb.TokenLogprob(token_id=i) for i in ids])

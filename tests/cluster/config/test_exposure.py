@@ -8,8 +8,8 @@ import pytest
 
 from coatcheck.cluster.config.exposure import check_credentials, is_loopback, needs_plane, warn_of_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.cluster_ca import Authority, Plane
-from coatcheck.cluster.ray_cluster.rank_placement import Placement
+from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
+from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.cluster.supervision.member_config import group_config, router_config
 from coatcheck.proto.errors import InvalidConfig
 
@@ -100,8 +100,8 @@ def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven:
 
 def test_no_secret_in_what_is_shown() -> None:
     """What may reach a log, a configuration's own words, has no private key in it."""
-    config, plane = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), Plane.signed_by(Authority())
-    placement = Placement("cpu", {"CPU": 1.0}, "STRICT_PACK")
+    config, plane = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), PlaneCertificates.signed_by(ClusterCA())
+    placement = RankPlacement("cpu", {"CPU": 1.0}, "STRICT_PACK")
     shown = [
         repr(plane),
         repr(router_config(config, "router-0", 0, plane.router)),

@@ -21,7 +21,7 @@ from coatcheck.proto.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.attention.attention import AttentionCall
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.distributed.communicator import Communicator
@@ -62,7 +62,7 @@ def test_layers_are_those_that_the_model_asks_for(arch: str) -> None:
     shape = ModelShape.of(read(arch))
     assert len(shape.layers) == len(calls)
     for tp in (1, 2, 4):
-        shard = Shard(tp - 1, tp)
+        shard = TpShard(tp - 1, tp)
         for layer, call in zip(shape.layers, calls, strict=True):
             part = shard.cut_layer(layer)
             assert (part.num_heads, part.num_kv_heads) == shard.local_heads(call)
@@ -75,10 +75,10 @@ def test_weights_are_what_a_rank_holds(arch: str, tp: int) -> None:
     """A rank's weights, counted from the config, are what its cuts leave, within 2%: norms weigh more in tiny ones."""
     model, calls = found(arch)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    cuts = plan_sharding(shapes, model.tp_plan, calls, "model.embed_tokens", "lm_head", Shard(0, tp)).cuts
+    cuts = plan_sharding(shapes, model.tp_plan, calls, "model.embed_tokens", "lm_head", TpShard(0, tp)).cuts
     held = [cuts[name].shape_of(shape) if name in cuts else shape for name, shape in shapes.items()]
     config = read(arch)
-    counted = WeightCount.of(config, ModelShape.of(config).expanded, Shard(0, tp)).total
+    counted = WeightCount.of(config, ModelShape.of(config).expanded, TpShard(0, tp)).total
     assert counted == pytest.approx(sum(torch.Size(shape).numel() for shape in held), rel=0.02)
 
 
@@ -86,7 +86,7 @@ def test_weights_are_what_a_rank_holds(arch: str, tp: int) -> None:
 def test_weights_of_other_families(arch: str) -> None:
     """Beyond what is promised they are within 2%: biases weigh more in tiny models."""
     config = read(arch)
-    counted = WeightCount.of(config, ModelShape.of(config).expanded, Shard(0, 1)).total
+    counted = WeightCount.of(config, ModelShape.of(config).expanded, TpShard(0, 1)).total
     assert counted == pytest.approx(sum(tensor.numel() for tensor in found(arch)[0].parameters()), rel=0.02)
 
 

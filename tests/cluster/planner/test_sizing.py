@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.cluster.planner.lengths import Lengths
+from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
@@ -149,7 +149,7 @@ def test_weights_may_be_said(tmp_path: Path) -> None:
 
 def test_waste_by_block_size_of_known_lengths() -> None:
     """A length of 17 leaves 15 of 32 slots empty in blocks of 16; one of 32 none; what is longer is left out."""
-    lengths = Lengths.of([17, 32, 32, 1000, 0], 512, "three")
+    lengths = LengthDistribution.of([17, 32, 32, 1000, 0], 512, "three")
     assert (lengths.number, lengths.left_out, lengths.longest, lengths.mean) == (3, 1, 32, 27)
     assert lengths.waste(16) == pytest.approx(15 / 96)
     assert lengths.waste(8) == pytest.approx(7 / 88)
@@ -160,7 +160,7 @@ def test_waste_by_block_size_of_known_lengths() -> None:
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50), st.sampled_from([8, 16, 32, 64, 128]))
 def test_waste_is_less_than_a_block_a_sequence(lengths: list[int], block_size: int) -> None:
     """Whatever the lengths, no sequence wastes a whole block, and paging never holds fewer than reserving."""
-    counted = Lengths.of(lengths, 5000, "any")
+    counted = LengthDistribution.of(lengths, 5000, "any")
     wasted = counted.waste(block_size) * counted.mean_blocks(block_size) * block_size
     assert 0 <= wasted <= block_size - 1 + 1e-6
     assert counted.paged(10_000, block_size) >= counted.reserved(10_000, block_size, 5000 + block_size)
@@ -169,7 +169,7 @@ def test_waste_is_less_than_a_block_a_sequence(lengths: list[int], block_size: i
 def test_even_lengths_waste_half_a_block_on_average() -> None:
     """Also where the lengths are too many to count all."""
     for longest in (8192, 3_000_000):
-        spread = Lengths.spread(longest)
+        spread = LengthDistribution.spread(longest)
         for block_size in (16, 128):
             wasted = spread.waste(block_size) * spread.mean_blocks(block_size) * block_size
             assert wasted == pytest.approx((block_size - 1) / 2, rel=0.02)
@@ -178,7 +178,7 @@ def test_even_lengths_waste_half_a_block_on_average() -> None:
 def test_a_trace_without_a_length_in_range_is_refused() -> None:
     """The message names the trace and what to raise."""
     with pytest.raises(InvalidConfig, match="t.csv holds no sequence of 1 to 10 tokens; raise --context"):
-        Lengths.of([11, 12], 10, "t.csv")
+        LengthDistribution.of([11, 12], 10, "t.csv")
 
 
 def test_older_names_of_fields(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_the_quick_checks_import_neither_torch_nor_ray(model: Path) -> None:
     """The checks of an ordinary model do not import the libraries whose imports take seconds."""
     program = (
         "import json, sys\n"
-        "from coatcheck.cluster import serve\n"
+        "from coatcheck.cluster.commands import serve\n"
         "config = serve.ServeConfig.build(json.loads(sys.argv[1]))\n"
         "serve.check_model(config), serve.check_machine(config), serve.check_gpus(config)\n"
         "serve.check_checkpoint(config), serve.check_architecture(config, serve.Console())\n"

@@ -19,7 +19,7 @@ sys.stdin.read()
 """
 _FAMILY = """
 import os, subprocess, sys
-from coatcheck.cluster.descendants import adopt_orphans, descendants, end_descendants
+from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, descendants, end_descendants
 middle = subprocess.Popen([sys.executable, "-c", {middle!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 inner = int(middle.stdout.readline())
 soon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
@@ -74,7 +74,7 @@ def test_orphans_that_have_ended_are_reaped() -> None:
     """A process that adopts orphans leaves no zombies, and can still wait for its own children."""
     family = """
 import os, subprocess, sys, time
-from coatcheck.cluster.descendants import adopt_orphans, children, reap
+from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, children, reap
 adopt_orphans()
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
 ours = children()

@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.rank_placement import NoRoom
-from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, Sample
+from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, QueueSample
 from coatcheck.cluster.supervision.autoscaler import Autoscaler
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, Unavailable
 
 RULE = AutoscaleRule(least=1, most=3, target_seconds=2.0, grow_hold_seconds=10.0, shrink_hold_seconds=60.0)
 
 
-def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[Sample]:
+def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[QueueSample]:
     """The same at every second, from 0 on."""
-    return [Sample(float(time), queue_seconds, busy) for time in range(count)]
+    return [QueueSample(float(time), queue_seconds, busy) for time in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[Sample]
         (each_second(11, 2.5), 2, 3),
         (each_second(10, 2.5), 2, 2),  # not yet for long enough
         (each_second(11, 2.0), 2, 2),  # at the target, not above
-        ([*each_second(10, 9.0), Sample(10.0, 0.5, 2)], 2, 2),  # it has just passed
-        ([*each_second(5, 9.0), Sample(5.0, 0.0, 2), *each_second(17, 9.0)[6:]], 2, 3),  # the dip is long ago
+        ([*each_second(10, 9.0), QueueSample(10.0, 0.5, 2)], 2, 2),  # it has just passed
+        ([*each_second(5, 9.0), QueueSample(5.0, 0.0, 2), *each_second(17, 9.0)[6:]], 2, 3),  # the dip is long ago
         (each_second(11, 9.0), 3, 3),
         (each_second(11, 9.0), 5, 5),  # an operator wanted more than the most
         (each_second(61, 0.0, busy=1), 2, 1),
@@ -34,12 +34,16 @@ def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[Sample]
         (each_second(61, 0.0, busy=2), 2, 2),  # nobody waits, and all have work
         (each_second(61, 0.1, busy=1), 2, 2),
         (each_second(61, 0.0, busy=0), 1, 1),
-        ([Sample(0.0, 0.0, 2), Sample(70.0, 0.0, 1)], 2, 2),  # looks may be far apart: nobody knows since when
-        ([Sample(0.0, 0.0, 2), Sample(10.0, 0.0, 1), Sample(70.0, 0.0, 1)], 2, 1),
-        ([Sample(0.0, 0.0, 2), Sample(12.0, 9.0, 2)], 2, 2),
+        (
+            [QueueSample(0.0, 0.0, 2), QueueSample(70.0, 0.0, 1)],
+            2,
+            2,
+        ),  # looks may be far apart: nobody knows since when
+        ([QueueSample(0.0, 0.0, 2), QueueSample(10.0, 0.0, 1), QueueSample(70.0, 0.0, 1)], 2, 1),
+        ([QueueSample(0.0, 0.0, 2), QueueSample(12.0, 9.0, 2)], 2, 2),
     ],
 )
-def test_the_number_follows_a_queue_that_lasts(samples: list[Sample], groups: int, wished: int) -> None:
+def test_the_number_follows_a_queue_that_lasts(samples: list[QueueSample], groups: int, wished: int) -> None:
     """One more when all of ten seconds were above the target, one fewer when all of a minute had an idle group."""
     assert RULE.wished(samples, groups, samples[-1].time if samples else 0.0) == wished
 
@@ -50,7 +54,7 @@ def test_the_number_follows_a_queue_that_lasts(samples: list[Sample], groups: in
 )
 def test_it_moves_by_one_within_its_bounds(waits: list[tuple[float, int]], groups: int) -> None:
     """Whatever was seen, the wish is at most one away, and never leads out of the bounds."""
-    samples = [Sample(float(time), seconds, busy) for time, (seconds, busy) in enumerate(waits)]
+    samples = [QueueSample(float(time), seconds, busy) for time, (seconds, busy) in enumerate(waits)]
     wished = RULE.wished(samples, groups, float(len(waits)))
     assert abs(wished - groups) <= 1
     assert wished <= max(groups, RULE.most) and wished >= min(groups, RULE.least)

@@ -7,9 +7,9 @@ import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.supervision.cluster_state import GroupState
-from coatcheck.cluster.supervision.group_supervisor import GroupKeeper, backoff_seconds
+from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
 from coatcheck.proto.errors import Unavailable
-from coatcheck.router.groups.group_failures import Cause, Losses
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
 from tests.cluster.fake_ranks import SERVING, FakeRanks
 
 FAULT = "rank 1: Segmentation fault"
@@ -22,7 +22,7 @@ class Kept:
         self.ranks = ranks
         self.told: list[GroupState] = []
         self._changed = asyncio.Event()
-        self.keeper = GroupKeeper(ranks, has_served=has_served, on_change=self._note, backoff=lambda failures: 0.0)  # type: ignore[arg-type]
+        self.keeper = GroupSupervisor(ranks, has_served=has_served, on_change=self._note, backoff=lambda failures: 0.0)  # type: ignore[arg-type]
         self.task = asyncio.create_task(self._keep())
 
     async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
@@ -70,14 +70,14 @@ async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(kee
     ended that requests were lost with, and routers count it as that one's."""
     kept = keep(FakeRanks(["serves", "ends early", "ends early"]))
     lost = await kept.until(serves(0))
-    losses = Losses()
-    loss = losses.lost("g", lost.incarnation, "the stream broke", Cause.UNKNOWN)
+    losses = GroupFailures()
+    loss = losses.lost("g", lost.incarnation, "the stream broke", FailureCause.UNKNOWN)
     kept.ranks.crash(crash)
     state = await kept.until(serves(3))
     assert kept.ranks.starts == [(0, 0), (1, 1), (2, 1), (3, 1)], "each start has names of its own"
     assert (state.incarnation, state.predecessor) == (1, crash)
     losses.learn("g", state.incarnation - 1, crash)
-    assert loss.cause is (Cause.CRASH if crash else Cause.KILLED)
+    assert loss.cause is (FailureCause.CRASH if crash else FailureCause.KILLED)
 
 
 async def test_a_start_that_fails_late_is_an_incarnation(keep: Keep) -> None:

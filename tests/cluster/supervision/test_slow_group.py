@@ -14,7 +14,7 @@ import pytest
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_endpoint import GroupAddress
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.tiny_tokenizer import write_model
@@ -72,7 +72,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     on at the other, token for token, and none fails."""
     router = Router(RouterConfig(model="tiny"), TokenizerJson.load(str(write_model(tmp_path))))
     await router.start()
-    await router.set_groups([GroupAddress(name, address) for name, (_, address) in groups.items()])
+    await router.set_groups([GroupEndpoint(name, address) for name, (_, address) in groups.items()])
     while len(router.groups.serving()) < 2:
         await router.groups.next_change.wait()
     streams, enough = Streams(router), asyncio.Event()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from coatcheck.proto.errors import InvalidConfig, Unauthenticated
-from coatcheck.router.access.authenticator import Gate
-from coatcheck.router.access.file_watcher import WatchedFiles
+from coatcheck.router.access.authenticator import Authenticator
+from coatcheck.router.access.file_watcher import FileWatcher
 from coatcheck.router.access.key_file import hash_key, read_keys
 from tests.router.key_holders import OPS, SEARCH, write_keys
 
@@ -18,7 +18,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     """A withdrawn key is refused within a second or so; a file that cannot be read leaves the former keys."""
     now = 0.0
     file = tmp_path / "keys.yaml"
-    gate = Gate(write_keys(file), clock=lambda: now)
+    gate = Authenticator(write_keys(file), clock=lambda: now)
     assert gate.admit(f"Bearer {SEARCH}", "generate").name == "search"
     file.write_text(json.dumps({"tenants": [{"name": "ops", "keys": [hash_key(OPS)]}]}))
     assert gate.admit(f"Bearer {SEARCH}", "generate").name == "search"
@@ -39,7 +39,7 @@ def test_a_mounted_secret_changes_by_its_link(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name * 3)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
-    watched = WatchedFiles([str(link)], lambda: now)
+    watched = FileWatcher([str(link)], lambda: now)
     now = 1.0
     assert not watched.changed()
     link.unlink()
@@ -93,4 +93,4 @@ def test_a_wrong_keys_file_is_refused(tmp_path: Path, written: str, said: str) -
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     """Is named."""
     with pytest.raises(InvalidConfig, match=r"none\.yaml: No such file"):
-        Gate(os.fspath(tmp_path / "none.yaml"))
+        Authenticator(os.fspath(tmp_path / "none.yaml"))

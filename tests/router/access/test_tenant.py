@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
 from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
-from coatcheck.router.telemetry.request_metrics import Measures
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
@@ -75,7 +75,7 @@ def test_what_no_tenant_may_be(wrong: dict[str, object], said: str) -> None:
 
 def test_streams_are_bounded_per_tenant() -> None:
     """One tenant's open requests count against its own bound alone, and make room as they end."""
-    traffic, few = Traffic(Measures(CollectorRegistry())), Tenant("few", max_streams=1)
+    traffic, few = Traffic(RequestMetrics(CollectorRegistry())), Tenant("few", max_streams=1)
     with traffic.request(few):
         with pytest.raises(Overloaded, match="'few' has 1 requests open"), traffic.request(few):
             pass

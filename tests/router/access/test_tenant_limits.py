@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from coatcheck.proto.errors import Overloaded
 from coatcheck.router.access.rate_limits import RateLimit
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.access.tenant_limits import Limits
+from coatcheck.router.access.tenant_limits import TenantLimits
 
 
 @given(st.floats(0.5, 1e6), st.lists(st.tuples(st.floats(0, 30), st.floats(1, 100)), max_size=50))
@@ -29,7 +29,7 @@ def test_a_limit_holds_over_any_time(per_minute: float, asked: list[tuple[float,
 def test_a_tenant_is_told_when_to_come_again() -> None:
     """Requests and tokens are limited apart, each tenant for itself, and the wait is what the bucket needs."""
     now = 0.0
-    limits = Limits(lambda: now)
+    limits = TenantLimits(lambda: now)
     slow = Tenant("slow", requests_per_minute=2, tokens_per_minute=600)
     limits.request(slow)
     limits.request(slow)

@@ -20,7 +20,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.access.client_certificate import names_in
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.http.acceptor import Reception
+from coatcheck.router.http.acceptor import Acceptor
 from coatcheck.router.http.http_server import HttpServer
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
@@ -28,7 +28,7 @@ from tests.router.certificates import Leaf, TestAuthority
 from tests.router.fake_group import FakeGroup
 
 
-class _Hasty(Reception):
+class _Hasty(Acceptor):
     handshake_seconds = 1.0
     share = 10 / resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 

@@ -7,7 +7,7 @@ import pytest
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
-from coatcheck.router.event_loop.grammar_validator import GrammarCheck
+from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 
 GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 # Each compiles for minutes, or takes a process with it.
@@ -19,15 +19,15 @@ HOSTILE = {
 
 
 @pytest.fixture
-async def check() -> AsyncIterator[GrammarCheck]:
+async def check() -> AsyncIterator[GrammarValidator]:
     """Ends with the test."""
-    made = GrammarCheck()
+    made = GrammarValidator()
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-async def test_what_takes_too_long_is_refused(check: GrammarCheck, case: str) -> None:
+async def test_what_takes_too_long_is_refused(check: GrammarValidator, case: str) -> None:
     """With what to change; the next grammar compiles as if nothing had been, and asking again takes no time."""
     with pytest.raises(InvalidRequest, match=r"cannot be compiled: it takes .*change what it names") as first:
         await check.require(HOSTILE[case])
@@ -37,7 +37,7 @@ async def test_what_takes_too_long_is_refused(check: GrammarCheck, case: str) ->
     assert str(first.value) == str(second.value)
 
 
-async def test_what_would_end_an_answer_that_has_begun_is_refused(check: GrammarCheck) -> None:
+async def test_what_would_end_an_answer_that_has_begun_is_refused(check: GrammarValidator) -> None:
     """The parser's limits are met where text is followed: a schema that is too wide, one that nothing fits, and one
     that only an endless text fits say so before there is an answer."""
     wide = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(500)}}
@@ -57,14 +57,14 @@ async def test_what_would_end_an_answer_that_has_begun_is_refused(check: Grammar
         {"properties": {"a/b": {"type": "string", "pattern": "(?=a)"}}}]}}}, "#/$defs/A/anyOf/0/properties/a~1b"),
     ({"type": "nothing"}, ""),
 ])  # fmt: skip
-async def test_the_part_that_is_wrong_is_named(check: GrammarCheck, schema: dict[str, object], place: str) -> None:
+async def test_the_part_that_is_wrong_is_named(check: GrammarValidator, schema: dict[str, object], place: str) -> None:
     """By a JSON pointer to the innermost schema that is refused for the same reason."""
     with pytest.raises(InvalidRequest) as refused:
         await check.require(Grammar("json_schema", json.dumps(schema)))
     assert (f", at {place};" in str(refused.value)) if place else (", at #" not in str(refused.value))
 
 
-async def test_what_is_wrong_is_said(check: GrammarCheck) -> None:
+async def test_what_is_wrong_is_said(check: GrammarValidator) -> None:
     """By whoever reads the grammar."""
     with pytest.raises(InvalidRequest, match="regex cannot be compiled: .*invalid regex"):
         await check.require(Grammar("regex", "("))

@@ -10,9 +10,9 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, FromGroup, KvEvent, Refused, SequenceOutput, StepBatch
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.group_connection import GroupLink
-from coatcheck.router.groups.group_endpoint import GroupAddress
-from coatcheck.router.groups.group_failures import Losses
+from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.groups.group_failures import GroupFailures
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
@@ -96,20 +96,20 @@ async def test_a_group_that_is_back_is_known_for_what_it_did(open_door: OpenDoor
 
 
 def link_to(
-    address: GroupAddress,
+    address: GroupEndpoint,
     changed: asyncio.Event,
-    judge: Callable[[GroupLink], None] = lambda link: None,
+    judge: Callable[[GroupConnection], None] = lambda link: None,
     **settings: float,
-) -> GroupLink:
+) -> GroupConnection:
     """One by itself."""
     config = RouterConfig("tiny", **settings)  # type: ignore[arg-type]  # by name
-    return GroupLink(address, config, PrefixIndex(), changed.set, lambda: None, judge, Losses())
+    return GroupConnection(address, config, PrefixIndex(), changed.set, lambda: None, judge, GroupFailures())
 
 
 async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """What fails for a defect of ours would fail again: the link pauses as for any group that sends what cannot be."""
 
-    def fail(link: GroupLink) -> None:
+    def fail(link: GroupConnection) -> None:
         raise ZeroDivisionError("a defect")
 
     group, changed = FakeGroup(), asyncio.Event()

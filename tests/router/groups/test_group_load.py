@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.worker_pb2 import Load, Registration
 from coatcheck.router.groups.group_load import GroupLoad, Submission
-from coatcheck.router.routing.prefix_match import Match
+from coatcheck.router.routing.prefix_match import PrefixMatch
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
 
@@ -43,7 +43,7 @@ def test_room_is_what_was_registered_until_the_group_says_more() -> None:
         Load(status=GroupStatus(blocks_total=100, blocks_used=30, blocks_cached=60, restore_tokens_per_second=9)),
         now=1.0,
     )
-    seen = load.candidate("a", Match(3, 2, 1))
+    seen = load.candidate("a", PrefixMatch(3, 2, 1))
     assert (seen.free_tokens, seen.cold_tokens, seen.chunk, seen.restore_tokens_per_second) == (160, 960, 512, 9)
     assert (seen.device_tokens, seen.host_tokens, seen.expected_tokens) == (48, 32, 16)
 

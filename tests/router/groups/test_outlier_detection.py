@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.worker_pb2 import FromGroup
-from coatcheck.router.groups.outlier_detection import Laggards
+from coatcheck.router.groups.outlier_detection import OutlierDetection
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.stream import Stream, ask, undisturbed
@@ -29,7 +29,7 @@ from tests.router.stream import Stream, ask, undisturbed
 )
 def test_slow_is_far_beyond_its_own_past_and_its_peers(slowness: float, peers: list[float], slow: bool) -> None:
     """Five times as long as before, and five times as much so as the lower median of the others."""
-    ejected = Laggards().judge("g", slowness, peers, 0.0)
+    ejected = OutlierDetection().judge("g", slowness, peers, 0.0)
     assert (ejected is not None) == slow
     if ejected is not None:
         assert f"{slowness:.1f} times as long as they used to, those of the groups beside it 1.0" in str(ejected)
@@ -38,7 +38,7 @@ def test_slow_is_far_beyond_its_own_past_and_its_peers(slowness: float, peers: l
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=12))
 def test_the_last_ones_stay(slowness: list[float]) -> None:
     """However slow they are, and in whatever order they are judged, one that is not slow beside the others is left."""
-    laggards = Laggards()
+    laggards = OutlierDetection()
     left = dict(enumerate(slowness))
     for name, value in list(left.items()) * 3:
         peers = [other for key, other in left.items() if key != name]
@@ -49,7 +49,7 @@ def test_the_last_ones_stay(slowness: list[float]) -> None:
 
 def test_pauses_grow_and_are_forgiven() -> None:
     """Each pause is twice the last one, up to eight minutes; an hour without one begins anew."""
-    laggards, now, pauses = Laggards(), 0.0, []
+    laggards, now, pauses = OutlierDetection(), 0.0, []
     for _ in range(6):
         ejected = laggards.judge("g", 9.0, [1.0], now)
         assert ejected is not None

@@ -4,12 +4,12 @@ import asyncio
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import Cause, Loss
-from coatcheck.router.groups.output_delivery import Delivery
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
+from coatcheck.router.groups.output_delivery import OutputDelivery
 from coatcheck.router.groups.submission import GroupLost, Ticket
 
 
-def opened(delivery: Delivery, *ids: int) -> list[Ticket]:
+def opened(delivery: OutputDelivery, *ids: int) -> list[Ticket]:
     """Tickets that nobody aborts."""
     tickets = [Ticket("g", id, 0, 1, lambda id, choice: None) for id in ids]
     for ticket in tickets:
@@ -24,7 +24,7 @@ def step(token: int, *ids: int, attempt: int = 0) -> list[SequenceOutput]:
 
 async def test_a_waiting_reader_is_woken_at_once() -> None:
     """With time to spare, an output is taken in the same turn of the event loop."""
-    delivery = Delivery()
+    delivery = OutputDelivery()
     (ticket,) = opened(delivery, 1)
     reader = asyncio.create_task(ticket.take())
     await asyncio.sleep(0)
@@ -35,7 +35,7 @@ async def test_a_waiting_reader_is_woken_at_once() -> None:
 
 async def test_steps_that_come_during_a_round_are_taken_together() -> None:
     """While a reader is still away with the last step, the next ones wait and come as one."""
-    delivery = Delivery()
+    delivery = OutputDelivery()
     slow, quick = opened(delivery, 1, 2)
     readers = [asyncio.create_task(ticket.take()) for ticket in (slow, quick)]
     await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_steps_that_come_during_a_round_are_taken_together() -> None:
 
 async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
     """A client that does not read costs the others one short wait, not their stream."""
-    delivery = Delivery()
+    delivery = OutputDelivery()
     stuck, reading = opened(delivery, 1, 2)
     first = [asyncio.create_task(ticket.take()) for ticket in (stuck, reading)]
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
 
 async def test_what_nobody_awaits_is_dropped() -> None:
     """Outputs of closed tickets, strangers and given-up attempts change nothing; idle means that none is open."""
-    delivery = Delivery()
+    delivery = OutputDelivery()
     (ticket,) = opened(delivery, 1)
     delivery.deliver([*step(5, 2), *step(6, 1, attempt=1)])
     delivery.deliver(step(7, 1))
@@ -81,10 +81,10 @@ async def test_what_nobody_awaits_is_dropped() -> None:
 
 async def test_a_loss_comes_after_what_was_delivered() -> None:
     """A reader still gets what had come before the stream broke, and then the loss."""
-    delivery = Delivery()
+    delivery = OutputDelivery()
     (ticket,) = opened(delivery, 1)
     delivery.deliver(step(5, 1))
-    delivery.fail_all(Loss("a", "gone", Cause.UNKNOWN))
+    delivery.fail_all(GroupFailure("a", "gone", FailureCause.UNKNOWN))
     assert len(await ticket.take()) == 1
     try:
         await ticket.take()

@@ -16,14 +16,14 @@ from coatcheck.proto.coatcheck_pb2 import GetModelRequest
 from coatcheck.router.access.connection_limits import part_of
 from coatcheck.router.http.body_limit import BodyLimit
 from coatcheck.router.http.host_check import is_ours
-from coatcheck.router.http.http_protocol import HEAD_BYTES, BoundedConnection
+from coatcheck.router.http.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from coatcheck.router.http.http_server import HttpServer
-from coatcheck.router.telemetry.request_metrics import REASONS, Measures
+from coatcheck.router.telemetry.request_metrics import REASONS, RequestMetrics
 from tests.router.fake_group import FakeGroup
 from tests.router.web import OpenWeb
 
 
-class _Hasty(BoundedConnection):
+class _Hasty(BoundedHttpProtocol):
     head_seconds = 0.2
 
 
@@ -44,7 +44,7 @@ def counts() -> CollectorRegistry:
 @pytest.fixture
 async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
     """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
-    measures = Measures(counts)
+    measures = RequestMetrics(counts)
     server = HttpServer(BodyLimit(_echo, measures, 1 << 20, 0.2), connection=_Hasty, on_refused=measures.refused)
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
 

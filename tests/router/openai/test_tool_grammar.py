@@ -9,8 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.router.event_loop.message_limits import MOST_TOOLS
-from coatcheck.router.openai.tool_grammar import call_of, some_calls, strict_calls
-from coatcheck.router.openai.tools import Function
+from coatcheck.router.openai.tools import Function, call_of, some_calls, strict_calls
 
 BYTES = LLTokenizer("byte")
 NUMBER: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""ToolCalls: the same calls and the same text however the text was cut."""
+"""ToolParser: the same calls and the same text however the text was cut."""
 
 import json
 from itertools import pairwise
@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.router.openai.tool_parser import Form, ToolCalls, form_of
+from coatcheck.router.openai.tool_parser import Form, ToolParser, form_of
 
 CALL = '{"name": "f", "arguments": {"x": "</b>"}}'
 
 
 def read(form: Form, pieces: list[str], **options: object) -> tuple[str, list[tuple[str, str]]]:
     """All of the text, and all calls."""
-    parser = ToolCalls(form, **options)  # type: ignore[arg-type]  # by name
+    parser = ToolParser(form, **options)  # type: ignore[arg-type]  # by name
     text, calls = "", []
     for piece in pieces:
         shown, found = parser.feed(piece)
@@ -74,7 +74,7 @@ def test_a_list_that_is_cut_has_the_calls_that_had_begun(
 ) -> None:
     """Where calls had to come, nothing is text: the last has what came of its arguments, and so not all are whole."""
     text, calls = case
-    parser = ToolCalls("required")
+    parser = ToolParser("required")
     found = []
     for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         shown, more = parser.feed(text[start:end])

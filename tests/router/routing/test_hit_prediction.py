@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.router.routing.hit_prediction import Audit
+from coatcheck.router.routing.hit_prediction import HitPrediction
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=100))
 def test_every_prompt_is_counted(prompts: list[tuple[int, int]]) -> None:
     """The counts are sums, whatever comes."""
-    audit = Audit()
+    audit = HitPrediction()
     divergences = sum(audit.record("a", foreseen, found) for foreseen, found in prompts)
     stats = audit.stats("a")
     assert stats.prompts == len(prompts) and stats.divergences == divergences
@@ -21,12 +21,12 @@ def test_every_prompt_is_counted(prompts: list[tuple[int, int]]) -> None:
 
 def test_a_group_that_keeps_its_word_never_diverges() -> None:
     """Nor does one that misses now and then."""
-    audit = Audit()
+    audit = HitPrediction()
     assert not any(audit.record("a", 1000, 0 if turn % 5 == 0 else 1000) for turn in range(500))
 
 
 def test_a_group_that_holds_nothing_of_what_it_said_diverges() -> None:
     """Sixteen prompts are enough; then it has sixteen more to prove itself."""
-    audit = Audit()
+    audit = HitPrediction()
     assert [turn for turn in range(40) if audit.record("a", 512, 0)] == [15, 31]
     assert not any(audit.record("b", 0, 0) for _ in range(100))

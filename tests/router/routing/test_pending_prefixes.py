@@ -1,4 +1,4 @@
-"""Expectations: after any order of add, settle and forget, only those still open count."""
+"""PendingPrefixes: after any order of add, settle and forget, only those still open count."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coatcheck.router.routing.pending_prefixes import Expectation, Expectations
+from coatcheck.router.routing.pending_prefixes import PendingPrefix, PendingPrefixes
 
 BITS = st.sampled_from([1, 2, 4])
 BLOCKS = [bytes([number]) * 16 for number in range(4)]
@@ -17,9 +17,9 @@ class ExpectationsAgainstList(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expectations = Expectations()
-        self.open: list[Expectation] = []
-        self.ended: list[Expectation] = []  # settled or forgotten
+        self.expectations = PendingPrefixes()
+        self.open: list[PendingPrefix] = []
+        self.ended: list[PendingPrefix] = []  # settled or forgotten
 
     @rule(bit=BITS, blocks=st.integers(0, len(BLOCKS)))
     def add(self, bit: int, blocks: int) -> None:

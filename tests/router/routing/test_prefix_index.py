@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED, KvEvent, KvEvents, SnapshotChunk, Tier
-from coatcheck.router.routing.event_trouble import EventTrouble
-from coatcheck.router.routing.pending_prefixes import Expectation
-from coatcheck.router.routing.prefix_index import Outcome, PrefixIndex
+from coatcheck.router.routing.event_trouble import EventProblem
+from coatcheck.router.routing.pending_prefixes import PendingPrefix
+from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
 
 CHAIN = [bytes([block]) * 16 for block in range(6)]
 TIERS = st.sampled_from([TIER_DEVICE, TIER_HOST])
@@ -35,7 +35,7 @@ def following(*groups: str) -> PrefixIndex:
     index = PrefixIndex()
     for group in groups:
         index.add_group(group, "1")
-        assert index.apply_snapshot(group, snapshot()) is Outcome.APPLIED
+        assert index.apply_snapshot(group, snapshot()) is EventOutcome.APPLIED
     return index
 
 
@@ -48,8 +48,8 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.epochs: dict[str, int] = {}
         self.sequences: dict[str, int] = {}
         self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
-        self.sent: list[tuple[Expectation, str, int]] = []  # with its group and how many blocks of the chain
-        self.settled: list[Expectation] = []  # and those whose group has gone since
+        self.sent: list[tuple[PendingPrefix, str, int]] = []  # with its group and how many blocks of the chain
+        self.settled: list[PendingPrefix] = []  # and those whose group has gone since
         self.count = 0
 
     @rule(group=NAMES)
@@ -105,7 +105,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
             epoch, sequence = str(self.epochs[group]), self.sequences[group]
             for first, part in ((True, events[:cut]), (False, events[cut:])):
                 chunk = SnapshotChunk(epoch=epoch, sequence=sequence, events=part, first=first, last=not first)
-                assert self.index.apply_snapshot(group, chunk) is Outcome.APPLIED
+                assert self.index.apply_snapshot(group, chunk) is EventOutcome.APPLIED
             self.held[group] = set(blocks)
 
     @rule(group=NAMES, events=st.lists(st.tuples(st.booleans(), st.integers(0, 5), TIERS), min_size=1, max_size=5))
@@ -118,7 +118,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.sequences[group] += len(events)
         held = self.held[group]
         if held is None:
-            assert outcome is Outcome.IGNORED
+            assert outcome is EventOutcome.IGNORED
             return
         for store, block, tier in events:
             (held.add if store else held.discard)((block, tier))
@@ -128,7 +128,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
         if group in self.epochs:
             self.sequences[group] += 1
             message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=[stored(0)])
-            expected = Outcome.IGNORED if self.held[group] is None else Outcome.SNAPSHOT_NEEDED
+            expected = EventOutcome.IGNORED if self.held[group] is None else EventOutcome.SNAPSHOT_NEEDED
             assert self.index.apply(group, message) is expected
             self.held[group] = None
 
@@ -177,18 +177,18 @@ def test_an_older_epoch_changes_nothing() -> None:
     index = following("a")
     index.add_group("a", "2")
     index.apply_snapshot("a", snapshot(stored(0), epoch="2"))
-    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is Outcome.IGNORED
-    assert index.apply_snapshot("a", snapshot(epoch="1")) is Outcome.IGNORED
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is EventOutcome.IGNORED
+    assert index.apply_snapshot("a", snapshot(epoch="1")) is EventOutcome.IGNORED
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
-    assert index.stats().troubles == {EventTrouble.OTHER_EPOCH: 1}
+    assert index.stats().troubles == {EventProblem.OTHER_EPOCH: 1}
 
 
 def test_an_unknown_group_changes_nothing() -> None:
     """Events of a group that has not registered, or has left, are ignored."""
     index = following("a")
-    assert index.apply("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is Outcome.IGNORED
-    assert index.apply_snapshot("b", snapshot(stored(0))) is Outcome.IGNORED
-    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.UNKNOWN_GROUP: 2}
+    assert index.apply("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is EventOutcome.IGNORED
+    assert index.apply_snapshot("b", snapshot(stored(0))) is EventOutcome.IGNORED
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.UNKNOWN_GROUP: 2}
 
 
 def test_events_that_were_seen_are_not_applied_twice() -> None:
@@ -196,20 +196,20 @@ def test_events_that_were_seen_are_not_applied_twice() -> None:
     index = following("a")
     both = [stored(0), removed(0), stored(1)]
     index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
-    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is Outcome.IGNORED
-    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both)) is Outcome.APPLIED
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is EventOutcome.IGNORED
+    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both)) is EventOutcome.APPLIED
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 1
-    assert index.stats().troubles == {EventTrouble.REPEATED: 1}
+    assert index.stats().troubles == {EventProblem.REPEATED: 1}
 
 
 def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
     """Events behind missing ones empty the group's part; those that follow are counted and left out."""
     index = following("a")
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
-    assert index.apply("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is Outcome.SNAPSHOT_NEEDED
-    assert index.apply("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is Outcome.IGNORED
+    assert index.apply("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is EventOutcome.SNAPSHOT_NEEDED
+    assert index.apply("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is EventOutcome.IGNORED
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
-    assert index.stats().troubles == {EventTrouble.GAP: 1, EventTrouble.BEFORE_SNAPSHOT: 1}
+    assert index.stats().troubles == {EventProblem.GAP: 1, EventProblem.BEFORE_SNAPSHOT: 1}
     index.apply_snapshot("a", snapshot(stored(0), sequence=4))
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
@@ -218,7 +218,7 @@ def test_a_snapshot_without_its_beginning_is_asked_for_again() -> None:
     """Half a snapshot is none: nothing is known until a whole one has come."""
     index = following("a")
     chunk = SnapshotChunk(epoch="1", sequence=5, events=[stored(0)], last=True)
-    assert index.apply_snapshot("a", chunk) is Outcome.SNAPSHOT_NEEDED
+    assert index.apply_snapshot("a", chunk) is EventOutcome.SNAPSHOT_NEEDED
     assert index.matched_blocks(CHAIN) == {}
 
 
@@ -229,7 +229,7 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[event]))
     index.check()
-    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.UNNAMED: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.UNNAMED: 1}
 
 
 def test_what_was_sent_is_known_at_once_and_no_longer_than_until_it_is_settled() -> None:
@@ -263,7 +263,7 @@ def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> 
     index = following("a")
     orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
-    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventTrouble.NO_PARENT: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.NO_PARENT: 1}
     index.apply("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
 
@@ -273,7 +273,7 @@ def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None
     """A hash is 16 bytes; anything else names no block."""
     index = following("a")
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)]))
-    assert index.stats().troubles == {EventTrouble.UNNAMED: 1} and index.stats().entries == 0
+    assert index.stats().troubles == {EventProblem.UNNAMED: 1} and index.stats().entries == 0
 
 
 @pytest.mark.parametrize("by", ["events", "snapshot"])
@@ -286,7 +286,7 @@ def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
         outcome = index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
     else:
         outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
-    assert outcome is Outcome.IMPOSSIBLE and index.stats().troubles == {EventTrouble.IMPOSSIBLE: 1}
+    assert outcome is EventOutcome.IMPOSSIBLE and index.stats().troubles == {EventProblem.IMPOSSIBLE: 1}
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
 
 

@@ -1,11 +1,11 @@
-"""Regret: what an evicted block is worth, measured from those that come back."""
+"""ReuseAfterEviction: what an evicted block is worth, measured from those that come back."""
 
 import random
 import time
 
 import pytest
 
-from coatcheck.router.routing.reuse_after_eviction import Regret
+from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 
 def name(number: int) -> bytes:
@@ -15,7 +15,7 @@ def name(number: int) -> bytes:
 
 def test_nothing_is_regretted_until_something_comes_back() -> None:
     """Blocks that are given up for good cost nothing."""
-    regret = Regret()
+    regret = ReuseAfterEviction()
     for number in range(1000):
         regret.evicted(name(number), held=400)
         regret.stored(name(number + 10_000))
@@ -25,7 +25,7 @@ def test_nothing_is_regretted_until_something_comes_back() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_the_rate_is_the_share_that_comes_back_over_the_room_remembered(share: float) -> None:
     """With a quarter more room remembered, n of 100 evicted blocks coming back make a rate of 4n in 100."""
-    regret, dice = Regret(), random.Random(1)
+    regret, dice = ReuseAfterEviction(), random.Random(1)
     for number in range(20_000):
         regret.evicted(name(number), held=400)
         if dice.random() < share:
@@ -35,7 +35,7 @@ def test_the_rate_is_the_share_that_comes_back_over_the_room_remembered(share: f
 
 def test_what_comes_back_too_late_is_not_regretted() -> None:
     """A quarter more room would not have kept a block for as long as that."""
-    regret = Regret()
+    regret = ReuseAfterEviction()
     for number in range(5000):
         regret.evicted(name(number), held=400)
         if number >= 200:
@@ -45,7 +45,7 @@ def test_what_comes_back_too_late_is_not_regretted() -> None:
 
 def test_the_rate_is_a_chance() -> None:
     """However often the same block comes and goes, the rate stays within 1."""
-    regret = Regret()
+    regret = ReuseAfterEviction()
     for _ in range(1000):
         regret.evicted(name(1), held=400)
         regret.stored(name(1))
@@ -58,7 +58,7 @@ def test_an_eviction_costs_the_same_however_many_came_before() -> None:
 
     def seconds(held: int, first: int) -> float:
         """The quickest of ten times 2,000 evictions, once the memory is full."""
-        regret = Regret()
+        regret = ReuseAfterEviction()
         for number in range(first):
             regret.evicted(name(number), held)
         best = float("inf")

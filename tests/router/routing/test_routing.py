@@ -3,7 +3,7 @@
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent, KvEvents
-from coatcheck.router.routing.event_trouble import EventTrouble
+from coatcheck.router.routing.event_trouble import EventProblem
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
 
@@ -50,7 +50,7 @@ async def test_a_gap_is_healed_by_a_snapshot(open_door: OpenDoor) -> None:
     group.blocks, group.sequence = blocks(), 17
     await group.until(lambda: group.snapshot_requests == 1)
     await _indexed(door, 10)
-    assert door.router.groups.index.stats().troubles[EventTrouble.GAP] == 1
+    assert door.router.groups.index.stats().troubles[EventProblem.GAP] == 1
 
 
 async def test_a_lost_group_leaves_nothing_behind(open_door: OpenDoor) -> None:

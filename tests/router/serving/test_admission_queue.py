@@ -11,8 +11,8 @@ from coatcheck.proto.sampling import SamplingParams as SamplingParameters
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.admission_queue import Line
-from coatcheck.router.serving.assignment import Placement
+from coatcheck.router.serving.admission_queue import AdmissionQueue
+from coatcheck.router.serving.assignment import Assignment
 
 CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
@@ -30,14 +30,14 @@ class Ledger:
         """As a router finds it."""
         return EligibleGroups(frozenset(name for name in self.serving if CAPACITY[name] >= length))
 
-    def place(self, number: int, length: int) -> Placement | None:
+    def place(self, number: int, length: int) -> Assignment | None:
         """On the smallest group that has room and can hold it."""
         self.attempts += 1
         for name in sorted(self.eligible(length).names, key=CAPACITY.__getitem__):
             if self.room[name]:
                 self.room[name] -= 1
                 self.placed.append((number, name))
-                return cast(Placement, object())
+                return cast(Assignment, object())
         return None
 
 
@@ -57,7 +57,7 @@ def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> 
     that are placed and one for each different set of groups."""
 
     async def run() -> None:
-        ledger, line, lengths, tenants = Ledger(), Line(1000), dict[int, int](), dict[int, str]()
+        ledger, line, lengths, tenants = Ledger(), AdmissionQueue(1000), dict[int, int](), dict[int, str]()
         tasks: list[asyncio.Task[object]] = []
 
         async def come(number: int) -> None:
@@ -112,7 +112,7 @@ def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> 
 
 async def test_a_request_that_cannot_be_placed_for_a_fault_fails_alone() -> None:
     """An unexpected error in placing one request is that request's; the next one is placed."""
-    line, placed, is_faulty = Line(10), object(), False
+    line, placed, is_faulty = AdmissionQueue(10), object(), False
 
     def place() -> Any:
         if is_faulty:
@@ -138,7 +138,7 @@ async def test_a_request_that_cannot_be_placed_for_a_fault_fails_alone() -> None
 async def test_a_move_of_many_tries_few() -> None:
     """A thousand requests of many lengths that no group has room for cost three tries, one for each set of groups that
     could hold them, and not a thousand."""
-    ledger, line = Ledger(), Line(2000)
+    ledger, line = Ledger(), AdmissionQueue(2000)
 
     async def come(number: int) -> None:
         length = 2 + number % 249

@@ -12,7 +12,7 @@ from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, Get
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.assignment import Placement
+from coatcheck.router.serving.assignment import Assignment
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.stream import Stream, ask, undisturbed
@@ -143,7 +143,7 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor)
     group = FakeGroup(hold_after=0)
     dispatch = (await open_door(group)).router.dispatch
 
-    def place(delivered: int) -> "asyncio.Task[Placement]":
+    def place(delivered: int) -> "asyncio.Task[Assignment]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
         return asyncio.create_task(dispatch.place(request, 1, {0: [9] * delivered}, wait_seconds=60.0, suspicion=2))
 
@@ -168,7 +168,7 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(ope
     other = FakeGroup("b", hold_after=0, model=model)
     dispatch = (await open_door(one, other)).router.dispatch
 
-    def place(like: GetModelResponse) -> "asyncio.Task[Placement]":
+    def place(like: GetModelResponse) -> "asyncio.Task[Assignment]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
         return asyncio.create_task(dispatch.place(request, 1, wait_seconds=60.0, like=like, suspicion=2))
 
@@ -186,7 +186,7 @@ async def test_a_suspect_that_fits_no_group_holds_nobody_up(open_door: OpenDoor)
     small = FakeGroup("a", hold_after=0, num_blocks=8)
     dispatch = (await open_door(small)).router.dispatch
 
-    def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Placement]":
+    def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Assignment]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
         return asyncio.create_task(
             dispatch.place(request, 1, {0: [9]}, wait_seconds=wait_seconds, like=small.model, suspicion=2)

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.router.groups.group_failures import Cause, Loss, Losses
-from coatcheck.router.serving.poison_detection import Suspicion
-from coatcheck.router.serving.poison_quarantine import Quarantine, places
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupFailures
+from coatcheck.router.serving.poison_detection import PoisonSuspicion
+from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places
 
 
-def loss(cause: Cause) -> Loss:
-    return Loss("a", f"group a is lost: {cause.value}", cause)
+def loss(cause: FailureCause) -> GroupFailure:
+    return GroupFailure("a", f"group a is lost: {cause.value}", cause)
 
 
-def suspected(*causes: Cause, apart: bool = True) -> Suspicion:
+def suspected(*causes: FailureCause, apart: bool = True) -> PoisonSuspicion:
     """After such losses in a row."""
-    made = Suspicion()
+    made = PoisonSuspicion()
     for cause in causes:
         made.lost(loss(cause), apart=apart)
     return made
@@ -28,20 +28,22 @@ def suspected(*causes: Cause, apart: bool = True) -> Suspicion:
     ("causes", "level", "refused"),
     [
         ((), 0, False),
-        ((Cause.WANTED,) * 5, 0, False),
-        ((Cause.UNKNOWN,), 1, False),
-        ((Cause.CRASH,), 2, False),
-        ((Cause.CRASH, Cause.CRASH), 2, True),
-        ((Cause.UNKNOWN, Cause.CRASH), 2, False),
-        ((Cause.CRASH, Cause.KILLED), 2, False),
-        ((Cause.KILLED, Cause.UNKNOWN), 2, False),
-        ((Cause.CRASH, Cause.KILLED, Cause.CRASH), 2, True),
-        ((Cause.KILLED, Cause.KILLED, Cause.UNKNOWN), 2, True),
-        ((Cause.CRASH, Cause.WANTED, Cause.CRASH), 2, True),
+        ((FailureCause.WANTED,) * 5, 0, False),
+        ((FailureCause.UNKNOWN,), 1, False),
+        ((FailureCause.CRASH,), 2, False),
+        ((FailureCause.CRASH, FailureCause.CRASH), 2, True),
+        ((FailureCause.UNKNOWN, FailureCause.CRASH), 2, False),
+        ((FailureCause.CRASH, FailureCause.KILLED), 2, False),
+        ((FailureCause.KILLED, FailureCause.UNKNOWN), 2, False),
+        ((FailureCause.CRASH, FailureCause.KILLED, FailureCause.CRASH), 2, True),
+        ((FailureCause.KILLED, FailureCause.KILLED, FailureCause.UNKNOWN), 2, True),
+        ((FailureCause.CRASH, FailureCause.WANTED, FailureCause.CRASH), 2, True),
     ],
     ids=str,
 )
-def test_two_crashes_are_evidence_and_three_losses_are(causes: tuple[Cause, ...], level: int, refused: bool) -> None:
+def test_two_crashes_are_evidence_and_three_losses_are(
+    causes: tuple[FailureCause, ...], level: int, refused: bool
+) -> None:
     """Two groups that end by themselves, or three lost in any way, refuse a request; what was wanted is no sign."""
     suspicion = suspected(*causes)
     assert (suspicion.level, bool(suspicion.refusal)) == (level, refused)
@@ -49,35 +51,35 @@ def test_two_crashes_are_evidence_and_three_losses_are(causes: tuple[Cause, ...]
 
 def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
     """What was twice beside another suspect goes on, by itself; the next loss, alone, is held against it."""
-    suspicion = suspected(Cause.CRASH, Cause.CRASH, Cause.CRASH, apart=False)
+    suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, apart=False)
     assert not suspicion.refusal and suspicion.level == 2
-    suspicion.lost(loss(Cause.CRASH), apart=True)
+    suspicion.lost(loss(FailureCause.CRASH), apart=True)
     assert suspicion.refusal.startswith("4 groups in a row ended by themselves")
 
 
 def test_a_cause_that_becomes_known_later_counts() -> None:
     """Two losses of unknown cause are none too many until it is known that both groups ended by themselves."""
-    losses = Losses()
-    suspicion = Suspicion()
+    losses = GroupFailures()
+    suspicion = PoisonSuspicion()
     for name in ("a", "b"):
-        suspicion.lost(losses.lost(name, 3, f"group {name} is lost", Cause.UNKNOWN), apart=True)
+        suspicion.lost(losses.lost(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), apart=True)
     losses.learn("a", 2, "of another incarnation")
     losses.learn("a", 3, "rank 0: Segmentation fault")
-    assert not suspicion.refusal and losses.learned == {Cause.CRASH: 1}
+    assert not suspicion.refusal and losses.learned == {FailureCause.CRASH: 1}
     losses.learn("b", 3, "rank 0: Segmentation fault")
     assert suspicion.refusal == (
         "2 groups in a row ended by themselves while they ran this request (rank 0: Segmentation fault)"
     )
     losses.learn("b", 3, "")  # said again, or by a supervisor that knows less
-    assert losses.counts == {Cause.UNKNOWN: 2} and losses.learned == {Cause.CRASH: 2}
+    assert losses.counts == {FailureCause.UNKNOWN: 2} and losses.learned == {FailureCause.CRASH: 2}
 
 
 def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
     """How a group ends is no sign against what had lost it before while it lived on: that may stay unknown."""
-    losses = Losses()
-    suspicion = suspected(Cause.CRASH)
-    suspicion.lost(losses.lost("b", 3, "group b is lost", Cause.UNKNOWN), apart=True)
-    losses.lost("b", 3, "group b is lost again", Cause.CRASH)
+    losses = GroupFailures()
+    suspicion = suspected(FailureCause.CRASH)
+    suspicion.lost(losses.lost("b", 3, "group b is lost", FailureCause.UNKNOWN), apart=True)
+    losses.lost("b", 3, "group b is lost again", FailureCause.CRASH)
     losses.learn("b", 3, "rank 0: Segmentation fault")
     assert not suspicion.refusal and not losses.learned
 
@@ -85,14 +87,14 @@ def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
 def test_progress_clears_a_request() -> None:
     """After a word of an answer two crashes are not in a row; after many none is remembered. A request that gets a
     little further on each group it ends is refused at the third."""
-    suspicion = suspected(Cause.CRASH)
+    suspicion = suspected(FailureCause.CRASH)
     suspicion.answered(1)
     assert suspicion.level == 0 and suspicion.is_any
-    suspicion.lost(loss(Cause.CRASH), apart=True)
+    suspicion.lost(loss(FailureCause.CRASH), apart=True)
     assert not suspicion.refusal
     suspicion.answered(1)
     assert suspicion.level == 2, "it runs apart until it has come far"
-    suspicion.lost(loss(Cause.CRASH), apart=True)
+    suspicion.lost(loss(FailureCause.CRASH), apart=True)
     assert suspicion.refusal
     suspicion.answered(100)
     assert suspicion.level == 0 and not suspicion.is_any and not suspicion.refusal
@@ -102,14 +104,14 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
     """A request that gets a little further on each group which it faults is refused at the third, though how the first
     two had ended became known only when it was being answered again; had they been killed, it would go on."""
     for crash in ("rank 0: Segmentation fault", ""):
-        losses, suspicion = Losses(), Suspicion()
+        losses, suspicion = GroupFailures(), PoisonSuspicion()
         for name in ("a", "b"):
-            suspicion.lost(losses.lost(name, 0, f"group {name} is lost", Cause.UNKNOWN), apart=True)
+            suspicion.lost(losses.lost(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), apart=True)
             assert not suspicion.undecided, "it goes on whatever the cause was"
             suspicion.answered(5)
             losses.learn(name, 0, crash)
         assert suspicion.level == (2 if crash else 0)
-        third = losses.lost("c", 0, "group c is lost", Cause.UNKNOWN)
+        third = losses.lost("c", 0, "group c is lost", FailureCause.UNKNOWN)
         suspicion.lost(third, apart=True)
         assert not suspicion.refusal and suspicion.undecided == ([third] if crash else [])
         losses.learn("c", 0, "rank 0: Segmentation fault")
@@ -120,8 +122,8 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
 def test_only_what_decides_is_waited_for() -> None:
     """Of two losses in a row nothing is to be learned once one is known to have been killed, nor of those that were
     shared with another suspect; what was answered far is not held against a request, whatever becomes known."""
-    losses, suspicion = Losses(), Suspicion()
-    first, second = (losses.lost(name, 0, "lost", Cause.UNKNOWN) for name in ("a", "b"))
+    losses, suspicion = GroupFailures(), PoisonSuspicion()
+    first, second = (losses.lost(name, 0, "lost", FailureCause.UNKNOWN) for name in ("a", "b"))
     suspicion.lost(first, apart=True)
     suspicion.lost(second, apart=False)
     assert not suspicion.undecided
@@ -129,7 +131,7 @@ def test_only_what_decides_is_waited_for() -> None:
     suspicion.lost(second, apart=True)
     losses.learn("a", 0, "rank 0: Segmentation fault")
     assert not suspicion.undecided and suspicion.level == 1
-    third = losses.lost("c", 0, "lost", Cause.UNKNOWN)
+    third = losses.lost("c", 0, "lost", FailureCause.UNKNOWN)
     suspicion.lost(third, apart=True)
     assert suspicion.undecided == [second, third]
     losses.learn("b", 0, "")
@@ -139,17 +141,17 @@ def test_only_what_decides_is_waited_for() -> None:
 def test_streams_that_were_being_answered_need_not_run_apart() -> None:
     """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
     having got anything there does from then on, and is refused if it was the only suspect there."""
-    suspicion = Suspicion()
-    suspicion.lost(loss(Cause.CRASH), apart=True, answered=True)
+    suspicion = PoisonSuspicion()
+    suspicion.lost(loss(FailureCause.CRASH), apart=True, answered=True)
     assert suspicion.level == 1 and not suspicion.refusal
-    other = Suspicion()
-    other.lost(loss(Cause.CRASH), apart=True, answered=True)
-    suspicion.lost(loss(Cause.CRASH), apart=False)
+    other = PoisonSuspicion()
+    other.lost(loss(FailureCause.CRASH), apart=True, answered=True)
+    suspicion.lost(loss(FailureCause.CRASH), apart=False)
     assert suspicion.level == 2 and not suspicion.refusal
     other.answered(3)
-    other.lost(loss(Cause.CRASH), apart=False, answered=True)
+    other.lost(loss(FailureCause.CRASH), apart=False, answered=True)
     assert other.level == 1 and not other.refusal, "it was answered in between: it ended neither"
-    suspicion.lost(loss(Cause.CRASH), apart=True)
+    suspicion.lost(loss(FailureCause.CRASH), apart=True)
     assert suspicion.refusal
 
 
@@ -178,7 +180,7 @@ def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) 
 def test_one_is_next_of_each_level_and_kind(steps: list[tuple[int, ...]]) -> None:
     """Whoever comes, and whoever leaves: of those that are as suspect and wait for groups of one kind just that one is
     next of whose answer most is delivered, and of these the one that came first."""
-    quarantine = Quarantine()
+    quarantine = PoisonQuarantine()
     waiting: list[tuple[tuple[object, ...], int, asyncio.Event, ExitStack]] = []
     for step in steps:
         if len(step) == 3:

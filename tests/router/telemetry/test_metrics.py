@@ -20,7 +20,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenIds,
 )
 from coatcheck.proto.worker_pb2 import Load
-from coatcheck.router.telemetry.prometheus_page import Metrics
+from coatcheck.router.telemetry.prometheus_page import PrometheusPage
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.metric_lint import complaints
@@ -152,7 +152,7 @@ async def test_a_lost_group_is_a_retry_or_a_failover(open_door: OpenDoor) -> Non
 
 def test_a_page_of_many_groups_is_short_work() -> None:
     """A page of 64 groups of 8 ranks has every one of them (how fast it is: bench/router_cases/metrics.py)."""
-    metrics = Metrics(lambda: busy_status(64, 8), CollectorRegistry())
+    metrics = PrometheusPage(lambda: busy_status(64, 8), CollectorRegistry())
     families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
     assert len(families["coatcheck_rank_healthy"].samples) == 512
     assert len(families["coatcheck_group_state"].samples) == 64 * 5
@@ -162,7 +162,7 @@ def test_an_audit_is_on_the_page() -> None:
     """What the router foresaw and what groups found are counters of each group."""
     audit = CacheAudit(prompts=5, foreseen_tokens=100, found_tokens=90, error_tokens=10, divergences=1)
     status = StatusResponse(groups=[GroupStatus(name="g", audit=audit)])
-    metrics = Metrics(lambda: status, CollectorRegistry())
+    metrics = PrometheusPage(lambda: status, CollectorRegistry())
     text = metrics.render().decode()
     assert 'coatcheck_routing_foreseen_tokens_total{group="g"} 100' in text
     assert 'coatcheck_routing_divergences_total{group="g"} 1' in text

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.checkpoint.tensor_slice import Cut
+from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
 from tests.workers.checkpoints import tiny_checkpoint
@@ -51,9 +51,11 @@ def test_slices_are_the_tensors_parts(copied: Path) -> None:
     with Checkpoint.open(str(copied)) as checkpoint:
         name = "model.layers.0.mlp.gate_proj.weight"
         whole = checkpoint.read(name)
-        assert torch.equal(checkpoint.read(name, Cut(0, ((8, 16), (40, 48)))), torch.cat((whole[8:16], whole[40:48])))
-        assert torch.equal(checkpoint.read(name, Cut(1, ((16, 32),))), whole[:, 16:32])
-        assert checkpoint.bytes_of(name, Cut(1, ((16, 32),))) == whole.nbytes // 4
+        assert torch.equal(
+            checkpoint.read(name, TensorSlice(0, ((8, 16), (40, 48)))), torch.cat((whole[8:16], whole[40:48]))
+        )
+        assert torch.equal(checkpoint.read(name, TensorSlice(1, ((16, 32),))), whole[:, 16:32])
+        assert checkpoint.bytes_of(name, TensorSlice(1, ((16, 32),))) == whole.nbytes // 4
 
 
 def test_several_files_are_one_checkpoint(sharded: Path, checkpoint_directory: Path) -> None:

@@ -11,8 +11,8 @@ from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.attention.attention import AttentionCall
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan, plan_sharding
-from coatcheck.workers.checkpoint.tensor_slice import Cut
-from coatcheck.workers.checkpoint.tp_shard import Shard
+from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
+from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.model.meta_model import build_skeleton
 from tests.workers.checkpoints import ARCHITECTURES, tiny_config
 
@@ -29,7 +29,7 @@ def skeleton(arch: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str], lis
 def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
     shapes, tp_plan, calls = skeleton(arch)
     arguments = dict(shapes=shapes, tp_plan=tp_plan, calls=calls, embedding="model.embed_tokens", head="lm_head")
-    return plan_sharding(**(arguments | changes), shard=Shard(rank, size))
+    return plan_sharding(**(arguments | changes), shard=TpShard(rank, size))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -64,12 +64,12 @@ def test_large_tensors_are_all_cut(arch: str) -> None:
 def test_fused_qkv_is_cut_inside_each_part() -> None:
     """phi3's fused projection gives a rank its query heads, then its keys, then its values."""
     cut = plan("phi3", 1, 2).cuts["model.layers.0.self_attn.qkv_proj.weight"]
-    assert cut == Cut(0, ((32, 64), (72, 80), (88, 96)))
+    assert cut == TensorSlice(0, ((32, 64), (72, 80), (88, 96)))
 
 
 def test_few_kv_heads_are_shared_by_neighbours() -> None:
     """With 2 KV heads, ranks 0 and 1 of 4 hold the first and ranks 2 and 3 the second."""
-    assert [Shard(rank, 4).kv_heads(CALL) for rank in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
+    assert [TpShard(rank, 4).kv_heads(CALL) for rank in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
 
 
 def test_norm_over_all_heads_needs_the_group() -> None:
@@ -114,9 +114,9 @@ def test_unknown_splits_are_refused() -> None:
 
 def test_window_of_a_cut_is_counted_from_its_start() -> None:
     """A joined tensor's second half sees the cut's second range in its own counting."""
-    cut = Cut(1, ((0, 4), (8, 12)))
-    assert cut.window(0, 8) == Cut(1, ((0, 4),))
-    assert cut.window(8, 16) == Cut(1, ((0, 4),))
+    cut = TensorSlice(1, ((0, 4), (8, 12)))
+    assert cut.window(0, 8) == TensorSlice(1, ((0, 4),))
+    assert cut.window(8, 16) == TensorSlice(1, ((0, 4),))
     assert cut.shape_of((3, 16)) == (3, 8)
 
 

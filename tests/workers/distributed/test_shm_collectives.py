@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.distributed.shm_collectives import SharedMemory
+from coatcheck.workers.distributed.shm_collectives import ShmCollectives
 from tests.workers.ranks import run_ranks
 
 # Around the edges of a buffer of 1 MiB, and so several pieces.
@@ -95,6 +95,6 @@ def test_ranks_of_different_hosts_do_not_share() -> None:
         made.append(words.decode())
         return [words, words.replace(b'"host": "', b'"host": "another ')]
 
-    assert SharedMemory.meet(0, 2, elsewhere, timeout_seconds=1.0) is None
+    assert ShmCollectives.meet(0, 2, elsewhere, timeout_seconds=1.0) is None
     path = made[0].partition('"path": "')[2].partition('"')[0]
     assert path.startswith("/dev/shm/") and not os.path.exists(path)

@@ -4,7 +4,7 @@ import pytest
 
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.engine.engine import Engine
 from tests.workers.fake_runner import SPEC, FakeRunner
 
@@ -18,10 +18,10 @@ class Clock:
         return self.now
 
 
-def request(name: str, seconds_left: float | None = None, n: int = 1) -> Request:
+def request(name: str, seconds_left: float | None = None, n: int = 1) -> EngineRequest:
     """With a prompt of its own."""
     prompt = tuple(sum(map(ord, name)) % 90 + token for token in range(5))
-    return Request(name, prompt, SamplingParams(max_tokens=6, n=n, seed=1), seconds_left=seconds_left)
+    return EngineRequest(name, prompt, SamplingParams(max_tokens=6, n=n, seed=1), seconds_left=seconds_left)
 
 
 def run(engine: Engine, steps: int = 1000) -> tuple[set[str], dict[str, CoatcheckError]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coatcheck.proto.errors import InvalidRequest, NeverFits
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import FinishReason
 from tests.workers.collector import Collector, make_engine, request
 from tests.workers.fake_runner import answer, next_token
@@ -153,17 +153,17 @@ def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("bad", "word"),
     [
-        (Request("x", (), SamplingParams()), "empty"),
-        (Request("x", (1000,), SamplingParams()), "vocabulary"),
-        (Request("x", (1,) * 300, SamplingParams()), "shorten"),
-        (Request("x", (1,) * 100, SamplingParams(max_tokens=200)), "max_tokens"),
-        (Request("x", (1,), SamplingParams(stop_token_ids=(1000,))), "stop_token_ids"),
-        (Request("x", (1,), SamplingParams(logit_bias={5000: 1.0})), "logit_bias"),
-        (Request("x", (1,), SamplingParams(), {3: (1,)}), "resume"),
-        (Request("x", (1,), SamplingParams(), {0: (-4,)}), "vocabulary"),
+        (EngineRequest("x", (), SamplingParams()), "empty"),
+        (EngineRequest("x", (1000,), SamplingParams()), "vocabulary"),
+        (EngineRequest("x", (1,) * 300, SamplingParams()), "shorten"),
+        (EngineRequest("x", (1,) * 100, SamplingParams(max_tokens=200)), "max_tokens"),
+        (EngineRequest("x", (1,), SamplingParams(stop_token_ids=(1000,))), "stop_token_ids"),
+        (EngineRequest("x", (1,), SamplingParams(logit_bias={5000: 1.0})), "logit_bias"),
+        (EngineRequest("x", (1,), SamplingParams(), {3: (1,)}), "resume"),
+        (EngineRequest("x", (1,), SamplingParams(), {0: (-4,)}), "vocabulary"),
     ],
 )
-def test_bad_requests_are_refused_and_nothing_else_moves(bad: Request, word: str) -> None:
+def test_bad_requests_are_refused_and_nothing_else_moves(bad: EngineRequest, word: str) -> None:
     """What can never be answered is refused at once with what to change, and a running request never notices."""
     engine, _ = make_engine()
     engine.submit(request("good", [1, 2, 3], 5))

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import TokenLogprob
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.block_copier import CpuCopier
+from coatcheck.workers.runner.block_copier import CpuBlockCopier
 from coatcheck.workers.runner.host_memory import allocate_host
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
@@ -47,7 +47,7 @@ def make(model: Model) -> Make:
         layout, seconds = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32), count()
         pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
         host = allocate_host(host_blocks, layout.bytes_per_block, pool.device) if host_blocks else None
-        copier = CpuCopier(pool, host, Communicator()) if host is not None else None
+        copier = CpuBlockCopier(pool, host, Communicator()) if host is not None else None
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, copier=copier)
         return Engine(
             model.spec,
@@ -82,7 +82,7 @@ RICH = params(
 )
 
 
-def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], tuple[list[int], list[TokenLogprob]]]:
+def run(engine: Engine, *requests: EngineRequest) -> dict[tuple[str, int], tuple[list[int], list[TokenLogprob]]]:
     """(tokens, logprobs) of every choice."""
     for request in requests:
         engine.submit(request)
@@ -96,9 +96,9 @@ def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], tuple[list[
     return said
 
 
-def ask(name: str = "a", prompt: list[int] = PROMPT, sampling: SamplingParams = RICH, **more: object) -> Request:
+def ask(name: str = "a", prompt: list[int] = PROMPT, sampling: SamplingParams = RICH, **more: object) -> EngineRequest:
     """A request."""
-    return Request(name, tuple(prompt), sampling, **more)  # type: ignore[arg-type]
+    return EngineRequest(name, tuple(prompt), sampling, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

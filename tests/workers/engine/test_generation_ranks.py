@@ -9,14 +9,14 @@ import torch
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -44,10 +44,10 @@ def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
     if communicator.rank:
         follow(runner, communicator)
         return None
-    group = GroupRunner(runner, communicator)
+    group = TpRunner(runner, communicator)
     engine = Engine(model.spec, group, num_blocks=60, block_size=8, max_num_seqs=8, max_batch_tokens=24)
     for index, prompt in enumerate(PROMPTS):
-        engine.submit(Request(f"r{index}", tuple(prompt), SAMPLING))
+        engine.submit(EngineRequest(f"r{index}", tuple(prompt), SAMPLING))
     said: dict[str, Any] = {}
     while engine.has_work:
         for output in engine.step().outputs:

@@ -3,7 +3,7 @@
 import random
 
 from coatcheck.workers.core.step_plan import Row, StepPlan
-from coatcheck.workers.engine.straggler_signal import Slowness
+from coatcheck.workers.engine.straggler_signal import StragglerSignal
 
 CROSSOVER = 4096
 
@@ -28,7 +28,7 @@ class Machine:
     """Takes steps one behind the other, `times` as long as it should."""
 
     def __init__(self) -> None:
-        self.slowness = Slowness(CROSSOVER)
+        self.slowness = StragglerSignal(CROSSOVER)
         self.now = 0.0
         self._rng = random.Random(1)
 

@@ -3,11 +3,11 @@
 import pytest
 
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.kv.copy_cost import CopyPrices
+from coatcheck.workers.kv.copy_cost import CopyCost
 from coatcheck.workers.runner.block_copier import CopyLog
 
-CHEAP = CopyPrices(16, demote=1e-4, restore=1e-4, prefill=1e-3, step=0.02)
-DEAR = CopyPrices(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
+CHEAP = CopyCost(16, demote=1e-4, restore=1e-4, prefill=1e-3, step=0.02)
+DEAR = CopyCost(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
 
 
 def test_a_prefix_is_restored_where_that_is_sooner() -> None:
@@ -26,8 +26,8 @@ def test_beside_decodes_a_short_prefix_is_computed() -> None:
 
 def test_what_is_not_measured_is_tried() -> None:
     """Before the first prefill and the first copies are measured, blocks are kept and restored."""
-    assert CopyPrices(16).keeps and CopyPrices(16).restores(1, queued=9, beside_decodes=True)
-    assert CopyPrices(16).blocks_per_step(beside_decodes=True) > 0
+    assert CopyCost(16).keeps and CopyCost(16).restores(1, queued=9, beside_decodes=True)
+    assert CopyCost(16).blocks_per_step(beside_decodes=True) > 0
 
 
 def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
@@ -36,7 +36,7 @@ def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 30), (CHEAP, False, 200), (DEAR, True, 1)])
-def test_a_step_moves_what_it_has_time_for(prices: CopyPrices, beside: bool, blocks: int) -> None:
+def test_a_step_moves_what_it_has_time_for(prices: CopyCost, beside: bool, blocks: int) -> None:
     """A share of a decode step's time beside decodes, and always at least one block."""
     assert prices.blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
 

@@ -13,7 +13,7 @@ from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import SHELTER_SECONDS
 from coatcheck.workers.kv.prefix_registry import Prefix
-from tests.workers.pool_visit import chain_of, make_eviction, serve
+from tests.workers.kv.pool_visit import chain_of, make_eviction, serve
 
 
 class EvictionMachine(RuleBasedStateMachine):

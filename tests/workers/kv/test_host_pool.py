@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coatcheck.workers.kv.host_pool import HostTier
-from coatcheck.workers.kv.prefix_registry import PrefixBook
+from coatcheck.workers.kv.host_pool import HostPool
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 
 
 class HostTierMachine(RuleBasedStateMachine):
@@ -16,8 +16,8 @@ class HostTierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = HostTier(4)
-        self.book = PrefixBook(16)
+        self.tier = HostPool(4)
+        self.book = PrefixRegistry(16)
         self.demoting: list[int] = []
         self.reading: list[int] = []
         self.held: set[bytes] = set()
@@ -66,7 +66,7 @@ TestHostTier.settings = settings(max_examples=60, stateful_step_count=30, deadli
 
 def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
     """While a block is on its way no event speaks of it, yet a restore may already be asked for."""
-    tier, prefix = HostTier(2), PrefixBook(4).name(b"a", b"")
+    tier, prefix = HostPool(2), PrefixRegistry(4).name(b"a", b"")
     slot = tier.begin_demotion(prefix)
     assert slot is not None and b"a" in tier
     assert not tier.drain_events() and not tier.snapshot()
@@ -76,8 +76,8 @@ def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
 
 def test_a_broken_block_is_a_miss_and_counted() -> None:
     """What a restore found broken is gone at once, and its slot is free when the last reader has ended."""
-    tier = HostTier(1)
-    slot = tier.begin_demotion(PrefixBook(4).name(b"a", b""))
+    tier = HostPool(1)
+    slot = tier.begin_demotion(PrefixRegistry(4).name(b"a", b""))
     assert slot is not None
     tier.end_demotion(slot)
     assert tier.begin_restore(b"a") == tier.begin_restore(b"a") == slot
@@ -89,8 +89,8 @@ def test_a_broken_block_is_a_miss_and_counted() -> None:
 
 def test_a_restore_ends_only_once() -> None:
     """A second end would free a slot under another reader's hands: it is an error."""
-    tier = HostTier(1)
-    slot = tier.begin_demotion(PrefixBook(4).name(b"a", b""))
+    tier = HostPool(1)
+    slot = tier.begin_demotion(PrefixRegistry(4).name(b"a", b""))
     assert slot is not None
     tier.end_demotion(slot)
     tier.begin_restore(b"a")

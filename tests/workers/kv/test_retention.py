@@ -6,7 +6,7 @@ from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import RETAINED_SHARE
-from tests.workers.pool_visit import chain_of, make_eviction, serve
+from tests.workers.kv.pool_visit import chain_of, make_eviction, serve
 
 
 @pytest.mark.parametrize("order", ["lru", "cost"])

@@ -1,9 +1,9 @@
 """What keeping a block is worth, learned from when blocks like it were wanted again."""
 
-from coatcheck.workers.kv.reuse_table import LifeTable
+from coatcheck.workers.kv.reuse_table import ReuseTable
 
 
-def live(table: LifeTable, kind: int, seconds: int, again: float | None) -> None:
+def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> None:
     """For so long, one block a second begins its life, and all are wanted again after `again` seconds, if ever."""
     start = table.now
     begun = []
@@ -19,7 +19,7 @@ def live(table: LifeTable, kind: int, seconds: int, again: float | None) -> None
 
 def test_kinds_that_come_back_are_worth_more() -> None:
     """A kind that always comes back within seconds is worth more at every early age than one that never does."""
-    table = LifeTable(2)
+    table = ReuseTable(2)
     live(table, 0, 500, None)
     live(table, 1, 500, 3.0)
     table.advance(table.now + 1)
@@ -28,7 +28,7 @@ def test_kinds_that_come_back_are_worth_more() -> None:
 
 def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
     """Where all come back after a minute, a block is worth most shortly before, and little once that has passed."""
-    table = LifeTable(1)
+    table = ReuseTable(1)
     live(table, 0, 2000, 60.0)
     table.advance(table.now + 1)
     rates = [table.rate(0, band) for band in range(9)]
@@ -40,7 +40,7 @@ def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
 
 def test_an_old_life_is_counted_in_every_band_it_has_come_to() -> None:
     """A jump of the clock over several bands ages a cohort through each of them."""
-    table = LifeTable(1)
+    table = ReuseTable(1)
     cohort = table.begin(0)
     table.join(cohort, 5)
     table.advance(100.0)

@@ -9,17 +9,17 @@ import torch
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.block_copier import CpuCopier
+from coatcheck.workers.runner.block_copier import CpuBlockCopier
 from coatcheck.workers.runner.host_memory import allocate_host
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import DeviceStep, ModelRunner
-from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -34,7 +34,7 @@ class Vandal(ModelRunner):
 
     def launch(self, plan: StepPlan) -> DeviceStep:
         """As a ModelRunner does."""
-        if plan.restores and isinstance(self._copier, CpuCopier) and not self.done:
+        if plan.restores and isinstance(self._copier, CpuBlockCopier) and not self.done:
             self.done = True
             self._copier.host[plan.restores[3][0], 100] ^= 4
         return super().launch(plan)
@@ -48,13 +48,13 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, kv_dtype)
     pool = allocate_pool(layout, BLOCKS, torch.device("cpu"))
-    copier = CpuCopier(pool, allocate_host(HOST_BLOCKS, layout.bytes_per_block, pool.device), communicator)
+    copier = CpuBlockCopier(pool, allocate_host(HOST_BLOCKS, layout.bytes_per_block, pool.device), communicator)
     kind = Vandal if communicator.rank == vandal else ModelRunner
     runner = kind(model, layout, pool, max_num_seqs=4, max_model_len=256, copier=copier)
     if communicator.rank:
         follow(runner, communicator)
         return None
-    group, seconds = GroupRunner(runner, communicator), count()
+    group, seconds = TpRunner(runner, communicator), count()
     engine = Engine(
         model.spec,
         group,
@@ -68,7 +68,7 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
     said: dict[str, Any] = {}
     prompts = {"first": PROMPT, **{f"flood{i}": flood for i, flood in enumerate(FLOODS)}, "again": PROMPT}
     for name, prompt in prompts.items():
-        engine.submit(Request(name, tuple(prompt), SAMPLING))
+        engine.submit(EngineRequest(name, tuple(prompt), SAMPLING))
         said[name] = []
         while engine.has_work:
             for output in engine.step().outputs:

@@ -12,7 +12,7 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -21,7 +21,7 @@ from coatcheck.workers.model.meta_model import build_skeleton, read_config
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import GroupRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -42,7 +42,7 @@ class Group:
         self.runner = ModelRunner(
             model, self.layout, allocate_pool(self.layout, 80, torch.device("cpu")), max_num_seqs=8, max_model_len=256
         )
-        self.group = GroupRunner(self.runner, communicator) if communicator.size > 1 else self.runner
+        self.group = TpRunner(self.runner, communicator) if communicator.size > 1 else self.runner
 
     def engine(self, *, num_blocks: int = 80, budget: int = 256) -> Engine:
         return Engine(
@@ -53,7 +53,7 @@ class Group:
 def run(engine: Engine, *names: str) -> Answers:
     """Tokens and the bits of every log-probability, of requests submitted together."""
     for name in names:
-        engine.submit(Request(name, tuple(PROMPTS[name]), SAMPLING))
+        engine.submit(EngineRequest(name, tuple(PROMPTS[name]), SAMPLING))
     said: Answers = {name: ([], []) for name in names}
     while engine.has_work:
         for output in engine.step().outputs:
@@ -85,7 +85,7 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
     ways["preempted"] = run(small, *PROMPTS)
     assert small.scheduler.num_preemptions > 0, "nobody was preempted: this proves nothing"
     if communicator.size > 1:
-        group.group.stop()  # type: ignore[union-attr]  # a GroupRunner, since there are others
+        group.group.stop()  # type: ignore[union-attr]  # a TpRunner, since there are others
     return ways
 
 

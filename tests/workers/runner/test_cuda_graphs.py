@@ -17,7 +17,7 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.workers.core.step_plan import Row
 from coatcheck.workers.runner.cuda_graphs import graph_sizes, pick_size
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.padded_steps import load, make_runner, padded_beside_plain, serve
+from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
 
 
 @given(max_num_seqs=st.integers(1, 1000), count=st.integers(1, 300))
@@ -87,7 +87,7 @@ def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_d
     path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=1)
     want = padded_beside_plain(load(path), kv_dtype, short=True)[0]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.workers.padded_steps", str(path), kv_dtype, json.dumps(want)],
+        [sys.executable, "-m", "tests.workers.runner.padded_steps", str(path), kv_dtype, json.dumps(want)],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

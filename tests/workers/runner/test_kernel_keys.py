@@ -13,7 +13,7 @@ from coatcheck.kernels.attention import paged_prefill
 from coatcheck.kernels.compile_watch import CompileWatch
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.ranks import run_ranks
-from tests.workers.recorded_keys import ClaimedGpu, record
+from tests.workers.runner.recorded_keys import ClaimedGpu, record
 
 
 @pytest.mark.parametrize(

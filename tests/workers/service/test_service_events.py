@@ -10,7 +10,7 @@ from coatcheck.proto import worker_pb2 as wire
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.service.outbox import Subscriber
+from coatcheck.workers.service.outbox import Outbox
 from coatcheck.workers.service.wire import EVENTS_PER_MESSAGE, event_messages, snapshot_messages
 from tests.workers.served_group import Group, Router, start_group
 
@@ -152,7 +152,7 @@ def test_messages_of_events_keep_the_contracts_bound() -> None:
 
 async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
     """While a snapshot is sent, tokens go first, and events wait; those that it contains are dropped."""
-    subscriber = Subscriber(1, "r", buffer_bytes=1 << 20)
+    subscriber = Outbox(1, "r", buffer_bytes=1 << 20)
     sent: list[str] = []
 
     async def write(message: wire.FromGroup) -> None:

@@ -10,7 +10,7 @@ from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, M
 from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.service.group_report import GroupReport
-from coatcheck.workers.service.request_log import AnswerLog
+from coatcheck.workers.service.request_log import RequestLog
 from coatcheck.workers.service.wire import request_of
 from tests.workers.kv.test_kv_cache_manager import ask, make_engine
 
@@ -40,7 +40,7 @@ def test_every_reason_has_its_field() -> None:
 
 def test_the_log_says_why_a_prefix_missed(caplog: pytest.LogCaptureFixture) -> None:
     """The line of each request that has ended names the reason, the block, and when and how it was evicted."""
-    log = AnswerLog("g")
+    log = RequestLog("g")
     answer = log.begin("mine", 40, {})
     mark = EvictionMark(10.0, Tier.HOST, EvictionReason.OVER_SHARE)
     miss = PrefixMiss(3, MissReason.EVICTED, mark, 2.5)

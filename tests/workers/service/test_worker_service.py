@@ -14,7 +14,7 @@ from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.worker_pb2_grpc import WorkerStub
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import SequenceOutput, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
@@ -26,7 +26,7 @@ class BrokenLoop(EngineLoop):
     """An engine's loop with a defect."""
 
     def submit(
-        self, request: Request, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
+        self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
     ) -> None:
         raise ValueError("a defect")
 

@@ -14,18 +14,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.structured.grammar_backend import Compiled, Grammars
+from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
 from coatcheck.workers.structured.grammar_lanes import AT_ONCE
 from tests.hostile_grammars import AMBIGUOUS
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 from tests.workers.fake_runner import SPEC, FakeRunner
-from tests.workers.structured_engine import (
+from tests.workers.structured.structured_engine import (
     EOS,
     JSON,
     LARGE,
@@ -65,30 +65,33 @@ def refusals(engine: Engine) -> list[tuple[str, CoatcheckError]]:
 def test_a_grammar_is_told_once(make: Make) -> None:
     """Its text is in one plan, however many requests and choices have it and however often they begin again; where it
     was forgotten it is told anew, and each group has its own number for it."""
-    mine, told = Request("mine", PROMPT, params(JSON, n=3)), list[bytes]()
+    mine, told = EngineRequest("mine", PROMPT, params(JSON, n=3)), list[bytes]()
 
     def times_told() -> int:
         return sum(plan.count(JSON.text.encode()) for plan in told)
 
     engine = make(num_blocks=20, grammars_kept=2, told=told)
-    first = Request("first", PROMPT[5:], params(OTHER))
-    said = run(engine, first, mine, Request("more", PROMPT[::-1], params(JSON)))
+    first = EngineRequest("first", PROMPT[5:], params(OTHER))
+    said = run(engine, first, mine, EngineRequest("more", PROMPT[::-1], params(JSON)))
     assert engine.stats().preemptions > 0 and times_told() == 1
     alone = run(make(), mine)
     assert {key: said[key] for key in said if key.startswith("mine")} == alone
-    run(engine, *(Request(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(3)))
+    run(
+        engine,
+        *(EngineRequest(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(3)),
+    )
     assert run(engine, mine) == alone and times_told() == 2
     delivered = {choice: tuple(alone[f"mine.{choice}"][:9]) for choice in range(3)}
-    rest = run(engine, Request("mine", PROMPT, mine.sampling, delivered))
+    rest = run(engine, EngineRequest("mine", PROMPT, mine.sampling, delivered))
     assert {key: alone[key][:9] + rest[key] for key in alone} == alone
 
 
-class HeldGrammars(Grammars):
+class HeldGrammars(GrammarBackend):
     """Whose large ones, and those of which a regex begins with "dear", take until `go` is set."""
 
     go: ClassVar = threading.Event()
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         """When it may."""
         if grammar == LARGE or grammar.text.startswith("dear"):
             assert self.go.wait(60)
@@ -116,9 +119,9 @@ def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -
     """While a grammar is compiled others go on, smaller grammars too; who asks for the same waits with it, who leaves
     is forgotten."""
     engine = make(kind=HeldGrammars)
-    engine.submit(Request("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
+    engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
     engine.step()
-    mine = [Request(name, PROMPT, params(LARGE, max_tokens=2)) for name in ("one", "two", "gone")]
+    mine = [EngineRequest(name, PROMPT, params(LARGE, max_tokens=2)) for name in ("one", "two", "gone")]
     for request in mine:
         engine.submit(request)
     engine.abort("gone")
@@ -126,7 +129,7 @@ def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -
     for _ in range(5):
         assert [part.request_id for part in engine.step().outputs] == ["free"]
         engine.check()
-    engine.submit(Request("small", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=200)))
+    engine.submit(EngineRequest("small", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=200)))
     assert all("free" in names and not names & {"one", "two"} for names in steps_until(engine, "small"))
     held.set()
     assert "two" in steps_until(engine, "one")[-1]
@@ -139,9 +142,11 @@ def test_who_asks_for_many_grammars_does_not_hold_up_others(make: Make, held: th
     """Of one tenant's dear grammars no more than a few are ahead of another's first."""
     engine = make(kind=HeldGrammars)
     for n in range(30):
-        engine.submit(Request(f"many {n}", PROMPT, params(Grammar("regex", f"dear{n}"), max_tokens=1), tenant="many"))
+        engine.submit(
+            EngineRequest(f"many {n}", PROMPT, params(Grammar("regex", f"dear{n}"), max_tokens=1), tenant="many")
+        )
     engine.step()
-    engine.submit(Request("one", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=1), tenant="one"))
+    engine.submit(EngineRequest("one", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=1), tenant="one"))
     held.set()
     answered = set().union(*steps_until(engine, "one"))
     refused = []
@@ -156,19 +161,19 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
     what was forgotten is compiled again beside the steps."""
     compiled: list[str] = []
 
-    class Counted(Grammars):
-        def compile(self, grammar: Grammar) -> Compiled:
+    class Counted(GrammarBackend):
+        def compile(self, grammar: Grammar) -> CompiledGrammar:
             compiled.append(grammar.text)
             return super().compile(grammar)
 
     held = Grammar("regex", "[a-z ]{2000}")
-    mine = Request("mine", PROMPT, params(held, max_tokens=200))
+    mine = EngineRequest("mine", PROMPT, params(held, max_tokens=200))
     alone = run(make(), mine)
     engine = make(num_blocks=30, kind=Counted, grammars_kept=2)
     engine.submit(mine)
-    first = [Request("first", PROMPT[::-1], params(None, ignore_eos=True, max_tokens=170), priority=-1)]
+    first = [EngineRequest("first", PROMPT[::-1], params(None, ignore_eos=True, max_tokens=170), priority=-1)]
     said: dict[str, list[int]] = {}
-    others = [Request(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(6)]
+    others = [EngineRequest(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(6)]
     while engine.has_work:
         if "mine" in said:
             while first:
@@ -181,15 +186,15 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
     assert said["mine"] == alone["mine.0"] and len(said) == 8
     assert compiled.count(held.text) == 1
     forgotten = Grammar.of_choices(["5"])
-    run(engine, Request("again", PROMPT[:1], params(forgotten, max_tokens=1)))
+    run(engine, EngineRequest("again", PROMPT[:1], params(forgotten, max_tokens=1)))
     assert compiled.count(forgotten.text) == 2
 
 
 def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
     """A request whose deadline comes while its grammar is being compiled is refused as any other that has not begun."""
-    grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+    grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
     engine = Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars)  # none is ever compiled
-    engine.submit(Request("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
+    engine.submit(EngineRequest("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
     ((name, refused),) = engine.step().refused
     assert name == "late" and isinstance(refused, DeadlineExceeded)
     engine.check()
@@ -203,7 +208,7 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
         (params(Grammar("regex", "("), n=2), {}, "cannot be compiled"),
         (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume holds tokens"),
     ):
-        request = Request("r", PROMPT, sampling, resume)
+        request = EngineRequest("r", PROMPT, sampling, resume)
         engine.submit(request)
         ((name, refused),) = refusals(engine)  # when it has been compiled
         assert name == "r" and isinstance(refused, InvalidRequest) and re.search(words, str(refused))
@@ -211,12 +216,12 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
             engine.submit(request)
         assert not engine.has_work
     for grammars, words in (
-        (Grammars.load(tmp_path, vocab_size=600, eos_token_ids=[EOS]), "tokenizer cannot be used"),
-        (Grammars.load(model.directory, vocab_size=600, eos_token_ids=[]), "no end-of-sequence token"),
+        (GrammarBackend.load(tmp_path, vocab_size=600, eos_token_ids=[EOS]), "tokenizer cannot be used"),
+        (GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[]), "no end-of-sequence token"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars).submit(
-                Request("r", PROMPT, params(JSON))
+                EngineRequest("r", PROMPT, params(JSON))
             )
 
 
@@ -228,12 +233,12 @@ def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    grammars = Grammars.load(tmp_path, vocab_size=600, eos_token_ids=[EOS])
+    grammars = GrammarBackend.load(tmp_path, vocab_size=600, eos_token_ids=[EOS])
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
     pool = allocate_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
     engine = Engine(model.spec, runner, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
-    engine.submit(Request("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))
+    engine.submit(EngineRequest("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))
     ((name, error),) = refusals(engine)
     assert name == "r" and "make its grammar simpler" in str(error)
     assert engine.stats().blocks_used == 0
@@ -244,14 +249,14 @@ def test_what_takes_too_long_to_follow_ends_alone(make: Make) -> None:
     taken a quarter of a second more than its tokens may take, others go on, and ranks forget it."""
     forgotten: list[int] = []
 
-    class Watched(Grammars):
+    class Watched(GrammarBackend):
         def drop(self, number: int) -> None:
             forgotten.append(number)
             super().drop(number)
 
     engine = make(kind=Watched)
-    engine.submit(Request("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
-    engine.submit(Request("slow", PROMPT, params(AMBIGUOUS, max_tokens=200, logit_bias={EOS: -100.0})))
+    engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
+    engine.submit(EngineRequest("slow", PROMPT, params(AMBIGUOUS, max_tokens=200, logit_bias={EOS: -100.0})))
     said, refused = Counter[str](), []
     while engine.has_work:
         output = engine.step()
@@ -269,7 +274,7 @@ def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make) -> None:
     """The tokens that a request resumes with are followed in one go: for a second, not for minutes."""
     engine = make()
     delivered = byte_level_tokenizer().encode("ab" * 90).ids
-    engine.submit(Request("r", PROMPT, params(AMBIGUOUS, max_tokens=200), {0: tuple(delivered)}))
+    engine.submit(EngineRequest("r", PROMPT, params(AMBIGUOUS, max_tokens=200), {0: tuple(delivered)}))
     ((name, error),) = refusals(engine)
     assert name == "r" and "tokens of resume takes over 1 s" in str(error)
 
@@ -277,9 +282,9 @@ def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make) -> None:
 def test_a_grammar_that_fits_no_text_is_refused_before_a_step(make: Make) -> None:
     """The first mask is made where a grammar is compiled, and says so; 4,096 choices are no such grammar."""
     engine = make()
-    engine.submit(Request("r", PROMPT, params(Grammar("regex", r"[^\s\S]"))))
+    engine.submit(EngineRequest("r", PROMPT, params(Grammar("regex", r"[^\s\S]"))))
     ((name, error),) = refusals(engine)
     assert name == "r" and "cannot be compiled: it allows no text" in str(error)
     choices = [f"the number {number}" for number in range(4096)]
-    (said,) = run(engine, Request("c", PROMPT, params(Grammar.of_choices(choices)))).values()
+    (said,) = run(engine, EngineRequest("c", PROMPT, params(Grammar.of_choices(choices)))).values()
     assert text_of(said) in choices

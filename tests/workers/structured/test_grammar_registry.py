@@ -8,12 +8,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewRow, StepPlan
 from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
-from coatcheck.workers.structured.grammar_registry import GrammarLedger
-from coatcheck.workers.structured.turns import Turns
+from coatcheck.workers.structured.grammar_registry import GrammarRegistry
+from coatcheck.workers.structured.turns import RoundRobin
 
 KEPT = 3
 SMALL = [Grammar("regex", letter) for letter in "abcdefgh"]
@@ -22,11 +22,11 @@ LARGE = [Grammar("regex", letter * 9000) for letter in "abc"]
 
 def choices_of(grammar: Grammar | None, tenant: str = "", n: int = 1) -> list[Sequence]:
     """A request's."""
-    request = Request("r", (1,), SamplingParams(structured=grammar), tenant=tenant)
+    request = EngineRequest("r", (1,), SamplingParams(structured=grammar), tenant=tenant)
     return [Sequence(request, choice, [1], 9, (0, 0), frozenset()) for choice in range(n)]
 
 
-def announced(ledger: GrammarLedger) -> list[Grammar]:
+def announced(ledger: GrammarRegistry) -> list[Grammar]:
     """What the next plan asks for."""
     plan = StepPlan()
     ledger.announce(plan)
@@ -38,7 +38,7 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = GrammarLedger(KEPT)
+        self.ledger = GrammarRegistry(KEPT)
         self.waiting: list[list[Sequence]] = []
         self.begun: list[list[Sequence]] = []
         self.ranks: dict[int, Grammar] = {}
@@ -117,7 +117,7 @@ TestLedger.settings = settings(max_examples=40, stateful_step_count=30)
 
 def test_owners_take_turns() -> None:
     """One owner's first comes behind at most one of each other's, however many they have asked for."""
-    turns = Turns[str]()
+    turns = RoundRobin[str]()
     for thing in ("a1", "a2", "a3", "b1", "a4", "c1"):
         turns.add(thing[0], thing)
     taken = [turns.take(lambda thing: thing != "a2") for _ in range(6)]
@@ -126,7 +126,7 @@ def test_owners_take_turns() -> None:
 
 def test_what_nobody_waits_for_is_not_compiled() -> None:
     """Requests that leave before their grammar's turn take it along; one that others want too stays."""
-    ledger = GrammarLedger()
+    ledger = GrammarRegistry()
     first, second, third = choices_of(SMALL[0]), choices_of(SMALL[1], n=2), choices_of(SMALL[0], "other")
     for choices in (first, second, third):
         assert not ledger.use(choices)
@@ -140,7 +140,7 @@ def test_what_nobody_waits_for_is_not_compiled() -> None:
 
 def test_a_grammar_has_the_turn_of_whoever_is_next_among_those_who_want_it() -> None:
     """One that a busy owner has asked for last is compiled in the turn of another who wants it too."""
-    ledger = GrammarLedger()
+    ledger = GrammarRegistry()
     for grammar in SMALL:
         ledger.use(choices_of(grammar, "busy"))
     ledger.use(choices_of(SMALL[7], "other"))

@@ -11,17 +11,17 @@ import torch
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import GroupRunner, follow
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from tests.workers.ranks import run_ranks
-from tests.workers.structured_engine import (
+from tests.workers.structured.structured_engine import (
     EOS,
     JSON,
     LARGE,
@@ -69,7 +69,7 @@ def make(model: Model) -> Make:
 )
 def test_every_answer_is_what_was_asked_for(make: Make, grammar: Grammar, holds: Callable[[str], Any]) -> None:
     """A random model that may end keeps to the grammar, and ends only where it is complete."""
-    requests = [Request(f"r{seed}", PROMPT, params(grammar, seed=seed, max_tokens=200)) for seed in range(6)]
+    requests = [EngineRequest(f"r{seed}", PROMPT, params(grammar, seed=seed, max_tokens=200)) for seed in range(6)]
     ended = [said for said in run(make(), *requests).values() if said[-1] == EOS]
     assert len(ended) >= 3
     for said in ended:
@@ -80,17 +80,17 @@ def test_greedy_and_penalised_rows_keep_to_it_too(make: Make) -> None:
     """Bias and penalties push, the mask decides."""
     push = dict(logit_bias={7: 100.0}, repetition_penalty=1.5, frequency_penalty=1.0, logprobs=2)
     for temperature in (0.0, 1.5):
-        request = Request("r", PROMPT, params(Grammar("regex", "(yes|no)!"), temperature=temperature, **push))
+        request = EngineRequest("r", PROMPT, params(Grammar("regex", "(yes|no)!"), temperature=temperature, **push))
         assert text_of(run(make(), request)["r.0"]) in ("yes!", "no!")
 
 
 def test_every_road_gives_the_same_tokens(make: Make) -> None:
     """Neighbours, a pipelined step, a pool that preempts, a resume anywhere: the tokens are the undisturbed ones."""
-    mine = Request("mine", PROMPT, params(JSON, n=3))
+    mine = EngineRequest("mine", PROMPT, params(JSON, n=3))
     alone = run(make(), mine)
     others = [
-        Request("free", PROMPT[::-1], params(None, ignore_eos=True)),
-        Request("other", PROMPT[5:], params(OTHER)),
+        EngineRequest("free", PROMPT[::-1], params(None, ignore_eos=True)),
+        EngineRequest("other", PROMPT[5:], params(OTHER)),
     ]
     for engine in (make(), make(depth=1), make(num_blocks=20), make(num_blocks=20, depth=1)):
         together = run(engine, others[0], mine, others[1])
@@ -100,7 +100,7 @@ def test_every_road_gives_the_same_tokens(make: Make) -> None:
     for count in range(0, longest, 7):
         delivered = {choice: tuple(alone[f"mine.{choice}"][:count]) for choice in range(3)}
         for depth in (0, 1):
-            rest = run(make(depth=depth), Request("mine", PROMPT, mine.sampling, delivered))
+            rest = run(make(depth=depth), EngineRequest("mine", PROMPT, mine.sampling, delivered))
             assert {key: alone[key][:count] + rest.get(key, []) for key in alone} == alone
 
 
@@ -108,7 +108,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
     """Rank 0's tokens; the other ranks follow."""
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
-    grammars = Grammars.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
+    grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
     pool = allocate_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(
         model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars, communicator=communicator
@@ -116,10 +116,12 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
     if communicator.rank:
         follow(runner, communicator)
         return None
-    group = GroupRunner(runner, communicator)
+    group = TpRunner(runner, communicator)
     engine = Engine(model.spec, group, num_blocks=12, block_size=8, max_num_seqs=8, grammars=grammars)
-    large = Request("large", PROMPT[:9], params(LARGE, max_tokens=9))
-    said = run(engine, large, Request("other", PROMPT[5:], params(OTHER)), Request("r", PROMPT, params(JSON, n=2)))
+    large = EngineRequest("large", PROMPT[:9], params(LARGE, max_tokens=9))
+    said = run(
+        engine, large, EngineRequest("other", PROMPT[5:], params(OTHER)), EngineRequest("r", PROMPT, params(JSON, n=2))
+    )
     assert engine.stats().preemptions > 0
     group.stop()
     return said

@@ -11,7 +11,7 @@ import torch
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import KvDtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
@@ -20,7 +20,7 @@ from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.structured.grammar_backend import Grammars
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MOST_KEPT
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 from tests.workers.checkpoints import tiny_checkpoint
@@ -77,7 +77,7 @@ def engines_of(model: Model) -> Make:
     def make_engine(
         num_blocks: int = 200,
         depth: int = 0,
-        kind: type[Grammars] = Grammars,
+        kind: type[GrammarBackend] = GrammarBackend,
         grammars_kept: int = MOST_KEPT,
         told: list[bytes] | None = None,
     ) -> Engine:
@@ -93,7 +93,7 @@ def engines_of(model: Model) -> Make:
     return make_engine
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
     """Every choice's tokens."""
     said: dict[str, list[int]] = {}
     for request in requests:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
-from coatcheck.workers.core.request import Request
+from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -57,7 +57,7 @@ def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]
         sampling = SAMPLINGS[index % len(SAMPLINGS)]
         if short:
             sampling = replace(sampling, max_tokens=3, top_p=1.0, top_k=0)
-        engine.submit(Request(str(index), tuple(prompt), sampling))
+        engine.submit(EngineRequest(str(index), tuple(prompt), sampling))
     said: Said = {str(index): [] for index in range(count)}
     padded = []
     while engine.has_work:

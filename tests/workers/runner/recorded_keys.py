@@ -21,7 +21,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.runner.cuda_graphs import graph_sizes
-from tests.workers.padded_steps import load, make_runner
+from tests.workers.runner.padded_steps import load, make_runner
 
 _SEQS, _LEN, _BLOCKS = 8, 64, 24
 

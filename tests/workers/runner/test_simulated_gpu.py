@@ -78,8 +78,8 @@ def test_every_family_loads_onto_a_gpu(checkpoint_directory: Path) -> None:
 def simulated(module: str, *arguments: str) -> list[str]:
     """What it prints, in a process in which the simulated GPU can take the real one's place."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.workers.{module}", *arguments],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", f"tests.simulated_gpu.{module}", *arguments],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

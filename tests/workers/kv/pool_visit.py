@@ -4,12 +4,12 @@ from coatcheck.proto.retention import Retention
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import Eviction
 from coatcheck.workers.kv.eviction_policy import order_of
-from coatcheck.workers.kv.prefix_registry import PrefixBook
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 
 
 def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:
     """An eviction of its own book."""
-    book = PrefixBook(ghosts)
+    book = PrefixRegistry(ghosts)
     return Eviction(book, order_of(order, book.table), capacity)
 
 
