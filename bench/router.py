@@ -25,8 +25,8 @@ import typer
 from coatcheck.bench.router_cases.front_door import byte_tokenizer, run_client, run_group
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
 from coatcheck.proto.block_hash import block_key, hash_chain
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registration, SnapshotChunk
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
+from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, KvEvent, Load, Registration, SnapshotChunk
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_load import GroupLoad

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from coatcheck.cluster.client.client import Client
 from coatcheck.cluster.client.stream_result import StreamResult
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 MODEL = Path(__file__).parent / "model"
 GROUPS, RANKS, MAX_TOKENS = 2, 2, 48

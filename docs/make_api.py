@@ -15,13 +15,13 @@ from google.protobuf.descriptor_pb2 import (
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[1]
-_SOURCE = "coatcheck/proto/coatcheck.proto"
+_SOURCE = "coatcheck/proto/stubs/coatcheck.proto"
 # Field numbers within descriptor.proto, of which comments' paths are made.
 _MESSAGES, _ENUMS, _SERVICES, _METHODS, _FIELDS, _VALUES = 4, 5, 6, 2, 2, 2
 _TITLE = """# The API
 
-Made from [proto/coatcheck.proto](../proto/coatcheck.proto) by `python docs/make_api.py`. Package `coatcheck.v1`. Every
-scalar marked optional has a default of its own, which its comment says; a field that is not known here is refused.
+Generated from [proto/stubs/coatcheck.proto](../proto/stubs/coatcheck.proto) by `python docs/make_api.py`. The package is
+`coatcheck.v1`. The default of an optional scalar stands in its comment. Unknown fields are refused.
 """
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
-    from coatcheck.proto.coatcheck_pb2 import StructuredOutput
+    from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
 Kind = Literal["json_schema", "regex", "grammar", "choices"]
 KINDS: Final[tuple[Kind, ...]] = ("json_schema", "regex", "grammar", "choices")
@@ -74,7 +74,7 @@ class Grammar:
 
     def to_message(self) -> StructuredOutput:
         """The wire form."""
-        from coatcheck.proto.coatcheck_pb2 import StructuredOutput
+        from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
         message = StructuredOutput()
         if self.kind == "choices":

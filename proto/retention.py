@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 from coatcheck.proto.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from coatcheck.proto.coatcheck_pb2 import Retention as RetentionMessage
+    from coatcheck.proto.stubs.coatcheck_pb2 import Retention as RetentionMessage
 
 DEFAULT_TTL_SECONDS: Final = 300.0
 MAX_TTL_SECONDS: Final = 86400.0
@@ -45,6 +45,6 @@ class Retention:
 
     def to_message(self) -> RetentionMessage:
         """The wire form, nothing left to defaults."""
-        from coatcheck.proto.coatcheck_pb2 import Retention as RetentionMessage  # late, as in grammar.py
+        from coatcheck.proto.stubs.coatcheck_pb2 import Retention as RetentionMessage  # late, as in grammar.py
 
         return RetentionMessage(priority=self.priority, ttl_seconds=self.ttl_seconds)

@@ -16,7 +16,7 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 
 if TYPE_CHECKING:
-    from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
+    from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -99,7 +99,7 @@ class SamplingParams:
 
     def to_message(self) -> SamplingMessage:
         """The wire form, every scalar set."""
-        from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage  # late, as in grammar.py
+        from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage  # late, as in grammar.py
 
         scalars = {name: getattr(self, name) for name in _SCALARS if getattr(self, name) is not None}
         return SamplingMessage(

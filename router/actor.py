@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import ray
 
-from coatcheck.proto.coatcheck_pb2 import StatusResponse
 from coatcheck.proto.log_lines import configure_logging
+from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 from coatcheck.router.access.connection_limits import raise_limit
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat, LoopHeartbeat

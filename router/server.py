@@ -21,10 +21,10 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from coatcheck.proto import coatcheck_pb2 as messages
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
 from coatcheck.proto.log_lines import configure_logging
+from coatcheck.proto.stubs import coatcheck_pb2 as messages
 from coatcheck.proto.tracing import Tracing
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.connection_limits import GRPC_SHARE, HTTP_SHARE, most_connections, raise_limit

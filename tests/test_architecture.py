@@ -36,13 +36,15 @@ FORBIDDEN = [
 # Files that any folder of their room may import, and that have a row of their own in the table of folders.
 FILES_WITH_A_ROW = {"router/config.py"}
 TORCH_FREE = ("workers/core", "workers/kv", "workers/structured", "workers/engine", "workers/service")
+# What protoc generates. A file that imports a stub imports the folder `proto`.
+STUBS = "proto/stubs"
 # No folder may have more files than a reader can take in at once.
 MOST_FILES = 16
 
 
 def sources(*rooms: str) -> list[Path]:
     files = [file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))]
-    return [file for file in files if "_pb2" not in file.name]
+    return [file for file in files if str(file.relative_to(ROOT).parent) != STUBS]
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
@@ -116,7 +118,9 @@ def folder_of(module: str) -> str | None:
 def row_of(file: Path) -> str:
     """The row of the table that a file belongs to."""
     path = file.relative_to(ROOT)
-    return str(path) if str(path) in FILES_WITH_A_ROW else str(path.parent)
+    if str(path) in FILES_WITH_A_ROW:
+        return str(path)
+    return "proto" if str(path.parent) == STUBS else str(path.parent)
 
 
 def table_of_folders() -> dict[str, set[str]]:

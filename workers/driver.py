@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from coatcheck.kernels.native import native_status
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.group_config import GroupConfig

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from coatcheck.kernels.compile_watch import CompileWatch
-from coatcheck.proto import coatcheck_pb2 as public
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype

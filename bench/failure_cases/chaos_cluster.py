@@ -18,8 +18,8 @@ import grpc
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from coatcheck.bench.setup.servers import free_port
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
 _TITLES = {"router": "RouterActor", "supervisor": "Supervisor"}
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from coatcheck.cluster.client.client import Client
 from coatcheck.cluster.client.stream_result import StreamResult
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 LOGPROB_TOLERANCE = 1e-4
 LONG_PROMPT = 1500  # tokens: three steps of prefill

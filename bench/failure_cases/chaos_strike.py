@@ -17,7 +17,7 @@ from pathlib import Path
 from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 from coatcheck.bench.failure_cases.chaos_load import LONG_PROMPT, ChaosLoad, Running
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
 _SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # in which a kill comes, from the command on

@@ -20,7 +20,7 @@ import typer
 
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.servers import CoatcheckServer
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _MODEL = Path(__file__).parents[2] / "demo" / "model"
 _KV_DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")

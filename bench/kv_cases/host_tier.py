@@ -28,8 +28,8 @@ from coatcheck.bench.setup.checkpoint import VOCABULARY, make_checkpoint
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.scenario import Scenario
 from coatcheck.bench.setup.servers import CoatcheckServer
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 
 _PREFIX = 8192
 _CONTEXT = 32_768

@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.plane_certificate import PlaneCertificate, listen, plane_channel
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_UNSPECIFIED,
     GenerateEvent,
@@ -19,9 +20,8 @@ from coatcheck.proto.coatcheck_pb2 import (
     SamplingParams,
     TokenIds,
 )
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
-from coatcheck.proto.plane_certificate import PlaneCertificate, listen, plane_channel
-from coatcheck.proto.worker_pb2 import (
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs.worker_pb2 import (
     FromGroup,
     Load,
     Registration,
@@ -31,7 +31,7 @@ from coatcheck.proto.worker_pb2 import (
     Submit,
     ToGroup,
 )
-from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.router.text.tokenizer import TokenizerJson
 
 VOCAB = 256

@@ -11,7 +11,7 @@ import typer
 from prometheus_client import CollectorRegistry
 
 from coatcheck.bench.setup.machine import describe_machine
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus, RankStatus, StatusResponse, Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus, RankStatus, StatusResponse, Usage
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 

@@ -18,15 +18,15 @@ import grpc
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
     GetModelResponse,
     GroupStatus,
     SamplingParams,
 )
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
-from coatcheck.proto.worker_pb2 import (
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs.worker_pb2 import (
     FromGroup,
     Load,
     Registration,
@@ -36,7 +36,7 @@ from coatcheck.proto.worker_pb2 import (
     Submit,
     ToGroup,
 )
-from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router

@@ -22,7 +22,7 @@ from coatcheck.bench.setup.servers import CoatcheckServer
 from coatcheck.bench.setup.sse_load import run_sse
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.workload import BenchRequest, Workload
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _SCHEMA = {
     "type": "array",

@@ -11,8 +11,8 @@ from heapq import heappop, heappush
 
 from coatcheck.bench.routing_simulation.service_model import BLOCK, ServiceModel, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_tiers import SimulatedTiers
-from coatcheck.proto.coatcheck_pb2 import GroupStatus
-from coatcheck.proto.worker_pb2 import KvEvents, Load
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus
+from coatcheck.proto.stubs.worker_pb2 import KvEvents, Load
 
 
 class SimulatedGroup:

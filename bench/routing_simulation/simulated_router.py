@@ -13,8 +13,8 @@ from coatcheck.bench.routing_simulation.rules import Rule
 from coatcheck.bench.routing_simulation.service_model import BLOCK, SimulatedRequest
 from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 from coatcheck.bench.routing_simulation.simulated_tiers import block_name
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.worker_pb2 import Registration, SnapshotChunk
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.access.tenant import ANYONE
 from coatcheck.router.groups.group_load import GroupLoad, Submission
 from coatcheck.router.routing.pending_prefixes import PendingPrefix

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from coatcheck.bench.routing_simulation.service_model import SimulatedRequest
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents
+from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent, KvEvents
 
 _STORED: dict[tuple[int, int], KvEvent] = {}
 _REMOVED: dict[tuple[int, int], KvEvent] = {}

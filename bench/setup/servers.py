@@ -24,8 +24,8 @@ import grpc
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.bench.setup.scenario import Figures, Scenario
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
 KV_GIB = 2
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from coatcheck.cluster.benchmark.load_generator import Recording
 from coatcheck.cluster.benchmark.workload import BenchRequest
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 @dataclass(slots=True)

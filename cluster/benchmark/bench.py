@@ -29,8 +29,8 @@ from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
 from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
 from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidConfig, error_of
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _EXIT_INTERRUPTED = 130
 

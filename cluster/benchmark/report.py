@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from coatcheck.cluster.benchmark.load_generator import Recording
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 PERCENTILES = (50, 90, 99)
 

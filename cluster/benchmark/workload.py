@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coatcheck.cluster.benchmark.request_trace import BLOCK_TOKENS, TraceEntry
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 Prompts = Literal["random", "fixed", "shared-prefix"]
 # Salts of the generator, so that no two kinds of tokens come from the same stream.

@@ -16,9 +16,9 @@ from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.cluster.client.resume_state import ResumeState
 from coatcheck.cluster.config.serve_config import DEFAULT_PORT
 from coatcheck.cluster.plural import counted
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import CoatcheckError, Unavailable, error_of
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 
 LONGEST_TIMEOUT = 365 * 86_400.0  # seconds; gRPC treats a deadline much further away as one in the past
 

@@ -3,7 +3,7 @@
 Pure: it sees events and makes requests. It does not know routers, channels or retries.
 """
 
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 class ResumeState:

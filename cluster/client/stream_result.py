@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coatcheck.cluster.plural import counted
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 @dataclass(slots=True)

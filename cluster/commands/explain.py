@@ -15,8 +15,8 @@ from coatcheck.cluster.client.client import explain_error
 from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.commands.generate import build_sampling, put_prompt
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,10 +20,10 @@ from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
 from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.client.stream_result import StreamResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _PROMPT = partial(typer.Option, rich_help_panel="Prompt")
 _SAMPLING = partial(typer.Option, rich_help_panel="Sampling")

@@ -16,7 +16,7 @@ from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey,
 from coatcheck.cluster.commands.status import as_json_object, ask_router, colour_of
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS
 from coatcheck.cluster.plural import counted
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,8 +12,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.supervision.cluster_state import GroupState
-from coatcheck.proto.coatcheck_pb2 import StatusResponse
 from coatcheck.proto.errors import CoatcheckError, Unavailable
+from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat
 from coatcheck.router.groups.group_endpoint import GroupEndpoint

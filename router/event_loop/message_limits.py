@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from coatcheck.proto.errors import InvalidRequest, NeverFits
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 
 _Kind = TypeVar("_Kind", bound=Message)
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.errors import ContextLengthExceeded, DeadlineExceeded
-from coatcheck.proto.worker_pb2 import Registration
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision

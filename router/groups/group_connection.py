@@ -16,7 +16,7 @@ import grpc
 
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.errors import Overloaded, error_of
-from coatcheck.proto.worker_pb2 import (
+from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
     FromGroup,
     Hello,

@@ -10,7 +10,7 @@ from collections import deque
 from math import exp
 from typing import Final
 
-from coatcheck.proto.worker_pb2 import Load, Registration
+from coatcheck.proto.stubs.worker_pb2 import Load, Registration
 from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate
 

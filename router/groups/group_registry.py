@@ -7,8 +7,8 @@ requests, nor what sends them.
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.worker_pb2 import Registration
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.eligibility import equal
 from coatcheck.router.groups.group_connection import GroupConnection

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import grpc
 
 from coatcheck.proto.plane_certificate import PlaneCertificate, plane_channel
-from coatcheck.proto.worker_pb2 import FromGroup, ToGroup
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs.worker_pb2 import FromGroup, ToGroup
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.router.config import GROUP_MESSAGE_BYTES
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 

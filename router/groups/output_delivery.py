@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
 from coatcheck.router.groups.submission import Ejected, GroupLost, Ticket
 

@@ -1,7 +1,7 @@
 """RegistrationCheck: whether a group that has registered is the one it should be. Pure."""
 
 from coatcheck.proto.contract import disagreement
-from coatcheck.proto.worker_pb2 import Registration
+from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from coatcheck.proto.block_hash import block_key, hash_chain
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse, Resumed
-from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, Resumed
+from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.proto.stubs.worker_pb2 import Submit
 from coatcheck.proto.tracing import NO_PARENT
-from coatcheck.proto.worker_pb2 import Submit
 from coatcheck.router.access.tenant import ANYONE, Tenant
 
 if TYPE_CHECKING:

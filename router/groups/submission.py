@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
-from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.groups.group_failures import GroupFailure
 from coatcheck.router.groups.group_load import Submission
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from coatcheck.proto.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
 from coatcheck.router.http.json_response import JsonBody
 
 _FILES: Final = Path(__file__).parent / "page"

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
 from coatcheck.router.openai.sampling_fields import Body, Count, SamplingFields
 from coatcheck.router.openai.tool_parser import Form

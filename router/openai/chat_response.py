@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coatcheck.proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, Usage
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.logprobs_format import TokenText
 from coatcheck.router.openai.response_parts import (

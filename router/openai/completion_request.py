@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.router.openai.sampling_fields import Count, SamplingFields, TokenId
 
 MAX_PROMPTS = 1024

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from coatcheck.proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs, TokenLogprob, Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import (
+    Delta,
+    GenerateEvent,
+    GenerateResponse,
+    PromptLogprobs,
+    TokenLogprob,
+    Usage,
+)
 from coatcheck.router.http.json_response import LARGE_VALUES
 from coatcheck.router.openai.completion_request import CompletionRequest
 from coatcheck.router.openai.logprobs_format import TokenText

@@ -11,8 +11,8 @@ from typing import Any, Final, ParamSpec, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coatcheck.proto.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
-from coatcheck.proto.coatcheck_pb2 import Final as FinalEvent
+from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
+from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.json_response import LARGE_VALUES, JsonBody, json_bytes, large_json
 from coatcheck.router.openai.logprobs_format import TokenText

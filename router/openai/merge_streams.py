@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from coatcheck.proto.coatcheck_pb2 import GenerateEvent
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
 
 Source = AsyncGenerator[GenerateEvent, None]
 Event = tuple[int, GenerateEvent]  # (the prompt's place, its event)

@@ -16,9 +16,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from coatcheck.proto.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, NotFound
 from coatcheck.proto.grammar import GrammarRefused
+from coatcheck.proto.stubs.coatcheck_pb2 import DetokenizeRequest, GenerateRequest, GenerateResponse, TokenizeRequest
 from coatcheck.proto.tracing import CARRIED
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG

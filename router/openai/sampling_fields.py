@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.router.openai.response_format import ResponseFormat, StructuredOutputs, grammar_of
 
 # They name, bill, store or speed up; the answer is the same without them.

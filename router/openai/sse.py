@@ -10,7 +10,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coatcheck.proto.coatcheck_pb2 import GenerateEvent
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
 from coatcheck.router.http.disconnect import ClientGone, while_connected
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.openai.large_response import LargeResponses, StreamedResponse, sliced

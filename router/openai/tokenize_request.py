@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from coatcheck.proto.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
 from coatcheck.router.openai.chat_request import Message, chat_message
 from coatcheck.router.openai.logprobs_format import TokenText

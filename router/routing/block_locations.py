@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from coatcheck.proto.block_hash import HASH_BYTES
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
+from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
 from coatcheck.router.routing.event_trouble import EventProblem
 from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from coatcheck.proto.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
+from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations
 from coatcheck.router.routing.event_trouble import EventProblem
 from coatcheck.router.routing.pending_prefixes import PendingPrefix, PendingPrefixes

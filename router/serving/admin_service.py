@@ -8,7 +8,9 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.contract import VERSION
+from coatcheck.proto.errors import InvalidRequest, NotFound
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     CacheAudit,
     DrainRequest,
     DrainResponse,
@@ -16,8 +18,6 @@ from coatcheck.proto.coatcheck_pb2 import (
     StatusRequest,
     StatusResponse,
 )
-from coatcheck.proto.contract import VERSION
-from coatcheck.proto.errors import InvalidRequest, NotFound
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.message_limits import check_parts
 from coatcheck.router.groups.group_connection import GroupConnection

@@ -3,8 +3,8 @@
 It keeps what was expected of the group's cache, until the group says what it found. It does not know text or clients.
 """
 
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.worker_pb2 import Cached
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.stubs.worker_pb2 import Cached
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.submission import Ticket
 from coatcheck.router.routing.hit_prediction import HitPrediction

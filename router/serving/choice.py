@@ -7,8 +7,8 @@ changed hands on the way.
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from coatcheck.proto.coatcheck_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, Delta, FinishReason
-from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.proto.stubs.coatcheck_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, Delta, FinishReason
+from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.text.detokenizer import Detokenizer
 from coatcheck.router.text.stop_strings import StopStrings
 

@@ -10,9 +10,9 @@ import random
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.errors import Unavailable
-from coatcheck.proto.worker_pb2 import Registration
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups, able_to_hold, equal, holds, kind, require_time
 from coatcheck.router.groups.group_connection import GroupConnection

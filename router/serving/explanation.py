@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from coatcheck.proto.coatcheck_pb2 import Explanation, GroupCost
+from coatcheck.proto.stubs.coatcheck_pb2 import Explanation, GroupCost
 from coatcheck.router.routing.routing_cost import CostTerms, Decision
 
 ASKED_BY: Final = "coatcheck-explain"

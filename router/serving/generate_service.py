@@ -16,7 +16,10 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, Unavailable
+from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
     Explanation,
@@ -28,10 +31,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
-from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, Unavailable
-from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
-from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.tracing import NO_PARENT, Tracing
 from coatcheck.router.access.tenant import ANYONE, Tenant
 from coatcheck.router.access.tenant_limits import TenantLimits

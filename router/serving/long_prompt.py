@@ -7,7 +7,7 @@ result. In a thread of the router, a million tokens would stop every stream for 
 from array import array
 from functools import cache
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenizeRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 from coatcheck.router.serving.request_validation import prompt_token_ids
 from coatcheck.router.text.tokenizer import TokenizerJson
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final as Constant
 
-from coatcheck.proto.coatcheck_pb2 import Final, GenerateEvent, Started, Usage
 from coatcheck.proto.errors import Overloaded, Poisoned
-from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.proto.stubs.coatcheck_pb2 import Final, GenerateEvent, Started, Usage
+from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.submission import GroupLost

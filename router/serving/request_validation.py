@@ -12,11 +12,11 @@ from typing import Final
 
 from google.protobuf.message import Message
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest, NeverFits, NotFound
 from coatcheck.proto.generation_config import NO_DEFAULTS, SamplingDefaults
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
 from coatcheck.router.access.tenant import ANYONE, Tenant
 from coatcheck.router.groups.request import Request
 from coatcheck.router.text.conversation import chat_text

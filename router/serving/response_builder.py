@@ -7,8 +7,8 @@ groups, nor why they change.
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from coatcheck.proto.coatcheck_pb2 import ChoiceEnd, Delta, GenerateEvent, PromptLogprobs, Usage
-from coatcheck.proto.worker_pb2 import Cached, SequenceOutput
+from coatcheck.proto.stubs.coatcheck_pb2 import ChoiceEnd, Delta, GenerateEvent, PromptLogprobs, Usage
+from coatcheck.proto.stubs.worker_pb2 import Cached, SequenceOutput
 from coatcheck.router.groups.request import Request
 from coatcheck.router.serving.choice import Choice
 from coatcheck.router.text.detokenizer import Detokenizer

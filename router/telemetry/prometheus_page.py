@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from coatcheck.proto.coatcheck_pb2 import Evictions, GroupStatus, PrefixMisses, StatusResponse
+from coatcheck.proto.stubs.coatcheck_pb2 import Evictions, GroupStatus, PrefixMisses, StatusResponse
 from coatcheck.router.telemetry.exposition import Exposition, labels
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from coatcheck.proto.coatcheck_pb2 import Usage
 from coatcheck.proto.errors import status_name
+from coatcheck.proto.stubs.coatcheck_pb2 import Usage
+from coatcheck.proto.stubs.worker_pb2 import Cached
 from coatcheck.proto.tracing import NO_PARENT
-from coatcheck.proto.worker_pb2 import Cached
 from coatcheck.router.routing.routing_cost import Decision
 from coatcheck.router.telemetry.request_trace import RequestTrace
 from coatcheck.router.telemetry.traffic import Traffic

@@ -8,8 +8,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
-from coatcheck.proto.coatcheck_pb2 import Usage
 from coatcheck.proto.errors import Overloaded, status_name
+from coatcheck.proto.stubs.coatcheck_pb2 import Usage
 
 # Half an octave apart where readers feel it, an octave further out.
 _TTFT: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 40, 80)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from coatcheck.proto.coatcheck_pb2 import LatencyStatus, Usage
 from coatcheck.proto.errors import Draining, Overloaded
+from coatcheck.proto.stubs.coatcheck_pb2 import LatencyStatus, Usage
 from coatcheck.router.access.tenant import ANYONE, Tenant
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 

@@ -6,8 +6,8 @@ Pure. It does not know tokens, nor which protocol the conversation came by.
 import json
 from typing import Any
 
-from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage
 from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
 from coatcheck.router.text.chat_template import ChatTemplate
 
 

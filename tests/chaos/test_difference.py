@@ -4,7 +4,7 @@ import pytest
 
 from coatcheck.bench.failure_cases.chaos_load import difference
 from coatcheck.cluster.client.stream_result import StreamResult
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "text"])

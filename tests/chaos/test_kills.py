@@ -9,7 +9,7 @@ from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 from coatcheck.bench.failure_cases.chaos_load import ChaosLoad, cases
 from coatcheck.bench.failure_cases.chaos_strike import Striker
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.cluster.serving import coatcheck, kill, until
 
 pytestmark = pytest.mark.ray

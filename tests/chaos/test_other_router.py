@@ -6,7 +6,7 @@ from pathlib import Path
 from coatcheck.bench.failure_cases.chaos_load import cases, difference, with_stop
 from coatcheck.cluster.client.client import Client
 from coatcheck.cluster.client.stream_result import StreamResult
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router

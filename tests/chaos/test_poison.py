@@ -9,8 +9,8 @@ import pytest
 from coatcheck.bench.failure_cases.chaos_load import difference
 from coatcheck.cluster.client.client import Client
 from coatcheck.cluster.client.stream_result import StreamResult
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import Poisoned
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router

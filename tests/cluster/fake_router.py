@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import grpc
 
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 
 PIECES = [" one", " two", " drei", " vier", " ☂", " six", " sept", " acht"]
 

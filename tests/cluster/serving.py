@@ -18,8 +18,8 @@ import grpc
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.commands.status import as_json_object
 from coatcheck.cluster.ray_cluster.process_tree import descendants
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
 # A process that was killed with the command ends when the kernel gets to it; Ray's own agents go on for a minute.
 END_SECONDS = 30.0

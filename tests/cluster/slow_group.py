@@ -6,9 +6,9 @@
 import sys
 import time
 
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop

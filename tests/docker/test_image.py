@@ -79,7 +79,7 @@ def test_the_tree_is_whole(tree: Path) -> None:
     """It has the command, the rooms with their protos and native kernels, the demo's model, and no tests."""
     package = next(tree.glob("lib/python3*/site-packages/coatcheck"))
     there = {str(file.relative_to(package)) for file in package.rglob("*")}
-    assert {"proto/coatcheck.proto", "py.typed", "router/openai/routes.py", "cluster/commands/serve.py"} <= there
+    assert {"proto/stubs/coatcheck.proto", "py.typed", "router/openai/routes.py", "cluster/commands/serve.py"} <= there
     assert any(re.fullmatch(r"kernels/_native.*\.so", name) for name in there)
     assert not {"tests", "bench", "demo", "docker"} & {Path(name).parts[0] for name in there}
     assert (tree / "demo" / "model" / "config.json").is_file() and (tree / "bin" / "coatcheck").is_file()

@@ -71,7 +71,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
 
 def test_a_default_is_what_the_same_number_in_a_request_would_be(tmp_path: Path) -> None:
     """The file's 0.6 is rounded to 32 bits, as protobuf rounds a request's 0.6."""
-    from coatcheck.proto.coatcheck_pb2 import SamplingParams
+    from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams
 
     assert (
         sampling_defaults(write(tmp_path, {"temperature": 0.6})).temperature

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import Retention as RetentionMessage
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention
+from coatcheck.proto.stubs.coatcheck_pb2 import Retention as RetentionMessage
 
 
 @pytest.mark.parametrize(

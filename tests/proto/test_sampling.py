@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.proto.coatcheck_pb2 import SamplingParams as SamplingMessage
-from coatcheck.proto.coatcheck_pb2 import StructuredOutput
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.proto.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
+from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
 NAN, INFINITY = math.nan, math.inf
 BAD: list[tuple[str, Any]] = [

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from coatcheck.router.server import Router
 from tests.router.fake_group import FakeGroup
 

@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import grpc
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.contract import CONTRACT, VERSION
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     GetModelResponse,
@@ -21,8 +22,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenLogprob,
     TopLogprob,
 )
-from coatcheck.proto.contract import CONTRACT, VERSION
-from coatcheck.proto.worker_pb2 import (
+from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
     Cached,
     FromGroup,
@@ -38,7 +38,7 @@ from coatcheck.proto.worker_pb2 import (
     Submit,
     ToGroup,
 )
-from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 EOS = 0

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     Chat,
     ChatMessage,
     DetokenizeRequest,

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from coatcheck.proto.worker_pb2 import FromGroup, Submit
+from coatcheck.proto.stubs.worker_pb2 import FromGroup, Submit
 from tests.router.fake_group import FakeGroup
 
 

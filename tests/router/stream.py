@@ -1,6 +1,6 @@
 """A request whose tokens are known, and a stream that is read in pieces."""
 
-from coatcheck.proto.coatcheck_pb2 import GenerateEvent, GenerateRequest, SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent, GenerateRequest, SamplingParams
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
 

@@ -4,8 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import Overloaded
+from coatcheck.proto.stubs.coatcheck_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    StatusRequest,
+    TokenIds,
+)
 from coatcheck.router.access.tenant import ANYONE, Tenant
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup

@@ -3,8 +3,8 @@
 import asyncio
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
+from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.stream import Stream, ask, undisturbed

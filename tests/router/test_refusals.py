@@ -7,7 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     Chat,
     ChatMessage,
     DetokenizeRequest,
@@ -20,7 +21,6 @@ from coatcheck.proto.coatcheck_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
-from coatcheck.proto.errors import InvalidRequest
 from coatcheck.router.serving.request_validation import prompt_token_ids
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.door import OpenDoor

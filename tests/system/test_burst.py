@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.errors import Overloaded
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router

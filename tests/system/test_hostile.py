@@ -18,7 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, Resumed, SamplingParams, StructuredOutput
+from coatcheck.proto.stubs.coatcheck_pb2 import (
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    Resumed,
+    SamplingParams,
+    StructuredOutput,
+)
 from coatcheck.router.config import MESSAGE_BYTES
 from tests.cluster.fortress import Fortress, fortress, vanish
 from tests.cluster.serving import until

@@ -11,8 +11,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router

@@ -16,8 +16,8 @@ import pytest
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA
 from coatcheck.proto.plane_certificate import GROUP
-from coatcheck.proto.worker_pb2 import ProbeRequest
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs.worker_pb2 import ProbeRequest
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from tests.cluster.serving import Serving, coatcheck, listening
 from tests.router.certificates import TestAuthority
 from tests.router.http.browser import Browser

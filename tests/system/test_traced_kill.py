@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.observed import Collector
 from tests.cluster.serving import Serving, kill, until
 

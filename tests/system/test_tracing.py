@@ -11,9 +11,9 @@ import grpc
 import openai
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.tracing import Tracing, check_endpoint
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.cluster.observed import Collector, Group, MortalRunner, Seen, observed

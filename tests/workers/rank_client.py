@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import grpc
 
-from coatcheck.proto import worker_pb2 as wire
-from coatcheck.proto.coatcheck_pb2 import SamplingParams
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 
 
 def generate(address: str, prompt: list[int], max_tokens: int) -> list[int]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import grpc.aio
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import CONTRACT, VERSION
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.proto import worker_pb2 as wire
-from coatcheck.proto.coatcheck_pb2 import SamplingParams
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.host.crash_record import crash_of
 from tests.workers.checkpoints import tiny_checkpoint

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.rank_client import generate

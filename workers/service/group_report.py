@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason
 from coatcheck.workers.core.step_output import EngineStats
 

@@ -7,7 +7,7 @@ its end is logged by that one. It knows no gRPC, and not what a token means.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.service.outbox import Outbox
 from coatcheck.workers.service.request_log import LoggedRequest, RequestLog

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
-from coatcheck.proto.worker_pb2 import FromGroup
+from coatcheck.proto.stubs.worker_pb2 import FromGroup
 
 
 class Outbox:

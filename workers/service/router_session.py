@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop

@@ -5,7 +5,7 @@ It numbers the events. In the engine's thread; it does not know how messages tra
 
 from collections.abc import Collection
 
-from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_output import StepOutput
 from coatcheck.workers.service.open_requests import OpenRequests
 from coatcheck.workers.service.outbox import Outbox

@@ -5,11 +5,11 @@ Pure conversion between protobuf messages and plain values. It does not know str
 
 from collections.abc import Iterator, Sequence
 
-from coatcheck.proto import coatcheck_pb2 as public
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.errors import CoatcheckError, status_of
 from coatcheck.proto.retention import Retention
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs import coatcheck_pb2 as public
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core import step_output
 from coatcheck.workers.core.request import EngineRequest
 

@@ -16,11 +16,11 @@ from contextlib import suppress
 import grpc.aio
 
 from coatcheck.proto import plane_certificate
-from coatcheck.proto import worker_pb2 as wire
 from coatcheck.proto.contract import disagreement
 from coatcheck.proto.plane_certificate import PlaneCertificate
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.proto.tracing import Tracing
-from coatcheck.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.workers.core.step_output import EngineStats, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop

@@ -12,7 +12,7 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
 from coatcheck.cluster.benchmark.workload import Workload
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import FakeRouter
 from tests.cluster.serving import COMMAND
 

@@ -9,8 +9,8 @@ import pytest
 
 from coatcheck.cluster.benchmark.request_trace import TraceEntry, read_trace
 from coatcheck.cluster.benchmark.workload import BenchRequest, Workload
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 def ids(job: BenchRequest) -> list[int]:

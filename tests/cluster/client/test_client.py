@@ -12,8 +12,8 @@ import pytest
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.client.client import Client
 from coatcheck.cluster.client.credentials import Credentials
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import FakeRouter, token
 from tests.router.certificates import TestAuthority
 

@@ -1,7 +1,7 @@
 """What a client holds of a stream that changed routers."""
 
 from coatcheck.cluster.client.resume_state import ResumeState
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 def test_prompt_scores_come_in_parts_and_only_once() -> None:

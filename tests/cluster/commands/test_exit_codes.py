@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coatcheck.cluster.cli import COMMANDS, build_app
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.cluster.fake_router import FakeRouter
 from tests.cluster.serving import COMMAND, coatcheck
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from coatcheck.cluster.client.stream_result import StreamResult
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import PIECES, FakeRouter, token
 from tests.cluster.serving import COMMAND
 

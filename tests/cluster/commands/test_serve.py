@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from tests.cluster.serving import COMMAND, END_SECONDS, Serving, coatcheck, kill, lives, until
 
 pytestmark = pytest.mark.ray

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from coatcheck.cluster.commands.top import History, bar, screen, spark
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.cluster.serving import COMMAND, coatcheck
 
 GROUP = pb.GroupStatus(

@@ -16,8 +16,8 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.cluster.planner.weight_count import WeightCount
-from coatcheck.proto import worker_pb2 as wire
-from coatcheck.proto.worker_pb2_grpc import WorkerStub
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.attention.attention import AttentionCall
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
-from coatcheck.proto.coatcheck_pb2_grpc import AdminStub, GenerationStub
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 from tests.cluster.autoscaled_ray import AutoscaledRay
 from tests.cluster.serving import Serving, until
 

@@ -11,7 +11,7 @@ import grpc
 import openai
 import pytest
 
-from coatcheck.proto import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.key_holders import EYES, OPS, SEARCH, bearer, write_keys

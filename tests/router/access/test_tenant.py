@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic

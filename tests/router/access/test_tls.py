@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import coatcheck_pb2 as pb
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from coatcheck.router.access.client_certificate import names_in
 from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.config import RouterConfig

@@ -18,8 +18,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GetModelResponse, SamplingParams, TokenIds
-from coatcheck.proto.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GetModelResponse, SamplingParams, TokenIds
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.hostile_bodies import ANSWERED_MESSAGES, ANSWERS, BODIES, MESSAGES
 

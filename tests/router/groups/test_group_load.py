@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse, GroupStatus
-from coatcheck.proto.worker_pb2 import Load, Registration
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
+from coatcheck.proto.stubs.worker_pb2 import Load, Registration
 from coatcheck.router.groups.group_load import GroupLoad, Submission
 from coatcheck.router.routing.prefix_match import PrefixMatch
 

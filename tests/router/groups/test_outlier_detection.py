@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import StatusRequest
-from coatcheck.proto.worker_pb2 import FromGroup
+from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
+from coatcheck.proto.stubs.worker_pb2 import FromGroup
 from coatcheck.router.groups.outlier_detection import OutlierDetection
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup

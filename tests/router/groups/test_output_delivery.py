@@ -3,7 +3,7 @@
 import asyncio
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
 from coatcheck.router.groups.output_delivery import OutputDelivery
 from coatcheck.router.groups.submission import GroupLost, Ticket

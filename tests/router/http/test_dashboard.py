@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from coatcheck.proto.coatcheck_pb2 import GroupStatus, RankStatus
-from coatcheck.proto.worker_pb2 import FromGroup, Load
+from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, RankStatus
+from coatcheck.proto.stubs.worker_pb2 import FromGroup, Load
 from coatcheck.router.access.key_file import hash_key
 from tests.router.fake_group import FakeGroup
 from tests.router.http.browser import Browser

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GetModelRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelRequest
 from coatcheck.router.access.connection_limits import part_of
 from coatcheck.router.http.body_limit import BodyLimit
 from coatcheck.router.http.host_check import is_ours

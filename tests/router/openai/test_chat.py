@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field
 
-from coatcheck.proto.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, GetModelResponse, SamplingParams
 from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, GetModelResponse, SamplingParams
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model

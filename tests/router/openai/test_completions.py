@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, FakeGroup
 from tests.router.web import OpenWeb, Web

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import Delta, GenerateEvent
 from coatcheck.proto.errors import Overloaded
+from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent
 from coatcheck.router.openai.merge_streams import begin, merged
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GetModelRequest, SamplingParams, TokenIds
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GetModelRequest, SamplingParams, TokenIds
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.server import Router
 from tests.router.fake_group import FakeGroup

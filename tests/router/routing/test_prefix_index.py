@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED, KvEvent, KvEvents, SnapshotChunk, Tier
+from coatcheck.proto.stubs.worker_pb2 import (
+    TIER_DEVICE,
+    TIER_HOST,
+    TIER_UNSPECIFIED,
+    KvEvent,
+    KvEvents,
+    SnapshotChunk,
+    Tier,
+)
 from coatcheck.router.routing.event_trouble import EventProblem
 from coatcheck.router.routing.pending_prefixes import PendingPrefix
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex

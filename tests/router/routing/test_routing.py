@@ -1,8 +1,8 @@
 """Routing end to end: events in, placement out, and an index that heals itself."""
 
 from coatcheck.proto.block_hash import block_key, hash_chain
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.worker_pb2 import TIER_DEVICE, KvEvent, KvEvents
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
+from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, KvEvent, KvEvents
 from coatcheck.router.routing.event_trouble import EventProblem
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup

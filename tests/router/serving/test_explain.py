@@ -3,8 +3,8 @@
 import grpc
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import Explanation, GenerateRequest, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.worker_pb2 import FromGroup, Load
+from coatcheck.proto.stubs.coatcheck_pb2 import Explanation, GenerateRequest, SamplingParams, StatusRequest, TokenIds
+from coatcheck.proto.stubs.worker_pb2 import FromGroup, Load
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.routing.test_routing import PROMPT, blocks

@@ -6,8 +6,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import GetModelResponse, StatusRequest
-from coatcheck.proto.worker_pb2 import FromGroup
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, StatusRequest
+from coatcheck.proto.stubs.worker_pb2 import FromGroup
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup

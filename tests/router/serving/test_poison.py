@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.router.groups.request import Request
 from coatcheck.router.serving.assignment import Assignment
 from tests.router.door import OpenDoor

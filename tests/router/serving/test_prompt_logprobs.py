@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
+from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.stream import Stream

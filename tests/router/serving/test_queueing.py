@@ -6,8 +6,14 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.coatcheck_pb2 import GenerateRequest, GenerateResponse, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
+from coatcheck.proto.stubs.coatcheck_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    StatusRequest,
+    TokenIds,
+)
 from coatcheck.router.access.tenant import ANYONE, Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.serving.admission_queue import due_at

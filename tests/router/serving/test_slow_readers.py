@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import coatcheck_pb2 as pb
 from coatcheck.proto.errors import InvalidConfig, SlowReader
-from coatcheck.proto.worker_pb2 import SequenceOutput
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.submission import MOST_WAITING, Ticket
 from tests.router.door import Door, OpenDoor

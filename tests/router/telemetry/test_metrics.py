@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.bench.router_cases.metrics import busy_status
-from coatcheck.proto.coatcheck_pb2 import (
+from coatcheck.proto.stubs.coatcheck_pb2 import (
     CacheAudit,
     Evictions,
     GenerateRequest,
@@ -19,7 +19,7 @@ from coatcheck.proto.coatcheck_pb2 import (
     StatusResponse,
     TokenIds,
 )
-from coatcheck.proto.worker_pb2 import Load
+from coatcheck.proto.stubs.worker_pb2 import Load
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
 from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup

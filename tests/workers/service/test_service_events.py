@@ -6,7 +6,7 @@ import grpc.aio
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto import worker_pb2 as wire
+from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.engine.engine import Engine

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from coatcheck.proto.coatcheck_pb2 import RankStatus, SamplingParams
-from coatcheck.proto.worker_pb2 import Registration, Submit
+from coatcheck.proto.stubs.coatcheck_pb2 import RankStatus, SamplingParams
+from coatcheck.proto.stubs.worker_pb2 import Registration, Submit
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, MissReason, PrefixMiss
 from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.core.tier import Tier

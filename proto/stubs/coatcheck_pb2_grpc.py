@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from coatcheck.proto import coatcheck_pb2 as coatcheck_dot_proto_dot_coatcheck__pb2
+from coatcheck.proto.stubs import coatcheck_pb2 as coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in coatcheck/proto/coatcheck_pb2_grpc.py depends on'
+        + ' but the generated code in coatcheck/proto/stubs/coatcheck_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,28 +36,28 @@ class GenerationStub:
         """
         self.Generate = channel.unary_unary(
                 '/coatcheck.v1.Generation/Generate',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/coatcheck.v1.Generation/GenerateStream',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateEvent.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateEvent.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/coatcheck.v1.Generation/Tokenize',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.TokenizeResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/coatcheck.v1.Generation/Detokenize',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.DetokenizeResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/coatcheck.v1.Generation/GetModel',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GetModelResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GetModelResponse.FromString,
                 _registered_method=True)
 
 
@@ -101,28 +101,28 @@ def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateEvent.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateEvent.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.TokenizeRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.DetokenizeRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DetokenizeRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GetModelRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GetModelResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GetModelRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GetModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -150,8 +150,8 @@ class Generation:
             request,
             target,
             '/coatcheck.v1.Generation/Generate',
-            coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.GenerateResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -177,8 +177,8 @@ class Generation:
             request,
             target,
             '/coatcheck.v1.Generation/GenerateStream',
-            coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.GenerateEvent.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateEvent.FromString,
             options,
             channel_credentials,
             insecure,
@@ -204,8 +204,8 @@ class Generation:
             request,
             target,
             '/coatcheck.v1.Generation/Tokenize',
-            coatcheck_dot_proto_dot_coatcheck__pb2.TokenizeRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.TokenizeResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -231,8 +231,8 @@ class Generation:
             request,
             target,
             '/coatcheck.v1.Generation/Detokenize',
-            coatcheck_dot_proto_dot_coatcheck__pb2.DetokenizeRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.DetokenizeResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DetokenizeRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -258,8 +258,8 @@ class Generation:
             request,
             target,
             '/coatcheck.v1.Generation/GetModel',
-            coatcheck_dot_proto_dot_coatcheck__pb2.GetModelRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.GetModelResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GetModelRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -282,18 +282,18 @@ class AdminStub:
         """
         self.Status = channel.unary_unary(
                 '/coatcheck.v1.Admin/Status',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.StatusRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.StatusResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.StatusRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.StatusResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/coatcheck.v1.Admin/Drain',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DrainRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/coatcheck.v1.Admin/Explain',
-                request_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.Explanation.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.Explanation.FromString,
                 _registered_method=True)
 
 
@@ -325,18 +325,18 @@ def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.StatusRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.StatusResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.StatusRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.StatusResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DrainRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DrainResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_coatcheck__pb2.Explanation.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.Explanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -364,8 +364,8 @@ class Admin:
             request,
             target,
             '/coatcheck.v1.Admin/Status',
-            coatcheck_dot_proto_dot_coatcheck__pb2.StatusRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.StatusResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.StatusRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.StatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -391,8 +391,8 @@ class Admin:
             request,
             target,
             '/coatcheck.v1.Admin/Drain',
-            coatcheck_dot_proto_dot_coatcheck__pb2.DrainRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.DrainResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DrainRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -418,8 +418,8 @@ class Admin:
             request,
             target,
             '/coatcheck.v1.Admin/Explain',
-            coatcheck_dot_proto_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
-            coatcheck_dot_proto_dot_coatcheck__pb2.Explanation.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.GenerateRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_coatcheck__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-from coatcheck.proto import coatcheck_pb2 as _coatcheck_pb2
+from coatcheck.proto.stubs import coatcheck_pb2 as _coatcheck_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

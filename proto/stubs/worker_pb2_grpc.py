@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from coatcheck.proto import worker_pb2 as coatcheck_dot_proto_dot_worker__pb2
+from coatcheck.proto.stubs import worker_pb2 as coatcheck_dot_proto_dot_stubs_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in coatcheck/proto/worker_pb2_grpc.py depends on'
+        + ' but the generated code in coatcheck/proto/stubs/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,13 +36,13 @@ class WorkerStub:
         """
         self.Attach = channel.stream_stream(
                 '/coatcheck.worker.v1.Worker/Attach',
-                request_serializer=coatcheck_dot_proto_dot_worker__pb2.ToGroup.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_worker__pb2.FromGroup.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ToGroup.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.FromGroup.FromString,
                 _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/coatcheck.worker.v1.Worker/Probe',
-                request_serializer=coatcheck_dot_proto_dot_worker__pb2.ProbeRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_worker__pb2.ProbeResponse.FromString,
+                request_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeResponse.FromString,
                 _registered_method=True)
 
 
@@ -67,13 +67,13 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=coatcheck_dot_proto_dot_worker__pb2.ToGroup.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_worker__pb2.FromGroup.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ToGroup.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.FromGroup.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
-                    request_deserializer=coatcheck_dot_proto_dot_worker__pb2.ProbeRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_worker__pb2.ProbeResponse.SerializeToString,
+                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeRequest.FromString,
+                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -101,8 +101,8 @@ class Worker:
             request_iterator,
             target,
             '/coatcheck.worker.v1.Worker/Attach',
-            coatcheck_dot_proto_dot_worker__pb2.ToGroup.SerializeToString,
-            coatcheck_dot_proto_dot_worker__pb2.FromGroup.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ToGroup.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_worker__pb2.FromGroup.FromString,
             options,
             channel_credentials,
             insecure,
@@ -128,8 +128,8 @@ class Worker:
             request,
             target,
             '/coatcheck.worker.v1.Worker/Probe',
-            coatcheck_dot_proto_dot_worker__pb2.ProbeRequest.SerializeToString,
-            coatcheck_dot_proto_dot_worker__pb2.ProbeResponse.FromString,
+            coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeRequest.SerializeToString,
+            coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

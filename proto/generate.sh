@@ -1,8 +1,0 @@
-#!/bin/sh
-# Makes the stubs anew from the .proto files, and docs/api.md. The mapping -Icoatcheck/proto=proto gives the folder its import name.
-set -eu
-cd "$(dirname "$0")/.."
-out=${1:-$(mktemp -d)}
-"${PYTHON:-.venv/bin/python}" -m grpc_tools.protoc -Icoatcheck/proto=proto \
-  --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" coatcheck/proto/coatcheck.proto coatcheck/proto/worker.proto
-[ -n "${1:-}" ] || { cp "$out"/coatcheck/proto/*_pb2* proto/ && rm -r "$out" && "${PYTHON:-.venv/bin/python}" docs/make_api.py; }
