@@ -20,7 +20,7 @@ _SOURCE = "coatcheck/proto/stubs/coatcheck.proto"
 _MESSAGES, _ENUMS, _SERVICES, _METHODS, _FIELDS, _VALUES = 4, 5, 6, 2, 2, 2
 _TITLE = """# The API
 
-Generated from [proto/stubs/coatcheck.proto](../proto/stubs/coatcheck.proto) by `python docs/make_api.py`. The package is
+Generated from [proto/stubs/coatcheck.proto](../proto/stubs/coatcheck.proto) by `python docs/make_api.py`. Package:
 `coatcheck.v1`. The default of an optional scalar stands in its comment. Unknown fields are refused.
 """
 
