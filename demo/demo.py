@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.async_client import AsyncClient
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -73,21 +73,21 @@ def main() -> None:
     sys.exit(code)
 
 
-async def converse(address: str) -> dict[str, StreamResult]:
+async def converse(address: str) -> dict[str, GenerationResult]:
     """Three prompts: the second goes on from the first and its answer, the third has nothing to do with them."""
-    async with Client([address]) as client:
+    async with AsyncClient([address]) as client:
         first = await ask(client, FIRST)
         second = await ask(client, FIRST + first.choices[0].text + FOLLOW_UP)
         third = await ask(client, OTHER)
     return {"a prompt": first, "its follow-up": second, "another": third}
 
 
-async def ask(client: Client, prompt: str) -> StreamResult:
+async def ask(client: AsyncClient, prompt: str) -> GenerationResult:
     """Streams one answer to the terminal, the end of its prompt in grey before it."""
     console.print(Text(f"… {prompt[-160:]}", style="dim"), end="", soft_wrap=True)
     sampling = pb.SamplingParams(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS // 2, temperature=0.6, seed=11)
-    answer = StreamResult(time.perf_counter())
-    async for event in client.generate_stream(pb.GenerateRequest(text=prompt, sampling=sampling)):
+    answer = GenerationResult(time.perf_counter())
+    async for event in client.stream_events(pb.GenerateRequest(text=prompt, sampling=sampling)):
         answer.add(event, time.perf_counter())
         if event.HasField("delta"):
             console.print(event.delta.text, end="", markup=False, soft_wrap=True)
@@ -112,7 +112,7 @@ def show(lines: Iterable[str]) -> None:
         console.print(line, end="", markup=False, soft_wrap=True)
 
 
-def as_table(answers: dict[str, StreamResult]) -> Table:
+def as_table(answers: dict[str, GenerationResult]) -> Table:
     """What was reused, who answered, and how fast."""
     table = Table(title="what it took")
     table.add_column("", no_wrap=True)

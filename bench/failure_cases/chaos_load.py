@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.async_client import AsyncClient
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -35,7 +35,7 @@ def cases(vocabulary: int, tokens: int) -> list[pb.GenerateRequest]:
     return made
 
 
-def with_stop(request: pb.GenerateRequest, answer: StreamResult) -> pb.GenerateRequest | None:
+def with_stop(request: pb.GenerateRequest, answer: GenerationResult) -> pb.GenerateRequest | None:
     """The same request with a stop string that first ends late in its answer; None where no text will do."""
     text = answer.choices[0].text
     for at in range(len(text) * 2 // 3, len(text) - 3):
@@ -53,7 +53,7 @@ class Running:
     """A stream under way: `group` and `events` as they come."""
 
     case: int
-    answer: StreamResult
+    answer: GenerationResult
     group: str = ""
     task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
     events: int = 0
@@ -75,8 +75,8 @@ class ChaosLoad:
         self.faults: list[str] = []
         self.running: set[Running] = set()
         self.stalls: list[tuple[float, float]] = []  # (when it ended, seconds without an event) of over half a second
-        self.expected: list[StreamResult] = []
-        self._client = Client([address])
+        self.expected: list[GenerationResult] = []
+        self._client = AsyncClient([address])
         self._salts = itertools.count()
         self._next = itertools.count()
         self._stopping = False
@@ -102,10 +102,10 @@ class ChaosLoad:
         """One stream, counted and compared. Every other one shares no prefix with any, so that its prefill is whole."""
         number = next(self._salts)
         request = self.request(case, salt or (f"salt {number}" if number % 2 or self.is_long(case) else ""))
-        running = Running(case, StreamResult(time.monotonic()))
+        running = Running(case, GenerationResult(time.monotonic()))
         self.running.add(running)
         try:
-            async for event in self._client.generate_stream(request):
+            async for event in self._client.stream_events(request):
                 self._note(running, event)
         except CoatcheckError as error:
             if not running.events:
@@ -154,14 +154,14 @@ class ChaosLoad:
         running.heard = now
         running.answer.add(event, now)
 
-    async def _ask(self, request: pb.GenerateRequest) -> StreamResult:
-        answer = StreamResult(time.monotonic())
-        async for event in self._client.generate_stream(request):
+    async def _ask(self, request: pb.GenerateRequest) -> GenerationResult:
+        answer = GenerationResult(time.monotonic())
+        async for event in self._client.stream_events(request):
             answer.add(event, time.monotonic())
         return answer
 
 
-def difference(one: StreamResult, other: StreamResult) -> str:
+def difference(one: GenerationResult, other: GenerationResult) -> str:
     """What two answers differ in, in words; "" when text, token ids, ends and log-probabilities are the same."""
     if one.choices.keys() != other.choices.keys():
         return f"choices {sorted(other.choices)}, not {sorted(one.choices)}"

@@ -26,7 +26,7 @@ from coatcheck.cluster.benchmark.report_plot import check_plot, plot_report
 from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
-from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
+from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
 from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto.errors import InvalidConfig, error_of
@@ -123,7 +123,7 @@ async def _model(addresses: list[str], access: Credentials) -> pb.GetModelRespon
     """What is served, from the first router; the others must answer too, or they would measure as errors."""
     answers = []
     for address in addresses:
-        async with Client([address], access) as client:
+        async with AsyncClient([address], access) as client:
             answers.append(await client.get_model(timeout=20.0))
     if len({answer.fingerprint for answer in answers}) > 1:
         raise InvalidConfig("the addresses serve different models; measure one at a time")

@@ -11,7 +11,7 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from coatcheck.cluster.client.client import explain_error
+from coatcheck.cluster.client.async_client import explain_error
 from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.commands.generate import build_sampling, put_prompt
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses

@@ -1,7 +1,7 @@
 """`coatcheck generate`: one request to a running server, its text as it comes, or one JSON object.
 
-Flags become a GenerateRequest, `Client` streams its answer, and `StreamResult` puts the events together. SamplingParams
-and the server check the values.
+Flags become a GenerateRequest, `AsyncClient` streams its answer, and `GenerationResult` puts the events together.
+SamplingParams and the server check the values.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from coatcheck.cluster.client.client import LONGEST_TIMEOUT, Client
+from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
 from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention
@@ -118,10 +118,10 @@ async def _stream(
     request: pb.GenerateRequest,
     timeout: float | None,
     show: Callable[[str], None],
-) -> StreamResult:
-    answer = StreamResult(time.perf_counter())
-    async with Client(addresses, access) as client:
-        async for event in client.generate_stream(request, timeout=timeout):
+) -> GenerationResult:
+    answer = GenerationResult(time.perf_counter())
+    async with AsyncClient(addresses, access) as client:
+        async for event in client.stream_events(request, timeout=timeout):
             answer.add(event, time.perf_counter())
             if event.HasField("delta"):
                 show(event.delta.text)
@@ -178,7 +178,7 @@ def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
     return bias or None
 
 
-def _labelled(answer: StreamResult) -> str:
+def _labelled(answer: GenerationResult) -> str:
     return "".join(f"[{index}] {choice.text}\n" for index, choice in sorted(answer.choices.items()))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from coatcheck.bench.failure_cases.chaos_load import difference
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
@@ -11,9 +11,9 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 def test_a_change_is_seen(name: str) -> None:
     """Two answers that differ in one token, one log-probability or one letter are not taken for the same."""
 
-    def answer(**changed: object) -> StreamResult:
+    def answer(**changed: object) -> GenerationResult:
         told = {"text": "ab", "token_ids": [5], "logprobs": [pb.TokenLogprob(token_id=5, logprob=-1.0)], **changed}
-        made = StreamResult(0.0)
+        made = GenerationResult(0.0)
         made.add(pb.GenerateEvent(delta=pb.Delta(choice=0, **told)), 0.0)  # type: ignore[arg-type]
         return made
 

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from coatcheck.bench.failure_cases.chaos_load import cases, difference, with_stop
-from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.async_client import AsyncClient
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -23,7 +23,7 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
     group = RankGroup(GroupConfig("a", str(model), "tiny", kv_memory=8 << 20, dtype="float32", device="cpu", threads=1))
     routers = [Router(RouterConfig(str(model), "tiny", name=f"router-{number}")) for number in range(2)]
     addresses = [await router.start() for router in routers]
-    undisturbed, client = Client(addresses[1:]), Client(addresses)
+    undisturbed, client = AsyncClient(addresses[1:]), AsyncClient(addresses)
     try:
         where = await asyncio.to_thread(group.wait_ready)
         for router in routers:
@@ -54,9 +54,11 @@ async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) ->
         group.kill()
 
 
-async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> StreamResult:
-    answer = StreamResult(0.0)
-    async for event in client.generate_stream(request):
+async def _answer(
+    client: AsyncClient, request: pb.GenerateRequest, begun: asyncio.Event | None = None
+) -> GenerationResult:
+    answer = GenerationResult(0.0)
+    async for event in client.stream_events(request):
         answer.add(event, 0.0)
         if begun is not None and len(answer.choices) == (request.sampling.n or 1):
             begun.set()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from coatcheck.bench.failure_cases.chaos_load import difference
-from coatcheck.cluster.client.client import Client
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.async_client import AsyncClient
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.errors import Poisoned
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.router.config import RouterConfig
@@ -54,7 +54,7 @@ async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, R
     other stream ends as it would have, whether it lost one group, two or none."""
     router = Router(RouterConfig(str(model), "tiny"))
     address = await router.start()
-    client = Client([address])
+    client = AsyncClient([address])
     try:
         found = {name: await asyncio.to_thread(group.wait_ready) for name, group in groups.items()}
         await router.set_groups([GroupEndpoint(name, where) for name, where in found.items()])
@@ -77,9 +77,11 @@ async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, R
         await router.stop()
 
 
-async def _answer(client: Client, request: pb.GenerateRequest, begun: asyncio.Event | None = None) -> StreamResult:
-    answer = StreamResult(0.0)
-    async for event in client.generate_stream(request):
+async def _answer(
+    client: AsyncClient, request: pb.GenerateRequest, begun: asyncio.Event | None = None
+) -> GenerationResult:
+    answer = GenerationResult(0.0)
+    async for event in client.stream_events(request):
         answer.add(event, 0.0)
         if begun is not None and event.HasField("delta"):
             begun.set()

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coatcheck.cluster.client.stream_result import StreamResult
+from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.tests.cluster.fake_router import PIECES, FakeRouter, token
 from tests.cluster.serving import COMMAND
@@ -185,7 +185,7 @@ async def test_wrong_usage(arguments: list[str], message: str) -> None:
 
 def test_summary_of_a_moved_answer() -> None:
     """The summary counts moves, gives the rate of the tokens after the first, and says what came from host memory."""
-    answer = StreamResult(began=10.0)
+    answer = GenerationResult(began=10.0)
     usage = pb.Usage(prompt_tokens=3, completion_tokens=11, cached_device_tokens=1, cached_host_tokens=1)
     final: dict[str, Any] = dict(usage=usage, group="group-1", routed_by="group-1: alone", moves=2)
     answer.add(pb.GenerateEvent(delta=pb.Delta(text="a", token_ids=[1])), now=10.5)

@@ -1,7 +1,4 @@
-"""StreamResult: the events of one stream put together, and the plain object that `coatcheck generate --json` prints.
-
-It does not know the network; `now` is given, so that times are the caller's.
-"""
+"""GenerationResult: the events of one stream put together, and the object that `coatcheck generate --json` prints."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +8,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 @dataclass(slots=True)
-class ChoiceResult:
+class GenerationChoice:
     """One of the n answers, as far as it has come."""
 
     text: str = ""
@@ -31,7 +28,7 @@ class ChoiceResult:
             self.stopped_by = getattr(delta, stopped_by)
 
 
-class StreamResult:
+class GenerationResult:
     """Everything that one request has brought. Times are seconds since `began`."""
 
     def __init__(self, began: float) -> None:
@@ -40,7 +37,7 @@ class StreamResult:
         self.ended_at: float | None = None
         self.started = pb.Started()
         self.final = pb.Final()
-        self.choices: dict[int, ChoiceResult] = {}
+        self.choices: dict[int, GenerationChoice] = {}
         self.prompt_logprobs: list[pb.TokenLogprob] = []
 
     def add(self, event: pb.GenerateEvent, now: float) -> None:
@@ -49,7 +46,7 @@ class StreamResult:
         if kind == "delta":
             if self.first_token_at is None:
                 self.first_token_at = now
-            self.choices.setdefault(event.delta.choice, ChoiceResult()).add(event.delta)
+            self.choices.setdefault(event.delta.choice, GenerationChoice()).add(event.delta)
         elif kind == "started":
             self.started = event.started
         elif kind == "prompt_logprobs":
@@ -92,7 +89,7 @@ class StreamResult:
         choices = [_choice_json(choice, logprobs) for _, choice in sorted(self.choices.items())]
         usage = self.final.usage
         answer: dict[str, Any] = {
-            **(choices[0] if choices else _choice_json(ChoiceResult(), logprobs)),
+            **(choices[0] if choices else _choice_json(GenerationChoice(), logprobs)),
             "usage": {
                 "prompt": usage.prompt_tokens,
                 "completion": usage.completion_tokens,
@@ -115,7 +112,7 @@ class StreamResult:
         return answer
 
 
-def _choice_json(choice: ChoiceResult, logprobs: bool) -> dict[str, Any]:
+def _choice_json(choice: GenerationChoice, logprobs: bool) -> dict[str, Any]:
     made: dict[str, Any] = {
         "text": choice.text,
         "token_ids": choice.token_ids,

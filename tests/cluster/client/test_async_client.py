@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.cluster.client.client import Client
+from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -22,8 +22,8 @@ def request(**sampling: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(text="a b c", sampling=pb.SamplingParams(**{"max_tokens": 6, **sampling}))  # type: ignore[arg-type]
 
 
-async def gather(client: Client, asked: pb.GenerateRequest) -> list[pb.GenerateEvent]:
-    return [event async for event in client.generate_stream(asked)]
+async def gather(client: AsyncClient, asked: pb.GenerateRequest) -> list[pb.GenerateEvent]:
+    return [event async for event in client.stream_events(asked)]
 
 
 def ids(events: list[pb.GenerateEvent], choice: int = 0) -> list[int]:
@@ -33,7 +33,7 @@ def ids(events: list[pb.GenerateEvent], choice: int = 0) -> list[int]:
 
 async def test_stream_comes_whole() -> None:
     """A stream is one Started, the tokens in order, one Final."""
-    async with FakeRouter() as router, Client([router.address]) as client:
+    async with FakeRouter() as router, AsyncClient([router.address]) as client:
         events = await gather(client, request(seed=3))
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", *["delta"] * 6, "final"]
@@ -46,7 +46,7 @@ async def test_lost_stream_goes_on_elsewhere(after: int, n: int) -> None:
     """Wherever a stream breaks, the events a caller sees are those of an undisturbed one, but for who ended it."""
     asked = request(n=n, prompt_logprobs=0)
     async with FakeRouter("group-0", losses=[after]) as first, FakeRouter("group-1") as second, FakeRouter() as calm:
-        async with Client([first.address, second.address]) as client, Client([calm.address]) as undisturbed:
+        async with AsyncClient([first.address, second.address]) as client, AsyncClient([calm.address]) as undisturbed:
             events, expected = await gather(client, asked), await gather(undisturbed, asked)
     assert [event.WhichOneof("event") for event in events] == [event.WhichOneof("event") for event in expected]
     assert events[:-1] == expected[:-1]
@@ -71,7 +71,7 @@ async def test_a_slow_connection_is_waited_for() -> None:
             await asyncio.gather(_copy(reader, ahead), _copy(back, writer))
 
         line = await asyncio.start_server(forward, "127.0.0.1", 0)
-        async with Client([f"127.0.0.1:{line.sockets[0].getsockname()[1]}"]) as client:
+        async with AsyncClient([f"127.0.0.1:{line.sockets[0].getsockname()[1]}"]) as client:
             events = await gather(client, request(seed=3))
         line.close()
     assert ids(events) == [token(3, 0, position) for position in range(6)]
@@ -85,7 +85,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def test_same_router_when_it_is_back() -> None:
     """With one address only, the client waits for that router and goes on there."""
-    async with FakeRouter(losses=[3, 2, 4]) as router, Client([router.address]) as client:
+    async with FakeRouter(losses=[3, 2, 4]) as router, AsyncClient([router.address]) as client:
         events = await gather(client, request(seed=5))
     assert ids(events) == [token(5, 0, position) for position in range(6)]
     assert len(router.requests) == 4
@@ -94,8 +94,8 @@ async def test_same_router_when_it_is_back() -> None:
 async def test_restarted_router_is_found_again() -> None:
     """A router that is gone and comes back on its port, a new process in all but name, ends the stream."""
     old = await FakeRouter(losses=[3]).__aenter__()
-    async with Client([old.address]) as client:
-        stream = client.generate_stream(request(seed=5))
+    async with AsyncClient([old.address]) as client:
+        stream = client.stream_events(request(seed=5))
         events = [await anext(stream) for _ in range(3)]
         await old.__aexit__()
         rest = asyncio.ensure_future(anext(stream))
@@ -109,7 +109,7 @@ async def test_restarted_router_is_found_again() -> None:
 async def test_retries_are_bounded() -> None:
     """A stream that breaks again and again without bringing anything new ends with UNAVAILABLE."""
     async with FakeRouter(losses=[2, *[1] * 50]) as router:
-        async with Client([router.address], max_resumes=3) as client:
+        async with AsyncClient([router.address], max_resumes=3) as client:
             with pytest.raises(Unavailable, match="lost the router after 1 token: this router is going away"):
                 await gather(client, request())
     assert len(router.requests) == 1 + 3
@@ -117,7 +117,7 @@ async def test_retries_are_bounded() -> None:
 
 async def test_nobody_there() -> None:
     """When no router answers, the error says which address and what to look for, at once."""
-    async with Client(["127.0.0.1:1"]) as client:
+    async with AsyncClient(["127.0.0.1:1"]) as client:
         with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1; is `coatcheck serve` running"):
             await gather(client, request())
 
@@ -149,7 +149,7 @@ async def test_each_kind_of_wrong_server_has_its_own_error(tmp_path: Path, trust
         access = Credentials.build(str(authorities[trusted].ca), None, None, None)
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as http:
         address = f"127.0.0.1:{http.sockets[0].getsockname()[1]}"
-        async with Client([address], access) as client:
+        async with AsyncClient([address], access) as client:
             with pytest.raises(Unavailable, match=said.format(address)):
                 await gather(client, request())
 
@@ -199,7 +199,7 @@ async def test_only_a_certificate_error_mentions_certificates(tmp_path: Path, be
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         if behave is None:
             server.close()
-        async with Client([address], access) as client:
+        async with AsyncClient([address], access) as client:
             with pytest.raises(Unavailable) as told:
                 await gather(client, request())
         await asyncio.gather(*connections)
@@ -226,8 +226,8 @@ async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
     async with FakeRouter() as router, await asyncio.start_server(relay, "127.0.0.1", 0) as proxy:
         router.stalls_after = 2
         address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
-        async with Client([address], max_resumes=0) as client:
-            stream = client.generate_stream(request())
+        async with AsyncClient([address], max_resumes=0) as client:
+            stream = client.stream_events(request())
             await anext(stream)
             await anext(stream)
             cut[0].abort()
@@ -237,7 +237,7 @@ async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
 
 async def test_next_address_when_the_first_is_down() -> None:
     """A dead router among several costs nothing but the attempt."""
-    async with FakeRouter() as router, Client(["127.0.0.1:1", router.address]) as client:
+    async with FakeRouter() as router, AsyncClient(["127.0.0.1:1", router.address]) as client:
         events = await gather(client, request())
         assert client.address == router.address
     assert len(ids(events)) == 6
@@ -253,7 +253,7 @@ async def test_next_address_when_the_first_is_down() -> None:
 )
 async def test_refusal_is_not_retried(code: grpc.StatusCode, kind: type[CoatcheckError]) -> None:
     """A refusal comes back as our error with the server's message, after one attempt."""
-    async with FakeRouter() as router, FakeRouter() as other, Client([router.address, other.address]) as client:
+    async with FakeRouter() as router, FakeRouter() as other, AsyncClient([router.address, other.address]) as client:
         router.refusal = (code, "temperature is -1")
         with pytest.raises(kind, match="temperature is -1"):
             await gather(client, request())
@@ -262,7 +262,7 @@ async def test_refusal_is_not_retried(code: grpc.StatusCode, kind: type[Coatchec
 
 async def test_who_has_no_key_is_told_where_to_put_one() -> None:
     """The server speaks of a header, which a command has no other way to send."""
-    async with FakeRouter() as router, Client([router.address]) as client:
+    async with FakeRouter() as router, AsyncClient([router.address]) as client:
         router.refusal = (grpc.StatusCode.UNAUTHENTICATED, "this server asks for a key")
         with pytest.raises(Unauthenticated, match="asks for a key; here it is taken from COATCHECK_API_KEY"):
             await gather(client, request())
@@ -272,7 +272,7 @@ async def test_begun_stream_outwaits_a_full_router() -> None:
     """A resume refused for lack of room is tried elsewhere: the stream had been promised."""
     async with FakeRouter(losses=[3]) as first, FakeRouter() as full, FakeRouter("group-2") as third:
         full.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-        async with Client([first.address, full.address, third.address]) as client:
+        async with AsyncClient([first.address, full.address, third.address]) as client:
             events = await gather(client, request(seed=1))
     assert ids(events) == [token(1, 0, position) for position in range(6)]
     assert events[-1].final.group == "group-2"
@@ -282,7 +282,7 @@ async def test_callers_own_resume_is_kept() -> None:
     """Token ids that the caller already held are part of every later resume."""
     asked = request(seed=4)
     asked.resume.add(choice=0, token_ids=[token(4, 0, 0), token(4, 0, 1)])
-    async with FakeRouter(losses=[2]) as router, Client([router.address]) as client:
+    async with FakeRouter(losses=[2]) as router, AsyncClient([router.address]) as client:
         events = await gather(client, asked)
     assert ids(events) == [token(4, 0, position) for position in range(2, 6)]
     assert list(router.requests[1].resume[0].token_ids) == [token(4, 0, position) for position in range(3)]
@@ -290,19 +290,19 @@ async def test_callers_own_resume_is_kept() -> None:
 
 async def test_timeout_covers_the_whole_stream() -> None:
     """A stream past its time ends with an error, not with a new attempt."""
-    async with FakeRouter() as router, Client([router.address]) as client:
+    async with FakeRouter() as router, AsyncClient([router.address]) as client:
         router.stalls_after = 2
         await client.get_model()  # so that it is connected
         with pytest.raises(CoatcheckError, match="gave up after 1 s"):
-            [event async for event in client.generate_stream(request(), timeout=1.0)]
+            [event async for event in client.stream_events(request(), timeout=1.0)]
     assert len(router.requests) == 1
 
 
 async def test_leaving_early_cancels() -> None:
     """A caller that stops reading ends the work at the router."""
-    async with FakeRouter() as router, Client([router.address]) as client:
+    async with FakeRouter() as router, AsyncClient([router.address]) as client:
         router.stalls_after = 3
-        stream = client.generate_stream(request())
+        stream = client.stream_events(request())
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await asyncio.wait_for(router.left.wait(), PATIENCE_SECONDS)
@@ -311,4 +311,4 @@ async def test_leaving_early_cancels() -> None:
 def test_a_client_needs_an_address() -> None:
     """No address at all is a mistake of the caller."""
     with pytest.raises(ValueError, match="at least one address"):
-        Client([])
+        AsyncClient([])

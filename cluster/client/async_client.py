@@ -1,4 +1,4 @@
-"""Client: our own client of the public service. A stream that loses its router goes on by itself at another.
+"""AsyncClient: our own client of the public service. A stream that loses its router goes on by itself at another.
 
 It needs nothing from the router that was lost: a resume is the request again with the seed from Started and the token
 ids that have come so far. It does not know groups or engines, and it prints nothing.
@@ -77,7 +77,7 @@ _OPENSSL_REASON = re.compile(r"OPENSSL_internal:(\w+)")
 _OWN_DEADLINE = "Deadline Exceeded"  # gRPC's message on the client's side; a router that refuses early gives a reason
 
 
-class Client:
+class AsyncClient:
     """Speaks to any of several routers of one cluster; an async context manager that owns its channels.
 
     `max_resumes` bounds how often one stream moves without having got an event in between, `patience` for how many
@@ -113,7 +113,7 @@ class Client:
         for channel in channels.values():
             await channel.close(None)
 
-    async def generate_stream(
+    async def stream_events(
         self, request: pb.GenerateRequest, *, timeout: float | None = None
     ) -> AsyncIterator[pb.GenerateEvent]:
         """One Started, Deltas without gap or repeat, one Final, over however many routers it takes.
