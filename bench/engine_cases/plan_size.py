@@ -24,8 +24,7 @@ from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
-from coatcheck.workers.structured.grammar_registry import GrammarRegistry
+from coatcheck.workers.structured.grammar_registry import MAX_COMPILING, GrammarRegistry, compile_queue_of
 
 _PROMPT = tuple(range(100, 132))
 _ROUNDS, _CALLS = 5, 40
@@ -34,19 +33,19 @@ _ROUNDS, _CALLS = 5, 40
 def plans(rows: int, letters: int) -> dict[str, StepPlan]:
     """So many new rows without a grammar, with one that ranks have, and the plan that has told them of it."""
     grammar = Grammar("json_schema", json.dumps({"type": "string", "description": "x" * letters}))
-    ledger, announces = GrammarRegistry(), StepPlan()
+    registry, announces = GrammarRegistry(), StepPlan()
     sampling = SamplingParams(seed=7, structured=grammar)
     request = EngineRequest("r", _PROMPT, sampling)
-    ledger.use([Sequence(request, 0, [*_PROMPT], 99, (0, 0), frozenset())])
-    ledger.announce(announces)
-    ledger.settle(tuple(int(lane == lane_of(grammar)) for lane in range(len(AT_ONCE))))
+    registry.add_request([Sequence(request, 0, [*_PROMPT], 99, (0, 0), frozenset())])
+    registry.fill_plan(announces)
+    registry.record_compiled(tuple(int(queue == compile_queue_of(grammar)) for queue in range(len(MAX_COMPILING))))
     made = {"which announces the schema": announces}
     for name, params in ((f"{rows} rows, free", SamplingParams(seed=7)), (f"{rows} rows, held to it", sampling)):
         plan = StepPlan()
         for slot in range(rows):
             plan.new_rows.append(NewRow(slot, 0, len(_PROMPT), [*_PROMPT], params, ()))
             plan.rows.append(Row(slot, 0, len(_PROMPT), True))
-        ledger.announce(plan)
+        registry.fill_plan(plan)
         made[name] = plan
     return made
 

@@ -10,7 +10,6 @@ from coatcheck.bench.gpu_cases.clock import Roofs, seconds
 from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.kernels.attention.rotary import rotary_and_store, rotary_and_store_reference
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
-from coatcheck.kernels.kv.gather_blocks import gather_blocks, scatter_blocks
 from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
 from coatcheck.kernels.layers.rms_norm import rms_norm, rms_norm_reference
 from coatcheck.kernels.layers.silu_mul import silu_mul, silu_mul_reference
@@ -68,14 +67,6 @@ def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measure
         device,
         roofs,
         quick,
-    )
-    out = torch.empty_like(pool[:128])
-    wrong = float(not torch.equal(gather_blocks(pool, source), pool[source]))
-    yield _judged("gather blocks", partial(gather_blocks, pool, source, out), pool.nbytes, wrong, device, roofs, quick)
-    scatter_blocks(out, pool, target)
-    wrong = float(not torch.equal(pool[target], out))
-    yield _judged(
-        "scatter blocks", partial(scatter_blocks, out, pool, target), pool.nbytes, wrong, device, roofs, quick
     )
 
 

@@ -169,5 +169,5 @@ void copy_blocks(const char *source, int64_t source_stride, const int64_t *from,
                  const int64_t *to, int64_t bytes, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes >= PARALLEL_FROM * 4)
     for (int64_t i = 0; i < count; i++)
-        memcpy(target + (to ? to[i] : i) * target_stride, source + (from ? from[i] : i) * source_stride, bytes);
+        memcpy(target + to[i] * target_stride, source + from[i] * source_stride, bytes);
 }

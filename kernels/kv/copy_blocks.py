@@ -21,40 +21,28 @@ from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dt
 
 
 @triton.jit(do_not_specialize=["src", "dst"])
-def _copy_blocks(
-    source, target, src, dst, source_stride, target_stride, width,
-    LISTED: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Between two pools, or within one; not LISTED: block i is the source, not PLACED: the target."""
-    pair = tl.program_id(0).to(tl.int64)
-    block, place = pair, pair
-    if LISTED:
-        block = tl.load(src + pair)
-    if PLACED:
-        place = tl.load(dst + pair)
+def _copy_blocks(pool, src, dst, stride, width, BLOCK: tl.constexpr):
+    pair = tl.program_id(0)
+    source, target = tl.load(src + pair), tl.load(dst + pair)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
-    tl.store(target + place * target_stride + at, tl.load(source + block * source_stride + at, mask), mask)
+    tl.store(pool + target * stride + at, tl.load(pool + source * stride + at, mask), mask)
 
 
-def launch_copy_blocks(source: Tensor, target: Tensor, src: Tensor | None, dst: Tensor | None, count: int) -> None:
-    if count == 0:
+def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    if len(src) == 0:
         return
-    # Eight bytes at a time where blocks allow it, which every layout's do.
-    if all(size % 8 == 0 for pool in (source, target) for size in (pool.shape[1], pool.stride(0))):
-        source, target = source.view(torch.int64), target.view(torch.int64)
-    width = source.shape[1]
-    _copy_blocks[(count, -(-width // 2048))](
-        source, target, source if src is None else src, target if dst is None else dst,
-        source.stride(0), target.stride(0), width,
-        LISTED=src is not None, PLACED=dst is not None, BLOCK=2048, num_warps=4,
-    )  # fmt: skip
+    # Eight bytes at a time where the block size allows it. Every BlockLayout does.
+    if pool.shape[1] % 8 == 0 and pool.stride(0) % 8 == 0:
+        pool = pool.view(torch.int64)
+    width = pool.shape[1]
+    _copy_blocks[(len(src), -(-width // 2048))](pool, src, dst, pool.stride(0), width, BLOCK=2048, num_warps=4)
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _check(pool, src, dst)
     if takes_triton(pool):
-        return launch_copy_blocks(pool, pool, src, dst, len(src))
+        return launch_copy_blocks(pool, src, dst)
     library = native.library()
     if library is None or pool.device.type != "cpu":
         return copy_blocks_reference(pool, src, dst)

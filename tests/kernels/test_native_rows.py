@@ -10,7 +10,6 @@ import torch
 
 from coatcheck.kernels.attention.rotary import apply_rotary, apply_rotary_reference, rotary_and_store
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
-from coatcheck.kernels.kv.gather_blocks import gather_blocks, scatter_blocks
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import quantise_reference, widen_reference
 from coatcheck.kernels.kv.store_kv import store_kv, store_kv_reference
@@ -192,32 +191,6 @@ def test_copy_blocks_copies_whole_blocks() -> None:
     copy_blocks(pool, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     before[[0, 8, 1]] = before[[3, 3, 5]]
     assert torch.equal(pool, before)
-
-
-def test_blocks_are_gathered_and_scattered_whole() -> None:
-    """Gather brings the named blocks in order, into strided rows too; scatter puts them back; no other byte changes."""
-    pool = torch.randint(0, 255, (9, 70016), dtype=torch.uint8)[:, 16:]
-    blocks = torch.tensor([7, 0, 3])
-    out = torch.full((3, 70003), 7, dtype=torch.uint8)
-    gathered = gather_blocks(pool, blocks, out[:, :70000])
-    assert torch.equal(gathered, pool[blocks]) and (out[:, 70000:] == 7).all()
-    assert torch.equal(gather_blocks(pool, blocks), gathered)
-    want = pool.clone()
-    want[[1, 8, 2]] = gathered
-    scatter_blocks(gathered, pool, torch.tensor([1, 8, 2]))
-    assert torch.equal(pool, want)
-    assert gather_blocks(pool, blocks[:0]).shape == (0, 70000)
-    cases = [
-        ("out", lambda: gather_blocks(pool, blocks, out)),
-        ("out", lambda: gather_blocks(pool, blocks, out[:, :70000].char())),
-        ("blocks", lambda: gather_blocks(pool, blocks.int())),
-        ("rows", lambda: scatter_blocks(gathered[:2], pool, blocks)),
-        ("pool", lambda: scatter_blocks(gathered, pool[0], blocks)),
-        ("blocks", lambda: gather_blocks(pool, blocks.to("meta"))),
-    ]
-    for name, call in cases:
-        with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
-            call()
 
 
 def test_launchers_name_the_tensor_they_refuse() -> None:

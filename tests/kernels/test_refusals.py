@@ -15,7 +15,6 @@ from torch import Tensor
 from coatcheck.kernels.attention.paged_attention import paged_attention
 from coatcheck.kernels.attention.rotary import apply_rotary, rotary_and_store
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
-from coatcheck.kernels.kv.gather_blocks import gather_blocks, scatter_blocks
 from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.move_blocks import move_blocks, sum_blocks
 from coatcheck.kernels.kv.store_kv import store_kv
@@ -58,7 +57,7 @@ def launches() -> dict[str, Launch]:
               "cu_seqlens_q": torch.tensor([0, 1, 3], dtype=I32)}  # fmt: skip
     turn = {"q": _f(3, 4, 32), "k": _f(3, 2, 32), "cos": _f(3, 32), "sin": _f(3, 32)}
     slots = torch.arange(3)
-    pool, rows = torch.zeros(6, 64, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8)
+    pool = torch.zeros(6, 64, dtype=torch.uint8)
     two = torch.tensor([1, 2])
     knobs = {"temperature": torch.ones(3), "top_k": torch.zeros(3, dtype=I32), "top_p": torch.ones(3),
              "min_p": torch.zeros(3), "seed": torch.arange(3), "choice": torch.zeros(3, dtype=I32),
@@ -84,8 +83,6 @@ def launches() -> dict[str, Launch]:
         ),
         "silu_mul": Launch(silu_mul, {"gate_up": _f(3, 8), "out": _f(3, 4)}),
         "copy_blocks": Launch(copy_blocks, {"pool": pool, "src": two, "dst": two + 2}),
-        "gather_blocks": Launch(gather_blocks, {"pool": pool, "blocks": two, "out": rows}),
-        "scatter_blocks": Launch(scatter_blocks, {"rows": rows, "pool": pool, "blocks": two}),
         "move_blocks": Launch(
             move_blocks, {"source": pool, "from_rows": two, "target": pool.clone(), "to_rows": two + 2}
         ),

@@ -6,7 +6,12 @@ Plain values. For the operator, not for clients: that another tenant has asked f
 from dataclasses import dataclass
 from enum import Enum
 
-from coatcheck.workers.core.tier import Tier
+
+class Tier(Enum):
+    """Where a block is stored. The values equal those of `Tier` in the worker contract."""
+
+    DEVICE = 1
+    HOST = 2
 
 
 class EvictionReason(Enum):

@@ -1,6 +1,6 @@
-"""What an engine needs of whoever computes its steps: the seam between deciding and computing.
+"""Runner: the interface between the engine, which decides, and what computes its steps.
 
-It does not know whether one process computes or many, nor on what.
+One process may compute or many, on any device. Tests replace the runner with a fake.
 """
 
 from dataclasses import dataclass, field
@@ -13,30 +13,33 @@ from coatcheck.workers.core.step_plan import StepPlan
 
 @dataclass(slots=True)
 class StepResult:
-    """What the ranks report of one step: a token per row that samples, in row order (-1 for the others).
+    """What the ranks report of one step.
 
-    `logprobs`, `prompt_logprobs` and `failed` are keyed by row index, and only there when asked for or when there are
-    any. `copies` is there while copies between the tiers are under way, `grammars` (of each lane, how many of all that
-    were announced are ready) while any is being compiled.
+    `token_ids`: one for each row of the plan; -1 for rows that do not sample.
+    `logprobs`, `prompt_logprobs`: by row index, for rows that asked for them.
+    `failed`: by row index, why the row cannot continue.
+    `copies`: set while copies between tiers are in progress.
+    `num_compiled`: set while grammars are being compiled. For each compile queue, how many of the grammars sent since
+    the start are compiled on every rank.
     """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     copies: CopyReport | None = None
-    failed: dict[int, str] = field(default_factory=dict)  # rows that cannot go on, and why
-    grammars: tuple[int, ...] | None = None
+    failed: dict[int, str] = field(default_factory=dict)
+    num_compiled: tuple[int, ...] | None = None
 
 
 class LaunchedStep(Protocol):
     """A step that is being computed."""
 
     def wait(self) -> StepResult:
-        """Blocks until the step's tokens are on the host."""
+        """Block until the step's tokens are on the host."""
 
 
 class Runner(Protocol):
-    """Computes steps in the order in which they are launched: the one seam where tests put a fake."""
+    """Computes steps in the order in which they are launched."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a step; the plan is not kept."""
+        """Start a step. The runner does not keep `plan`."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coatcheck.proto.errors import CoatcheckError
-from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss
-from coatcheck.workers.core.tier import Tier
+from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, Tier
 
 
 class FinishReason(Enum):

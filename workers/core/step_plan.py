@@ -27,7 +27,7 @@ class NewRow:
     token_ids: list[int]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]  # what min_tokens holds back: the model's end tokens and the request's
-    grammar: int | None = None  # by its place among all ever announced
+    grammar_id: int | None = None
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ class StepPlan:
     rows: list[Row] = field(default_factory=list)
     demotes: list[tuple[int, int]] = field(default_factory=list)  # (from device block, to host slot)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (from host slot, to device block)
-    forgotten: list[int] = field(default_factory=list)  # grammars, by their places among all ever announced
-    grammars: list[Grammar] = field(default_factory=list)  # for sequences to come
+    dropped_grammars: list[int] = field(default_factory=list)  # ids
+    new_grammars: list[Grammar] = field(default_factory=list)  # to compile; ids count up from 0 since the start
     stop: bool = False  # the group ends after this plan
 
     @property
@@ -76,17 +76,19 @@ class StepPlan:
     @property
     def is_idle(self) -> bool:
         """Whether ranks would do nothing but remember block numbers."""
-        work = self.rows, self.new_rows, self.demotes, self.restores, self.forgotten, self.grammars
+        work = self.rows, self.new_rows, self.demotes, self.restores, self.dropped_grammars, self.new_grammars
         return not any(work)
 
     def encode(self) -> "array[int]":
         """The plan as int32."""
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
-        out.extend((len(self.rows), len(self.demotes), len(self.restores), len(self.forgotten), len(self.grammars)))
+        out.extend(
+            (len(self.rows), len(self.demotes), len(self.restores), len(self.dropped_grammars), len(self.new_grammars))
+        )
         for new in self.new_rows:
             params = _encode_sampling(new.sampling)
             out.extend((new.slot, new.choice, new.prompt_len, len(new.token_ids), len(new.stop_token_ids), len(params)))
-            out.append(-1 if new.grammar is None else new.grammar)
+            out.append(-1 if new.grammar_id is None else new.grammar_id)
             out.extend(new.token_ids)
             out.extend(new.stop_token_ids)
             out.extend(params)
@@ -96,9 +98,9 @@ class StepPlan:
             out.extend(pair)
         for row in self.rows:
             out.extend((row.slot, row.start, row.num_tokens, int(row.sample), row.adapter))
-        out.extend(self.forgotten)
-        for asked in self.grammars:
-            encoded = _encode_grammar(asked)
+        out.extend(self.dropped_grammars)
+        for new_grammar in self.new_grammars:
+            encoded = _encode_grammar(new_grammar)
             out.append(len(encoded))
             out.extend(encoded)
         return out

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
+from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.request import EngineRequest
@@ -27,7 +28,6 @@ from coatcheck.workers.core.step_output import (
     StepOutput,
     TokenLogprob,
 )
-from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.engine.deadlines import Deadlines
 from coatcheck.workers.engine.engine_stats import Throughput
 from coatcheck.workers.engine.in_flight import InFlight
@@ -40,7 +40,7 @@ from coatcheck.workers.kv.eviction_policy import order_of
 from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
-from coatcheck.workers.structured.grammar_registry import MOST_KEPT, GrammarRegistry
+from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
         eviction: str = "cost",
         pipeline_depth: int = 0,
         grammars: GrammarBackend | None = None,
-        grammars_kept: int = MOST_KEPT,
+        grammars_kept: int = MAX_CACHED_GRAMMARS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec = spec
@@ -106,14 +106,14 @@ class Engine:
         grammar is new is queued, or refused by a later step, when every rank has compiled it."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
-        choices = self._intake.take(request, self._grammars.number(request.sampling.structured))
+        choices = self._intake.take(request, self._grammars.ready_id(request.sampling.structured))
         if request.retention is not None:
             prompt_blocks = len(request.prompt_token_ids) // self.block_size
             self.scheduler.tiers.touch(choices[0].block_hashes[:prompt_blocks])
         self._sequences[request.request_id] = choices
         for sequence in choices:
             self._deadlines.note(sequence)
-        if self._grammars.use(choices):
+        if self._grammars.add_request(choices):
             self._queue(choices)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -128,7 +128,7 @@ class Engine:
         self.book.advance(started)
         self._drop_overdue(started)
         plan, sequences = self.scheduler.schedule()
-        self._grammars.announce(plan)
+        self._grammars.fill_plan(plan)
         if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
             self._in_flight.append(InFlight(plan, sequences, self._runner.launch(plan), started))
         if plan.rows and len(self._in_flight) <= self._depth:
@@ -138,7 +138,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts as of now."""
         pool = self.scheduler.pool.stats()
-        waiting = [*self.scheduler.waiting, *self._grammars]
+        waiting = [*self.scheduler.waiting, *self._grammars.waiting_sequences()]
         unplanned = [s.num_uncomputed for s in self.scheduler.running]
         unplanned += [s.num_foreseen for s in waiting]
         return EngineStats(
@@ -176,11 +176,16 @@ class Engine:
         self.scheduler.check()
         self._grammars.check((*self.scheduler.waiting, *self.scheduler.running))
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
-        queued = {id(sequence) for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._grammars)}
+        queued = {
+            id(sequence)
+            for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._grammars.waiting_sequences())
+        }
         assert queued == known, "a sequence is lost or left behind"
 
     def _drop_overdue(self, now: float) -> None:
-        for request_id in self._deadlines.overdue(itertools.chain(self.scheduler.waiting, self._grammars), now):
+        for request_id in self._deadlines.overdue(
+            itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences()), now
+        ):
             self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
 
     def _confirm(self, done: InFlight) -> StepOutput:
@@ -188,7 +193,7 @@ class Engine:
         outputs, self._ended_early = self._ended_early, []
         for index, row, sequence in done.confirm(result):
             if index in result.failed:
-                self._grammars.give_up(sequence)
+                self._grammars.mark_failed(sequence)
                 self._refuse(sequence.request.request_id, InvalidRequest(result.failed[index]))
                 continue
             self._intake.name_blocks(sequence)
@@ -201,8 +206,8 @@ class Engine:
                 outputs.append(SequenceOutput(sequence.request.request_id, sequence.choice, [], prompt_logprobs=scored))
         if result.copies is not None:
             self.scheduler.settle(result.copies)
-        if result.grammars is not None:
-            self._settle_grammars(result.grammars)
+        if result.num_compiled is not None:
+            self._settle_grammars(result.num_compiled)
         now = self._clock()
         seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
@@ -224,7 +229,7 @@ class Engine:
                 self.scheduler.add(sequence)
 
     def _settle_grammars(self, ready: tuple[int, ...]) -> None:
-        for number, choices in self._grammars.settle(ready):
+        for number, choices in self._grammars.record_compiled(ready):
             try:
                 self._intake.check_grammar(choices[0].request, number)
             except CoatcheckError as error:
@@ -258,7 +263,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
-        self._grammars.leave(sequence)
+        self._grammars.remove_sequence(sequence)
         choices = self._sequences[sequence.request.request_id]
         choices.remove(sequence)
         if not choices:

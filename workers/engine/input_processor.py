@@ -71,13 +71,13 @@ class InputProcessor:
         if any(not 0 <= choice < request.sampling.n for choice in request.resume):
             raise InvalidRequest(f"resume names a choice outside n = {request.sampling.n}")
         if request.sampling.structured is not None:
-            self._grammars.require()
+            self._grammars.require_tokenizer()
 
     def check_grammar(self, request: EngineRequest, grammar: int) -> None:
         """Raises InvalidRequest where its structured output, compiled by now, cannot be, or not behind what it
         resumes."""
         for said in request.resume.values() or ((),):
-            self._grammars.check(grammar, said)
+            self._grammars.check_resume(grammar, said)
 
     def _sequences(self, request: EngineRequest, chain: list[bytes]) -> list[Sequence]:
         """One for each choice; all but the first wait for the first's prompt. `chain` is the request's."""

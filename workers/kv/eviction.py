@@ -17,8 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
-from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason
-from coatcheck.workers.core.tier import Tier
+from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, Tier
 from coatcheck.workers.kv.eviction_policy import EvictionPolicy, Leaf, LeafHeap, LeastRecentlyUsed
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 

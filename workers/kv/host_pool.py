@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coatcheck.workers.core.cache_reasons import EvictionReason
+from coatcheck.workers.core.cache_reasons import EvictionReason, Tier
 from coatcheck.workers.core.step_output import KvEvent
-from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.kv.eviction import Eviction
 from coatcheck.workers.kv.eviction_policy import LeastRecentlyUsed
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry

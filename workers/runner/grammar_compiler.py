@@ -16,7 +16,7 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
-from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
+from coatcheck.workers.structured.grammar_registry import MAX_COMPILING, compile_queue_of
 
 _IDLE_SECONDS = 0.001
 _NICE = 4  # of these threads: where cores are few, a third of one beside a step's
@@ -32,9 +32,11 @@ class GrammarCompiler:
     def __init__(self, grammars: GrammarBackend, communicator: Communicator) -> None:
         self._grammars = grammars
         self._communicator = communicator
-        self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in AT_ONCE]
-        self._work = [deque[tuple[int, Future[CompiledGrammar]]]() for _ in AT_ONCE]  # each with its grammar's number
-        self._made = [0 for _ in AT_ONCE]
+        self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in MAX_COMPILING]
+        self._work = [
+            deque[tuple[int, Future[CompiledGrammar]]]() for _ in MAX_COMPILING
+        ]  # each with its grammar's number
+        self._made = [0 for _ in MAX_COMPILING]
         self._agreed = 0  # in all lanes together
         self._next = 0  # the next grammar's number
         self._idle = False
@@ -42,10 +44,10 @@ class GrammarCompiler:
     def start(self, plan: StepPlan) -> None:
         """Forgets what the plan says, and queues what it announces."""
         self._idle = not plan.rows
-        for number in plan.forgotten:
+        for number in plan.dropped_grammars:
             self._grammars.drop(number)
-        for grammar in plan.grammars:
-            lane = lane_of(grammar)
+        for grammar in plan.new_grammars:
+            lane = compile_queue_of(grammar)
             self._work[lane].append((self._next, self._submit(lane, grammar)))
             self._next += 1
 
@@ -59,7 +61,7 @@ class GrammarCompiler:
         for lane, work in enumerate(self._work):
             while work and work[0][1].done():
                 number, made = work.popleft()
-                self._grammars.keep(number, made.result())
+                self._grammars.store(number, made.result())
                 self._made[lane] += 1
         agreed = tuple(self._communicator.least(self._made))
         self._agreed = sum(agreed)
@@ -68,7 +70,7 @@ class GrammarCompiler:
     def _submit(self, lane: int, grammar: Grammar) -> Future[CompiledGrammar]:
         before = threading.stack_size(_STACK_BYTES)  # a lane's thread starts with its first grammar
         try:
-            return self._threads[lane].submit(self._grammars.compile, grammar)
+            return self._threads[lane].submit(self._grammars.compile_grammar, grammar)
         finally:
             threading.stack_size(before)
 

@@ -74,10 +74,10 @@ class TokenBitmasks:
     def set(self, new: NewRow) -> None:
         """A sequence takes its slot; what it has said so far is part of its row."""
         self._followers.pop(new.slot, None)
-        if new.grammar is not None:
+        if new.grammar_id is not None:
             said = new.token_ids[new.prompt_len :]
-            budget = self._budgets.setdefault(new.grammar, _Budget())
-            self._followers[new.slot] = _Follower(self._grammars.matcher(new.grammar, said), budget)
+            budget = self._budgets.setdefault(new.grammar_id, _Budget())
+            self._followers[new.slot] = _Follower(self._grammars.create_matcher(new.grammar_id, said), budget)
 
     def masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
         """For rows of these slots: (the constrained rows, a mask for each, int32 [n, ceil(V / 32)] on the device, and

@@ -1,8 +1,7 @@
-"""GrammarBackend: compiled grammars over one model's vocabulary, and matchers that follow a sequence along one.
+"""GrammarBackend: the grammars that one rank has compiled over its model's vocabulary (llguidance).
 
-Compiling takes a millisecond, or hundreds of a large one, and is done once per grammar: later sequences copy what was
-compiled. Every rank has its own and feeds it the same tokens, so all make the same masks. It does not know slots, steps
-or devices, nor how long a grammar is wanted: GrammarRegistry does.
+Compiling takes 1 to 400 ms and is done once per grammar. Each sequence then gets a copy of the compiled matcher. Every
+rank has a backend and feeds it the same tokens, so all ranks compute the same masks.
 """
 
 from __future__ import annotations
@@ -19,61 +18,59 @@ from coatcheck.proto.grammar import Grammar, why_unusable
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-
-# Of the processor, for the tokens that a request resumes with. Of 300 optional properties each takes 0.2 ms.
-_RESUME_SECONDS: Final = 1.0
-_RESUME_TOKENS: Final = 8  # between two looks at the clock
+# CPU time for following the tokens of `resume`. With 300 optional properties a token takes 0.2 ms.
+_MAX_RESUME_SECONDS: Final = 1.0
+_TOKENS_PER_CLOCK_CHECK: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """What came of a grammar: `start` is a matcher behind no token, or `error` says why there is none."""
+    """The result of a compilation: a `matcher` that has consumed no token, or an `error`."""
 
-    start: LLMatcher | None = None
+    matcher: LLMatcher | None = None
     error: InvalidRequest | None = None
 
 
 class GrammarBackend:
-    """Of one rank, by the numbers that all ranks know them by. `missing` says why there are none: then every grammar is
-    refused, with it."""
+    """Compiled grammars by id. Without a `tokenizer` every grammar is refused with the text `why_missing`."""
 
-    def __init__(self, tokenizer: LLTokenizer | None, missing: str = "") -> None:
+    def __init__(self, tokenizer: LLTokenizer | None, why_missing: str = "") -> None:
         self._tokenizer = tokenizer
-        self._missing = missing
-        self._kept: dict[int, CompiledGrammar] = {}
+        self._why_missing = why_missing
+        self._compiled: dict[int, CompiledGrammar] = {}
 
     @classmethod
     def load(cls, model: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarBackend:
-        """Over the vocabulary of a checkpoint; one whose tokens cannot be read serves all else."""
+        """Read a checkpoint's tokenizer. If that fails, the backend refuses grammars and all else is served."""
         if not eos_token_ids:
             return cls(None, "this model has no end-of-sequence token, with which structured output ends")
         try:
-            from llguidance import LLTokenizer  # late, as in proto/grammar.py
+            from llguidance import LLTokenizer  # imported late, as in proto/grammar.py
 
             path = model / "tokenizer.json"
-            text = path.read_text(encoding="utf-8") if path.is_file() else _converted(model)
+            text = path.read_text(encoding="utf-8") if path.is_file() else _convert_tokenizer(model)
             return cls(LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids)))
-        except Exception as error:  # whatever a library says of a file that it cannot take
+        except Exception as error:  # the libraries raise many types for a file that they cannot read
             return cls(None, f"this model's tokenizer cannot be used for structured output: {error}")
 
-    def require(self) -> LLTokenizer:
-        """Raises InvalidRequest where there can be none."""
+    def require_tokenizer(self) -> LLTokenizer:
+        """Raises InvalidRequest if the model has no usable tokenizer."""
         if self._tokenizer is None:
-            raise InvalidRequest(f"{self._missing}; leave structured output out")
+            raise InvalidRequest(f"{self._why_missing}; leave structured output out")
         return self._tokenizer
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Anew, in whichever thread; nothing is kept."""
+    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile without storing. May run in any thread."""
         try:
-            tokenizer = self.require()
+            tokenizer = self.require_tokenizer()
             from llguidance import LLMatcher
             from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
             matcher = LLMatcher(tokenizer, grammar.compiled(), log_level=0)
             if matcher.is_error():
                 raise grammar.refused(matcher.get_error())
-            # The first mask of a large grammar takes milliseconds too, and copies have what has been found for it. A
-            # grammar that allows no first token is refused here, in no step, and its memory (up to 80 MB) is free.
+            # The first mask of a large grammar takes milliseconds too, and copies of the matcher inherit its result.
+            # It also finds a grammar that allows no first token, which is refused before a step depends on it.
             bits = allocate_token_bitmask(1, tokenizer.vocab_size)
             fill_next_token_bitmask(matcher, bits)
             if matcher.is_error() or not bits.any():
@@ -82,40 +79,45 @@ class GrammarBackend:
             return CompiledGrammar(error=error)
         return CompiledGrammar(matcher)
 
-    def keep(self, number: int, compiled: CompiledGrammar) -> None:
-        """For the sequences to come, until `drop`. As `matcher`, in the thread of the steps alone."""
-        self._kept[number] = compiled
+    def store(self, grammar_id: int, compiled: CompiledGrammar) -> None:
+        """Keep a compiled grammar until `drop`. Only the thread of the steps calls this and what follows."""
+        self._compiled[grammar_id] = compiled
 
-    def drop(self, number: int) -> None:
-        """No sequence to come has it."""
-        del self._kept[number]
+    def drop(self, grammar_id: int) -> None:
+        del self._compiled[grammar_id]
 
-    def matcher(self, number: int, said: Sequence[int] = ()) -> LLMatcher:
-        """One of a grammar that is kept, behind the tokens `said`; raises InvalidRequest where there can be none."""
-        compiled = self._kept[number]
-        if compiled.start is None:
+    def create_matcher(self, grammar_id: int, token_ids: Sequence[int] = ()) -> LLMatcher:
+        """A new matcher of a stored grammar that has consumed `token_ids`.
+
+        Raises InvalidRequest if the grammar did not compile or does not allow `token_ids`.
+        """
+        compiled = self._compiled[grammar_id]
+        if compiled.matcher is None:
             assert compiled.error is not None
             raise compiled.error
-        matcher = compiled.start.deep_copy()
-        if said and not matcher.consume_tokens(list(said)):
-            raise InvalidRequest("resume holds tokens that the structured output cannot have; send those delivered")
+        matcher = compiled.matcher.deep_copy()
+        _consume(matcher, token_ids)
         return matcher
 
-    def check(self, number: int, said: Sequence[int]) -> None:
-        """As `matcher`, once for each request; raises InvalidRequest too where following `said` takes too long."""
-        matcher, ends_at = self.matcher(number), time.thread_time() + _RESUME_SECONDS
-        for start in range(0, len(said), _RESUME_TOKENS):
-            if not matcher.consume_tokens(list(said[start : start + _RESUME_TOKENS])):
-                raise InvalidRequest("resume holds tokens that the structured output cannot have; send those delivered")
+    def check_resume(self, grammar_id: int, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest as `create_matcher` does, and also if consuming `token_ids` takes too long."""
+        matcher, ends_at = self.create_matcher(grammar_id), time.thread_time() + _MAX_RESUME_SECONDS
+        for start in range(0, len(token_ids), _TOKENS_PER_CLOCK_CHECK):
+            _consume(matcher, token_ids[start : start + _TOKENS_PER_CLOCK_CHECK])
             if time.thread_time() > ends_at:
                 raise InvalidRequest(
-                    f"to follow the structured output through the {len(said)} tokens of resume takes over "
-                    f"{_RESUME_SECONDS:g} s of a processor; make its grammar simpler"
+                    f"to follow the structured output through the {len(token_ids)} tokens of resume takes over "
+                    f"{_MAX_RESUME_SECONDS:g} s of a processor; make its grammar simpler"
                 )
 
 
-def _converted(model: Path) -> str:
-    from transformers import AutoTokenizer  # imported late: it takes a while, and most checkpoints need none of it
+def _convert_tokenizer(model: Path) -> str:
+    from transformers import AutoTokenizer  # imported late: slow, and most checkpoints have tokenizer.json
 
     text: str = AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str()
     return text
+
+
+def _consume(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+    if token_ids and not matcher.consume_tokens(list(token_ids)):
+        raise InvalidRequest("resume holds tokens that the structured output cannot have; send those delivered")

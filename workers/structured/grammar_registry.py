@@ -1,49 +1,91 @@
-"""GrammarRegistry: which grammars all ranks have, are compiling, or may forget, and which requests wait for one.
+"""GrammarRegistry: which grammars the ranks have compiled, and which requests wait for one.
 
-Ranks do as it says in the plans, so that all of them have the same grammars, and none is ever compiled by a step. What
-a live sequence uses stays, for it may take a slot again; of the others the latest used are kept. Owners take turns, and
-few grammars are under way at once. It does not know how one is compiled, nor what becomes of a request then.
+Rank 0 numbers every grammar and sends compile and drop orders with the step plans, so all ranks hold the same
+grammars. Ranks compile beside the steps (see GrammarCompiler), never within one. A request waits here, outside the
+scheduler, until every rank has compiled its grammar.
+
+There are two compile queues, for small and for large grammars, so that a small one never waits behind a large one.
+Within a queue, tenants take turns. A grammar stays compiled while a live sequence uses it; of the unused ones the most
+recently used are kept.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Generic, TypeVar
 
 from coatcheck.proto.grammar import Grammar
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan
-from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
-from coatcheck.workers.structured.turns import RoundRobin
 
-MOST_KEPT = 256
+T = TypeVar("T")
+
+MAX_CACHED_GRAMMARS: Final = 256
+# The number of grammars of the small and of the large queue that ranks compile at once. A low limit keeps the order
+# among tenants fair: what has been sent to the ranks can no longer be overtaken.
+MAX_COMPILING: Final = (4, 1)
+# A JSON schema of 3,000 characters compiles in 8 ms on one core. One of 33,000, the largest that routers let pass,
+# takes 0.4 s.
+_MAX_SMALL_CHARACTERS: Final = 8192
+
+
+def compile_queue_of(grammar: Grammar) -> int:
+    """The grammar's compile queue: 0 small, 1 large. Ranks compile each queue in its own thread, in order."""
+    return int(len(grammar.text) > _MAX_SMALL_CHARACTERS)
+
+
+class RoundRobin(Generic[T]):
+    """A queue that serves owners in turn, one item each. Items of one owner stay in order."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, deque[T]] = {}  # by owner; the owner whose turn is next comes first
+
+    def add(self, owner: str, item: T) -> None:
+        self._items.setdefault(owner, deque()).append(item)
+
+    def pop_next(self, is_wanted: Callable[[T], bool]) -> T | None:
+        """Remove and return the next wanted item, or None. Unwanted items are dropped and use up no turn."""
+        for owner in list(self._items):
+            queue = self._items.pop(owner)
+            while queue:
+                item = queue.popleft()
+                if is_wanted(item):
+                    if queue:
+                        self._items[owner] = queue
+                    return item
+        return None
 
 
 class GrammarRegistry:
-    """`use` and `leave` for each sequence, `announce` in each plan, `settle` what the ranks have said."""
+    """Owned by the engine. `max_cached`: compiled grammars that ranks keep, unless more are in use."""
 
-    def __init__(self, most_kept: int = MOST_KEPT) -> None:
-        self._most_kept = most_kept
+    def __init__(self, max_cached: int = MAX_CACHED_GRAMMARS) -> None:
+        self._max_cached = max_cached
         self._uses: Counter[Grammar] = Counter()  # live sequences
-        self._waiting: dict[Grammar, list[list[Sequence]]] = {}  # each request's choices that are not gone
-        self._turns = [RoundRobin[Grammar]() for _ in AT_ONCE]
-        self._numbers: dict[Grammar, int] = {}  # of those announced and not forgotten: their places among all ever
-        self._under_way = [deque[Grammar]() for _ in AT_ONCE]
-        self._settled = [0 for _ in AT_ONCE]
-        self._ready: dict[Grammar, None] = {}  # on every rank, the latest used last
-        self._given_up: set[Grammar] = set()  # of the ready ones
-        self._announced = 0
+        self._waiting: dict[Grammar, list[list[Sequence]]] = {}  # the live choices of each waiting request
+        self._to_compile = [RoundRobin[Grammar]() for _ in MAX_COMPILING]
+        self._ids: dict[Grammar, int] = {}  # of the grammars that are compiling or ready
+        self._next_id = 0
+        self._compiling = [deque[Grammar]() for _ in MAX_COMPILING]
+        self._num_compiled = [0 for _ in MAX_COMPILING]  # since the start
+        self._ready: dict[Grammar, None] = {}  # on every rank, least recently used first
+        self._failed: set[Grammar] = set()  # ready grammars that failed a sequence
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """Those that wait."""
+    def waiting_sequences(self) -> Iterator[Sequence]:
+        """The sequences whose grammar is not ready."""
         for requests in self._waiting.values():
             for choices in requests:
                 yield from choices
 
-    def number(self, grammar: Grammar | None) -> int | None:
-        """By which all ranks know it; None while not all have it, and for none at all."""
-        return self._numbers[grammar] if grammar in self._ready else None
+    def ready_id(self, grammar: Grammar | None) -> int | None:
+        """The id under which every rank has the grammar, or None."""
+        return self._ids[grammar] if grammar in self._ready else None
 
-    def use(self, choices: list[Sequence]) -> bool:
-        """A request's sequences, each until it leaves; whether they may begin, or wait till `settle` returns them."""
+    def add_request(self, choices: list[Sequence]) -> bool:
+        """Add the sequences of one request. Return True if they can be scheduled now.
+
+        If False, the request waits here until `record_compiled` returns it. Call `remove_sequence` for each sequence
+        when it ends.
+        """
         request = choices[0].request
         grammar = request.sampling.structured
         if grammar is None:
@@ -53,78 +95,82 @@ class GrammarRegistry:
             self._ready[grammar] = self._ready.pop(grammar)
             return True
         self._waiting.setdefault(grammar, []).append(choices)
-        if grammar not in self._numbers:
-            self._turns[lane_of(grammar)].add(request.owner, grammar)
+        if grammar not in self._ids:
+            self._to_compile[compile_queue_of(grammar)].add(request.owner, grammar)
         return False
 
-    def leave(self, sequence: Sequence) -> None:
-        """It is gone; what nobody waits for any more is not compiled."""
+    def remove_sequence(self, sequence: Sequence) -> None:
+        """A sequence ended. Its grammar is not compiled any more if no other sequence waits for it."""
         grammar = sequence.request.sampling.structured
         if grammar is None:
             return
         self._uses[grammar] -= 1
         if not self._uses[grammar]:
             del self._uses[grammar]
-            if grammar not in self._numbers:
+            if grammar not in self._ids:
                 del self._waiting[grammar]
 
-    def give_up(self, sequence: Sequence) -> None:
-        """Records that the sequence failed because of its grammar. Ranks drop such a grammar once no sequence uses it:
-        the parser's state of one that is too hard takes up to 90 MB on each rank, so 256 would take 23 GB."""
+    def mark_failed(self, sequence: Sequence) -> None:
+        """A sequence failed because of its grammar. Ranks drop that grammar once no sequence uses it.
+
+        The parser state of a grammar that is too hard takes up to 90 MB on each rank; a cache of 256 would take 23 GB.
+        """
         if sequence.request.sampling.structured in self._ready:
-            self._given_up.add(sequence.request.sampling.structured)
+            self._failed.add(sequence.request.sampling.structured)
 
-    def announce(self, plan: StepPlan) -> None:
-        """What ranks are to forget, and to compile, from this plan on; its rows get their grammars' numbers."""
-        plan.forgotten = self._forget()
+    def fill_plan(self, plan: StepPlan) -> None:
+        """Add to the plan which grammars ranks drop and compile, and the grammar id of each new row."""
+        plan.dropped_grammars = self._drop_unused()
         for new in plan.new_rows:
-            new.grammar = self.number(new.sampling.structured)
-            assert new.grammar is not None or new.sampling.structured is None, "a row has a grammar that ranks lack"
-        for turns, under_way, most in zip(self._turns, self._under_way, AT_ONCE, strict=True):
-            while len(under_way) < most and (grammar := turns.take(self._is_new)):
-                self._numbers[grammar] = self._announced
-                self._announced += 1
-                under_way.append(grammar)
-                plan.grammars.append(grammar)
+            new.grammar_id = self.ready_id(new.sampling.structured)
+            assert new.grammar_id is not None or new.sampling.structured is None, "a row's grammar is not ready"
+        for to_compile, compiling, limit in zip(self._to_compile, self._compiling, MAX_COMPILING, strict=True):
+            while len(compiling) < limit and (grammar := to_compile.pop_next(self._needs_compiling)):
+                self._ids[grammar] = self._next_id
+                self._next_id += 1
+                compiling.append(grammar)
+                plan.new_grammars.append(grammar)
 
-    def settle(self, ready: tuple[int, ...]) -> list[tuple[int, list[Sequence]]]:
-        """So many of all that were announced are ready in each lane; returns the requests that need wait no longer, and
-        the number of each one's grammar."""
-        free: list[tuple[int, list[Sequence]]] = []
-        for lane, count in enumerate(ready):
-            while self._settled[lane] < count:
-                self._settled[lane] += 1
-                grammar = self._under_way[lane].popleft()
+    def record_compiled(self, num_compiled: tuple[int, ...]) -> list[tuple[int, list[Sequence]]]:
+        """Record that every rank has compiled the first `num_compiled[queue]` grammars sent in each compile queue.
+
+        Return the requests that can now be scheduled: (grammar id, live choices).
+        """
+        released: list[tuple[int, list[Sequence]]] = []
+        for queue, count in enumerate(num_compiled):
+            while self._num_compiled[queue] < count:
+                self._num_compiled[queue] += 1
+                grammar = self._compiling[queue].popleft()
                 self._ready[grammar] = None
-                number = self._numbers[grammar]
-                free += [(number, choices) for choices in self._waiting.pop(grammar) if choices]
-        return free
+                grammar_id = self._ids[grammar]
+                released += [(grammar_id, choices) for choices in self._waiting.pop(grammar) if choices]
+        return released
 
-    def check(self, begun: Iterable[Sequence]) -> None:
-        """Raises AssertionError on a broken invariant. `begun`: those that may take a slot, for the first time or
-        again."""
-        begun_with = {sequence.request.sampling.structured for sequence in begun} - {None}
-        assert begun_with <= self._ready.keys(), "ranks lack a grammar that a row may have"
-        assert len(set(self._numbers.values())) == len(self._numbers), "two grammars have one number"
-        under_way = {grammar for lane in self._under_way for grammar in lane}
-        assert self._numbers.keys() == under_way | self._ready.keys(), "a grammar without a number"
-        assert not self._ready.keys() & self._waiting.keys(), "somebody waits for what is there"
-        assert self._given_up <= self._ready.keys(), "a grammar that is forgotten is to be forgotten"
+    def check(self, scheduled: Iterable[Sequence]) -> None:
+        """Raise AssertionError on a broken invariant. `scheduled`: the sequences that the scheduler holds."""
+        in_scheduler = {sequence.request.sampling.structured for sequence in scheduled} - {None}
+        assert in_scheduler <= self._ready.keys(), "a scheduled sequence has a grammar that is not ready"
+        assert len(set(self._ids.values())) == len(self._ids), "two grammars have one id"
+        compiling = {grammar for queue in self._compiling for grammar in queue}
+        assert self._ids.keys() == compiling | self._ready.keys(), "a grammar has no id"
+        assert not self._ready.keys() & self._waiting.keys(), "a sequence waits for a ready grammar"
+        assert self._failed <= self._ready.keys(), "a failed grammar was dropped already"
         assert self._uses.keys() <= self._ready.keys() | self._waiting.keys(), "a grammar in use is lost"
         for grammar, requests in self._waiting.items():
             assert self._uses[grammar] == sum(map(len, requests)), "uses are miscounted"
 
-    def _is_new(self, grammar: Grammar) -> bool:
-        return grammar in self._waiting and grammar not in self._numbers
+    def _needs_compiling(self, grammar: Grammar) -> bool:
+        return grammar in self._waiting and grammar not in self._ids
 
-    def _forget(self) -> list[int]:
-        spare = len(self._ready) - self._most_kept
-        if spare <= 0 and not self._given_up:
+    def _drop_unused(self) -> list[int]:
+        """Drop unused grammars: all failed ones, then the least recently used beyond `max_cached`. Return the ids."""
+        excess = len(self._ready) - self._max_cached
+        if excess <= 0 and not self._failed:
             return []
         unused = [grammar for grammar in self._ready if grammar not in self._uses]
-        unused.sort(key=lambda grammar: grammar not in self._given_up)  # which keeps the order of use
-        forgotten = unused[: max(spare, sum(grammar in self._given_up for grammar in unused))]
-        for grammar in forgotten:
+        unused.sort(key=lambda grammar: grammar not in self._failed)  # stable: keeps the order of use
+        dropped = unused[: max(excess, sum(grammar in self._failed for grammar in unused))]
+        for grammar in dropped:
             del self._ready[grammar]
-        self._given_up.difference_update(forgotten)
-        return [self._numbers.pop(grammar) for grammar in forgotten]
+        self._failed.difference_update(dropped)
+        return [self._ids.pop(grammar) for grammar in dropped]

@@ -110,15 +110,14 @@ def rows(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> No
     pool = torch.randint(0, 255, (6, 4104), dtype=torch.uint8)
     want = pool.clone()
     want[[0, 5]] = want[[2, 2]]
-    launch_copy_blocks(pool, pool, torch.tensor([2, 2]), torch.tensor([0, 5]), 2)
+    launch_copy_blocks(pool, torch.tensor([2, 2]), torch.tensor([0, 5]))
     assert torch.equal(pool, want)
-    for width in (4104, 4099):  # eight bytes at a time, and one
-        wide, blocks = pool[:, :width], torch.tensor([5, 1, 3])
-        rows_ = torch.zeros(3, width + 5, dtype=torch.uint8)[:, :width]
-        launch_copy_blocks(wide, rows_, blocks, None, 3)
-        assert torch.equal(rows_, wide[blocks])
-        launch_copy_blocks(255 - rows_, pool[:, :width], None, blocks, 3)
-        want[blocks, :width] = 255 - want[blocks, :width]
+    for width in (4096, 4099):  # eight bytes at a time, and one; both leave the end of each row alone
+        source, target = torch.tensor([5, 1, 3]), torch.tensor([4, 0, 2])
+        pool = torch.randint(0, 255, (6, 4104), dtype=torch.uint8)
+        want = pool.clone()
+        want[target, :width] = want[source, :width]
+        launch_copy_blocks(pool[:, :width], source, target)
         assert torch.equal(pool, want)
 
 
@@ -134,7 +133,7 @@ def empty() -> None:
         launch_store_kv(heads, heads, cache, slots)
         launch_rotary(heads, heads, heads, none, none, heads.clone(), None, cache, slots)
         assert torch.equal(pool_of(cache), before)
-    launch_copy_blocks(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8), slots, slots, 0)
+    launch_copy_blocks(torch.zeros(2, 64, dtype=torch.uint8), slots, slots)
     floats, ints = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
     launch_filter_floor(none, floats, ints, floats, floats, floats.clone())
     launch_draw(none, floats, floats, slots, ints, slots, slots.clone())

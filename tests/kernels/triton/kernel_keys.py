@@ -145,9 +145,7 @@ KEYS: dict[str, Keys] = {
         store_kv._store_kv, "*bf16 *bf16 *bf16 *bf16 *i64 i32 i32 i32 i32", dict(HEADS=8, DIM=128, SIZE=16, BLOCK=1024)
     ),
     "store_quantised": partial(store_quantised, 128, POOLS["fp8"]),
-    "copy_blocks": same(
-        copy_blocks._copy_blocks, "*i64 *i64 *i64 *i64 i32 i32 i32", dict(LISTED=True, PLACED=True, BLOCK=2048)
-    ),
+    "copy_blocks": same(copy_blocks._copy_blocks, "*i64 *i64 *i64 i32 i32", dict(BLOCK=2048)),
     "rotary": partial(rotary_store, 128, POOLS["bf16"]),
     "filter_floor": same(
         filter_floor._filter_floor, "*fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32", dict(BLOCK=4096), 16

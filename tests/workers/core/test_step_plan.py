@@ -39,8 +39,8 @@ plans = st.builds(
     rows=st.lists(st.builds(Row, ints, ints, ints, st.booleans(), ints), max_size=4),
     demotes=st.lists(st.tuples(ints, ints), max_size=3),
     restores=st.lists(st.tuples(ints, ints), max_size=3),
-    forgotten=st.lists(ints, max_size=2),
-    grammars=st.lists(grammars, max_size=2),
+    dropped_grammars=st.lists(ints, max_size=2),
+    new_grammars=st.lists(grammars, max_size=2),
     stop=st.booleans(),
 )
 

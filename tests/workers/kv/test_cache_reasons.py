@@ -3,8 +3,7 @@
 import dataclasses
 
 from coatcheck.proto.retention import Retention
-from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, content_chain
-from coatcheck.workers.core.tier import Tier
+from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, Tier, content_chain
 from tests.workers.collector import Collector, request
 from tests.workers.kv.test_kv_cache_manager import ask, make_engine
 

@@ -7,8 +7,8 @@ import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
-from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.service.outbox import Outbox
 from coatcheck.workers.service.wire import EVENTS_PER_MESSAGE, event_messages, snapshot_messages

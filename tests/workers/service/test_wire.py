@@ -6,9 +6,8 @@ import pytest
 
 from coatcheck.proto.stubs.coatcheck_pb2 import RankStatus, SamplingParams
 from coatcheck.proto.stubs.worker_pb2 import Registration, Submit
-from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, MissReason, PrefixMiss
+from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, MissReason, PrefixMiss, Tier
 from coatcheck.workers.core.step_output import SequenceOutput
-from coatcheck.workers.core.tier import Tier
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.request_log import RequestLog
 from coatcheck.workers.service.wire import request_of

@@ -21,7 +21,7 @@ from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
-from coatcheck.workers.structured.grammar_registry import MOST_KEPT
+from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
 from tests.workers.checkpoints import tiny_checkpoint
 
@@ -78,7 +78,7 @@ def engines_of(model: Model) -> Make:
         num_blocks: int = 200,
         depth: int = 0,
         kind: type[GrammarBackend] = GrammarBackend,
-        grammars_kept: int = MOST_KEPT,
+        grammars_kept: int = MAX_CACHED_GRAMMARS,
         told: list[bytes] | None = None,
     ) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)

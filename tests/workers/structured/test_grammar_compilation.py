@@ -21,7 +21,7 @@ from coatcheck.workers.model.model import Model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
-from coatcheck.workers.structured.grammar_lanes import AT_ONCE
+from coatcheck.workers.structured.grammar_registry import MAX_COMPILING
 from tests.hostile_grammars import AMBIGUOUS
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 from tests.workers.fake_runner import SPEC, FakeRunner
@@ -91,11 +91,11 @@ class HeldGrammars(GrammarBackend):
 
     go: ClassVar = threading.Event()
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
         """When it may."""
         if grammar == LARGE or grammar.text.startswith("dear"):
             assert self.go.wait(60)
-        return super().compile(grammar)
+        return super().compile_grammar(grammar)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_who_asks_for_many_grammars_does_not_hold_up_others(make: Make, held: th
     while engine.has_work:
         refused += engine.step().refused
     assert "one" in answered and not refused
-    assert len(answered) <= 2 * AT_ONCE[0] + 1
+    assert len(answered) <= 2 * MAX_COMPILING[0] + 1
 
 
 def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
@@ -162,9 +162,9 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
     compiled: list[str] = []
 
     class Counted(GrammarBackend):
-        def compile(self, grammar: Grammar) -> CompiledGrammar:
+        def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
             compiled.append(grammar.text)
-            return super().compile(grammar)
+            return super().compile_grammar(grammar)
 
     held = Grammar("regex", "[a-z ]{2000}")
     mine = EngineRequest("mine", PROMPT, params(held, max_tokens=200))
@@ -247,12 +247,12 @@ def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp
 def test_what_takes_too_long_to_follow_ends_alone(make: Make) -> None:
     """An ambiguous grammar takes longer for each token than for the one before: its request is refused when it has
     taken a quarter of a second more than its tokens may take, others go on, and ranks forget it."""
-    forgotten: list[int] = []
+    dropped: list[int] = []
 
     class Watched(GrammarBackend):
-        def drop(self, number: int) -> None:
-            forgotten.append(number)
-            super().drop(number)
+        def drop(self, grammar_id: int) -> None:
+            dropped.append(grammar_id)
+            super().drop(grammar_id)
 
     engine = make(kind=Watched)
     engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
@@ -267,7 +267,7 @@ def test_what_takes_too_long_to_follow_ends_alone(make: Make) -> None:
     ((name, error),) = refused
     assert name == "slow" and re.search("too hard to follow .it takes [0-9]+ ms for a token", str(error))
     assert said["free"] == 200 and 0 < said["slow"] < 200
-    assert forgotten == [0]
+    assert dropped == [0]
 
 
 def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make) -> None:

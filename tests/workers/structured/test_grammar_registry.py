@@ -1,4 +1,4 @@
-"""Which grammars ranks compile, keep and forget: by the ledger alone, with ranks that do as its plans say."""
+"""Which grammars ranks compile, keep and forget: by the registry alone, with ranks that do as its plans say."""
 
 from collections import deque
 
@@ -11,9 +11,12 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewRow, StepPlan
-from coatcheck.workers.structured.grammar_lanes import AT_ONCE, lane_of
-from coatcheck.workers.structured.grammar_registry import GrammarRegistry
-from coatcheck.workers.structured.turns import RoundRobin
+from coatcheck.workers.structured.grammar_registry import (
+    MAX_COMPILING,
+    GrammarRegistry,
+    RoundRobin,
+    compile_queue_of,
+)
 
 KEPT = 3
 SMALL = [Grammar("regex", letter) for letter in "abcdefgh"]
@@ -26,31 +29,31 @@ def choices_of(grammar: Grammar | None, tenant: str = "", n: int = 1) -> list[Se
     return [Sequence(request, choice, [1], 9, (0, 0), frozenset()) for choice in range(n)]
 
 
-def announced(ledger: GrammarRegistry) -> list[Grammar]:
+def new_grammars(registry: GrammarRegistry) -> list[Grammar]:
     """What the next plan asks for."""
     plan = StepPlan()
-    ledger.announce(plan)
-    return plan.grammars
+    registry.fill_plan(plan)
+    return plan.new_grammars
 
 
-class Ledger(RuleBasedStateMachine):
+class RegistryMachine(RuleBasedStateMachine):
     """Requests come and go, ranks compile at their leisure; `ranks` is what each of them has, by number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = GrammarRegistry(KEPT)
+        self.registry = GrammarRegistry(KEPT)
         self.waiting: list[list[Sequence]] = []
         self.begun: list[list[Sequence]] = []
         self.ranks: dict[int, Grammar] = {}
-        self.lanes = [deque[Grammar]() for _ in AT_ONCE]
-        self.made = [0 for _ in AT_ONCE]
+        self.queues = [deque[Grammar]() for _ in MAX_COMPILING]
+        self.made = [0 for _ in MAX_COMPILING]
         self.asked = 0
 
     @rule(grammar=st.none() | st.sampled_from(SMALL + LARGE), tenant=st.sampled_from("xyz"), n=st.integers(1, 3))
     def come(self, grammar: Grammar | None, tenant: str, n: int) -> None:
         choices = choices_of(grammar, tenant, n)
-        there = grammar is None or self.ledger.number(grammar) is not None
-        assert self.ledger.use(choices) is there
+        there = grammar is None or self.registry.ready_id(grammar) is not None
+        assert self.registry.add_request(choices) is there
         (self.begun if there else self.waiting).append(choices)
 
     @rule(data=st.data())
@@ -60,7 +63,7 @@ class Ledger(RuleBasedStateMachine):
             return
         choices = data.draw(st.sampled_from(requests))
         sequence = data.draw(st.sampled_from(choices))
-        self.ledger.leave(sequence)
+        self.registry.remove_sequence(sequence)
         choices.remove(sequence)
         self.waiting = [choices for choices in self.waiting if choices]
         self.begun = [choices for choices in self.begun if choices]
@@ -69,50 +72,52 @@ class Ledger(RuleBasedStateMachine):
     def plan(self) -> None:
         begun = [sequence for choices in self.begun for sequence in choices]
         plan = StepPlan(new_rows=[NewRow(0, 0, 1, [1], one.request.sampling, ()) for one in begun])
-        self.ledger.announce(plan)
-        for number in plan.forgotten:
+        self.registry.fill_plan(plan)
+        for number in plan.dropped_grammars:
             del self.ranks[number]
         for new in plan.new_rows:  # any may take a slot, for the first time or again
-            assert new.sampling.structured == (None if new.grammar is None else self.ranks[new.grammar])
-        for grammar in plan.grammars:
+            assert new.sampling.structured == (None if new.grammar_id is None else self.ranks[new.grammar_id])
+        for grammar in plan.new_grammars:
             assert grammar not in self.ranks.values(), "compiled though it is there"
             self.ranks[self.asked] = grammar
             self.asked += 1
-            self.lanes[lane_of(grammar)].append(grammar)
+            self.queues[compile_queue_of(grammar)].append(grammar)
         used = {one.request.sampling.structured for one in begun} - {None}
-        settled = set(self.ranks.values()) - {grammar for lane in self.lanes for grammar in lane}
+        settled = set(self.ranks.values()) - {grammar for queue in self.queues for grammar in queue}
         assert len(settled) <= max(KEPT, len(used)), "too many are kept"
 
     @rule(data=st.data())
     def compile(self, data: st.DataObject) -> None:
-        self.finish([data.draw(st.integers(0, len(work))) for work in self.lanes])
+        self.finish([data.draw(st.integers(0, len(work))) for work in self.queues])
 
     def finish(self, counts: list[int]) -> None:
-        """So many of each lane are compiled."""
-        for lane, count in enumerate(counts):
-            self.made[lane] += count
+        """Ranks compile the next `counts[queue]` grammars of each queue."""
+        for queue, count in enumerate(counts):
+            self.made[queue] += count
             for _ in range(count):
-                self.lanes[lane].popleft()
-        for number, choices in self.ledger.settle(tuple(self.made)):
+                self.queues[queue].popleft()
+        for number, choices in self.registry.record_compiled(tuple(self.made)):
             assert self.ranks[number] == choices[0].request.sampling.structured
             self.waiting = [one for one in self.waiting if one is not choices]
             self.begun.append(choices)
 
     @invariant()
     def holds(self) -> None:
-        self.ledger.check(sequence for choices in self.begun for sequence in choices)
-        assert {id(s) for s in self.ledger} == {id(s) for choices in self.waiting for s in choices}
-        assert all(len(lane) <= most for lane, most in zip(self.lanes, AT_ONCE, strict=True))
+        self.registry.check(sequence for choices in self.begun for sequence in choices)
+        assert {id(s) for s in self.registry.waiting_sequences()} == {
+            id(s) for choices in self.waiting for s in choices
+        }
+        assert all(len(queue) <= limit for queue, limit in zip(self.queues, MAX_COMPILING, strict=True))
 
     def teardown(self) -> None:
         for _ in range(len(SMALL + LARGE)):  # however it went, everybody's is compiled in the end
             self.plan()
-            self.finish([len(work) for work in self.lanes])
+            self.finish([len(work) for work in self.queues])
         assert not self.waiting
 
 
-TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=30)
+TestGrammarRegistry = RegistryMachine.TestCase
+TestGrammarRegistry.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_owners_take_turns() -> None:
@@ -120,28 +125,28 @@ def test_owners_take_turns() -> None:
     turns = RoundRobin[str]()
     for thing in ("a1", "a2", "a3", "b1", "a4", "c1"):
         turns.add(thing[0], thing)
-    taken = [turns.take(lambda thing: thing != "a2") for _ in range(6)]
+    taken = [turns.pop_next(lambda thing: thing != "a2") for _ in range(6)]
     assert taken == ["a1", "b1", "c1", "a3", "a4", None]
 
 
 def test_what_nobody_waits_for_is_not_compiled() -> None:
     """Requests that leave before their grammar's turn take it along; one that others want too stays."""
-    ledger = GrammarRegistry()
+    registry = GrammarRegistry()
     first, second, third = choices_of(SMALL[0]), choices_of(SMALL[1], n=2), choices_of(SMALL[0], "other")
     for choices in (first, second, third):
-        assert not ledger.use(choices)
+        assert not registry.add_request(choices)
     for sequence in (*first, *second):
-        ledger.leave(sequence)
+        registry.remove_sequence(sequence)
     for choices in (first, second):
         choices.clear()
-    assert announced(ledger) == [SMALL[0]]
-    assert ledger.settle((1, 0)) == [(0, third)]
+    assert new_grammars(registry) == [SMALL[0]]
+    assert registry.record_compiled((1, 0)) == [(0, third)]
 
 
 def test_a_grammar_has_the_turn_of_whoever_is_next_among_those_who_want_it() -> None:
     """One that a busy owner has asked for last is compiled in the turn of another who wants it too."""
-    ledger = GrammarRegistry()
+    registry = GrammarRegistry()
     for grammar in SMALL:
-        ledger.use(choices_of(grammar, "busy"))
-    ledger.use(choices_of(SMALL[7], "other"))
-    assert announced(ledger) == [SMALL[0], SMALL[7], SMALL[1], SMALL[2]]
+        registry.add_request(choices_of(grammar, "busy"))
+    registry.add_request(choices_of(SMALL[7], "other"))
+    assert new_grammars(registry) == [SMALL[0], SMALL[7], SMALL[1], SMALL[2]]

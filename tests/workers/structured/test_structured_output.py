@@ -128,5 +128,5 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
 
 
 def test_every_rank_makes_the_same_masks(checkpoint: Path) -> None:
-    """Two ranks draw what one draws, of grammars in both lanes, and also where a sequence begins again."""
+    """Two ranks draw what one draws, of grammars of both compile queues, and also where a sequence begins again."""
     assert run_ranks(2, answer, checkpoint)[0] == answer(Communicator(), checkpoint)
