@@ -2,9 +2,8 @@
 
     start(plan) ... the step is computed ... report()
 
-A large grammar takes as long as many steps, and those whose step it is have nothing to do with it. So plans announce
-grammars, threads of the rank's own make them, one for each lane and in that order, and a request joins the plans when
-every rank has its grammar. It does not know who waits for one.
+A large grammar takes as long as many steps, and steps of other requests must not wait for it. So each compile queue
+has a thread of its own, and a request joins the plans when every rank has compiled its grammar.
 """
 
 import os
@@ -37,7 +36,7 @@ class GrammarCompiler:
             deque[tuple[int, Future[CompiledGrammar]]]() for _ in MAX_COMPILING
         ]  # each with its grammar's number
         self._made = [0 for _ in MAX_COMPILING]
-        self._agreed = 0  # in all lanes together
+        self._agreed = 0  # in all compile queues together
         self._next = 0  # the next grammar's number
         self._idle = False
 
@@ -47,30 +46,30 @@ class GrammarCompiler:
         for number in plan.dropped_grammars:
             self._grammars.drop(number)
         for grammar in plan.new_grammars:
-            lane = compile_queue_of(grammar)
-            self._work[lane].append((self._next, self._submit(lane, grammar)))
+            queue = compile_queue_of(grammar)
+            self._work[queue].append((self._next, self._submit(queue, grammar)))
             self._next += 1
 
     def report(self) -> tuple[int, ...] | None:
-        """Of all that were announced in each lane, how many are ready on every rank, oldest first; None while none is
-        under way. Where the step computes nothing, it is worth a moment's wait."""
+        """For each compile queue, how many of the grammars sent so far are compiled on every rank; None while none is
+        being compiled. Waits for a moment if the step computes nothing."""
         if self._agreed == self._next:
             return None
         if self._idle and (first := [work[0][1] for work in self._work if work]):
             wait(first, timeout=_IDLE_SECONDS, return_when=FIRST_COMPLETED)
-        for lane, work in enumerate(self._work):
+        for queue, work in enumerate(self._work):
             while work and work[0][1].done():
                 number, made = work.popleft()
                 self._grammars.store(number, made.result())
-                self._made[lane] += 1
+                self._made[queue] += 1
         agreed = tuple(self._communicator.least(self._made))
         self._agreed = sum(agreed)
         return agreed
 
-    def _submit(self, lane: int, grammar: Grammar) -> Future[CompiledGrammar]:
-        before = threading.stack_size(_STACK_BYTES)  # a lane's thread starts with its first grammar
+    def _submit(self, queue: int, grammar: Grammar) -> Future[CompiledGrammar]:
+        before = threading.stack_size(_STACK_BYTES)  # a queue's thread starts with its first grammar
         try:
-            return self._threads[lane].submit(self._grammars.compile_grammar, grammar)
+            return self._threads[queue].submit(self._grammars.compile_grammar, grammar)
         finally:
             threading.stack_size(before)
 
