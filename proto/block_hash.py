@@ -1,7 +1,7 @@
 """The name of a KV block: a keyed hash chain over token ids, the same in routers and workers.
 
     h_i = blake2b(h_{i-1} || tokens_i as little-endian uint32, digest_size=16, key=k)
-    k   = blake2b(length-prefixed tenant salt, model, weights fingerprint, LoRA id; digest_size=32)
+    k   = blake2b(length-prefixed tenant salt, model, weights fingerprint, adapter; digest_size=32)
 
 The first block has no parent: h_{-1} is empty. Because k holds the tenant's salt, nobody can probe
 another tenant's cache. It does not know where a block lives, nor how many tokens a block has.
@@ -14,12 +14,13 @@ from array import array
 from collections.abc import Sequence
 
 HASH_BYTES = 16
+_ADAPTER = ""  # a field for the id of an adapter; no adapters are served yet
 
 
-def block_key(*, salt: str, model: str, fingerprint: str, lora: str = "") -> bytes:
+def block_key(*, salt: str, model: str, fingerprint: str) -> bytes:
     """The 32-byte key of every hash in one tenant's chain."""
     digest = hashlib.blake2b(digest_size=32)
-    for field in (salt, model, fingerprint, lora):
+    for field in (salt, model, fingerprint, _ADAPTER):
         encoded = field.encode()
         digest.update(struct.pack("<Q", len(encoded)))
         digest.update(encoded)

@@ -69,14 +69,14 @@ class Driver:
             pipeline_depth=1 if on_gpu else 0,
             grammars=grammars,
         )
-        self.engine.price(copies)
+        self.engine.update_copy_costs(copies)
         self._tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
         report = GroupReport(
             _registration(config, spec, self.engine, memory),
             ranks,
             kernels="triton" if on_gpu else native_status(),
             bytes_per_block=memory.layout.bytes_per_block,
-            compiled=compiled,
+            count_late_compiles=compiled,
         )
         self._service = WorkerService(
             report,
@@ -119,7 +119,7 @@ class Driver:
         try:
             self._record.note(error)
             if cause := self._record.cause(error):
-                self._service.say_last(cause, self.engine.not_begun())
+                self._service.send_last_word(cause, self.engine.unstarted_requests())
         finally:  # whatever goes wrong with its last word
             die(self._name, error)
 

@@ -115,7 +115,7 @@ class Coatcheck:
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0)
         # A salt of its own keeps every prompt out of the prefix cache.
         name = str(self._requests)
-        self._engine.submit(EngineRequest(name, tuple(prompt), sampling, cache_salt=name))
+        self._engine.submit_request(EngineRequest(name, tuple(prompt), sampling, cache_salt=name))
 
     def _drain(self) -> None:
         while self._engine.has_work:

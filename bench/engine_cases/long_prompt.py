@@ -105,7 +105,7 @@ def submit(engine: Engine, name: str, prompt_len: int, max_tokens: int) -> None:
     """A request of that many tokens that nothing else shares."""
     prompt = torch.randint(3, 4096, (prompt_len,)).tolist()
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
-    engine.submit(EngineRequest(name, tuple(prompt), sampling))
+    engine.submit_request(EngineRequest(name, tuple(prompt), sampling))
 
 
 def timed_step(engine: Engine) -> float:

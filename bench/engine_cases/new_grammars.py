@@ -115,7 +115,7 @@ def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int, 
     prompt = torch.randint(3, VOCABULARY, (32,)).tolist()
     free = grammar is None
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=free, structured=grammar)
-    engine.submit(EngineRequest(name, tuple(prompt), sampling, tenant=tenant))
+    engine.submit_request(EngineRequest(name, tuple(prompt), sampling, tenant=tenant))
 
 
 def timed_step(engine: Engine) -> float:

@@ -155,7 +155,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingPa
     said: Said = {}
     for index, prompt in enumerate(prompts):
         said[str(index)] = ([], [])
-        engine.submit(EngineRequest(str(index), tuple(prompt), sampling, cache_salt=salt))
+        engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling, cache_salt=salt))
     while engine.has_work:
         for output in engine.step().outputs:
             tokens, logprobs = said[output.request_id]
@@ -236,7 +236,9 @@ def measure_steps(group: Group, batch: int, context: int, steps: int) -> tuple[f
     for round_ in ("warm", "measured"):
         started = time.perf_counter()
         for index, prompt in enumerate(prompts_of(batch, length, group.model.spec.vocab_size)):
-            engine.submit(EngineRequest(f"{round_} {index}", tuple(prompt), sampling, cache_salt=f"{round_} {index}"))
+            engine.submit_request(
+                EngineRequest(f"{round_} {index}", tuple(prompt), sampling, cache_salt=f"{round_} {index}")
+            )
         while engine.step().num_decodes < batch:
             pass
         prefill = time.perf_counter() - started

@@ -97,7 +97,7 @@ def serve(engine: Engine, seed: int) -> tuple[float, float]:
     for client in range(_CLIENTS):
         prompt = tuple(rng.randrange(2, VOCABULARY) for _ in range(_PROMPT))
         sampling = SamplingParams(max_tokens=_REPLY, temperature=0.0, ignore_eos=True, seed=0)
-        engine.submit(EngineRequest(f"{seed} {client}", prompt, sampling))
+        engine.submit_request(EngineRequest(f"{seed} {client}", prompt, sampling))
     while engine.has_work:
         engine.step()
     return time.perf_counter() - began, time.process_time() - busy

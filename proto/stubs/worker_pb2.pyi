@@ -17,18 +17,6 @@ TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
 
-class ProbeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ProbeResponse(_message.Message):
-    __slots__ = ("registration", "status")
-    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    registration: Registration
-    status: _coatcheck_pb2.GroupStatus
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., status: _Optional[_Union[_coatcheck_pb2.GroupStatus, _Mapping]] = ...) -> None: ...
-
 class ToGroup(_message.Message):
     __slots__ = ("hello", "submit", "abort", "snapshot")
     HELLO_FIELD_NUMBER: _ClassVar[int]

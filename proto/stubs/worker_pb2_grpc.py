@@ -39,11 +39,6 @@ class WorkerStub:
                 request_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ToGroup.SerializeToString,
                 response_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.FromGroup.FromString,
                 _registered_method=True)
-        self.Probe = channel.unary_unary(
-                '/coatcheck.worker.v1.Worker/Probe',
-                request_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeRequest.SerializeToString,
-                response_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeResponse.FromString,
-                _registered_method=True)
 
 
 class WorkerServicer:
@@ -55,13 +50,6 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Probe(self, request, context):
-        """Answers once every rank has run a step.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -69,11 +57,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ToGroup.FromString,
                     response_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.FromGroup.SerializeToString,
-            ),
-            'Probe': grpc.unary_unary_rpc_method_handler(
-                    servicer.Probe,
-                    request_deserializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeRequest.FromString,
-                    response_serializer=coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -103,33 +86,6 @@ class Worker:
             '/coatcheck.worker.v1.Worker/Attach',
             coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ToGroup.SerializeToString,
             coatcheck_dot_proto_dot_stubs_dot_worker__pb2.FromGroup.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Probe(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/coatcheck.worker.v1.Worker/Probe',
-            coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeRequest.SerializeToString,
-            coatcheck_dot_proto_dot_stubs_dot_worker__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

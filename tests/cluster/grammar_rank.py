@@ -23,8 +23,10 @@ def main() -> None:
         began = time.process_time()
         engine = make()
         grammar = GRAMMARS[json.loads(line)]()
-        engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=TOKENS)))
-        engine.submit(EngineRequest("hostile", PROMPT, params(grammar, max_tokens=TOKENS, logit_bias={EOS: -100.0})))
+        engine.submit_request(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=TOKENS)))
+        engine.submit_request(
+            EngineRequest("hostile", PROMPT, params(grammar, max_tokens=TOKENS, logit_bias={EOS: -100.0}))
+        )
         tokens, refused = {"free": 0, "hostile": 0}, ""
         while engine.has_work:
             output = engine.step()

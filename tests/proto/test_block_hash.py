@@ -26,9 +26,9 @@ def test_known_vectors() -> None:
 def test_rule_as_written() -> None:
     """A name is blake2b over the parent and the tokens as little-endian uint32, under the chain's key."""
     key = hashlib.blake2b(digest_size=32)
-    for field in (b"salt", b"model", b"print", b"lora"):
+    for field in (b"salt", b"model", b"print", b""):
         key.update(struct.pack("<Q", len(field)) + field)
-    assert block_key(salt="salt", model="model", fingerprint="print", lora="lora") == key.digest()
+    assert block_key(salt="salt", model="model", fingerprint="print") == key.digest()
     packed = struct.pack("<3I", 1, 2**31, 2**32 - 1)
     expected = hashlib.blake2b(b"p" * 16 + packed, digest_size=16, key=key.digest()).digest()
     assert hash_block(key.digest(), b"p" * 16, [1, 2**31, 2**32 - 1]) == expected
@@ -70,10 +70,10 @@ def test_chain_goes_on_from_a_parent() -> None:
     assert hash_chain(KEY, list(range(32, 64)), 16, parent=whole[1]) == whole[2:]
 
 
-@pytest.mark.parametrize("field", ["salt", "model", "fingerprint", "lora"])
+@pytest.mark.parametrize("field", ["salt", "model", "fingerprint"])
 def test_tenants_are_apart(field: str) -> None:
-    """Another salt, model, fingerprint or adapter shares no name, so nobody can probe another's cache."""
-    same = {"salt": "a", "model": "m", "fingerprint": "f", "lora": ""}
+    """Another salt, model or fingerprint shares no name, so nobody can probe another's cache."""
+    same = {"salt": "a", "model": "m", "fingerprint": "f"}
     mine = hash_chain(block_key(**same), list(range(64)), 16)
     other = hash_chain(block_key(**{**same, field: "other"}), list(range(64)), 16)
     assert not set(mine) & set(other)

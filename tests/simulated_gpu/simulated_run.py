@@ -78,7 +78,7 @@ def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list
     said: dict[str, list[int]] = {}
     for number, requests in enumerate(_ROUNDS):
         for prompt, sampling in requests:
-            engine.submit(EngineRequest(name := f"{number} {prompt}", tuple(prompt), sampling))
+            engine.submit_request(EngineRequest(name := f"{number} {prompt}", tuple(prompt), sampling))
             said[name] = []
         while engine.has_work:
             for output in engine.step().outputs:

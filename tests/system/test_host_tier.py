@@ -118,7 +118,7 @@ def host_memory(pid: int, memory: FileIO) -> int:
 def logged(pid: int, request_id: str) -> dict[str, Any]:
     """What a rank has logged of a request's end."""
     lines = Path(f"/proc/{pid}/fd/2").read_text().splitlines()
-    ends = [json.loads(line) for line in lines if request_id in line and "answer ended" in line]
+    ends = [json.loads(line) for line in lines if request_id in line and "submission ended" in line]
     found: dict[str, Any] = ends[-1]
     return found
 

@@ -16,11 +16,10 @@ import pytest
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA
 from coatcheck.proto.plane_certificate import GROUP
-from coatcheck.proto.stubs.worker_pb2 import ProbeRequest
-from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from tests.cluster.serving import Serving, coatcheck, listening
 from tests.router.certificates import TestAuthority
 from tests.router.http.browser import Browser
+from tests.workers.rank_client import read_registration
 
 pytestmark = pytest.mark.ray
 
@@ -136,7 +135,7 @@ def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
     ]
     for channel in tries:
         with channel, pytest.raises(grpc.RpcError) as refused:
-            WorkerStub(channel).Probe(ProbeRequest(), timeout=PATIENCE_SECONDS)
+            read_registration(channel)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

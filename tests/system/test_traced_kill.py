@@ -54,7 +54,7 @@ async def test_one_trace_and_one_id_from_client_to_both_groups() -> None:
     said = {(line["message"], line["group"]) for line in lines}
     assert {
         ("a request lost its group", first.started.group),
-        ("answer ended", final.group),
+        ("submission ended", final.group),
         ("request ended", final.group),
     } <= said
     assert {line["level"] for line in lines} == {"info", "warning"} and len({line["time"] for line in lines}) > 1

@@ -116,11 +116,11 @@ async def until(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_
 
 
 async def choices_running(group: Group, count: int) -> bool:
-    stats = await asyncio.wrap_future(group.loop.call(Engine.stats))
+    stats = await asyncio.wrap_future(group.loop.call_between_steps(Engine.stats))
     return stats.running + stats.waiting == count
 
 
 async def is_idle(group: Group) -> bool:
-    stats = await asyncio.wrap_future(group.loop.call(Engine.stats))
-    group.service._tickets.check()
+    stats = await asyncio.wrap_future(group.loop.call_between_steps(Engine.stats))
+    group.service.table.check()
     return stats.running + stats.waiting + stats.blocks_used == 0

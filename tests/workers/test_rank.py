@@ -8,13 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.proto.stubs import worker_pb2 as wire
-from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.group_config import GroupConfig
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.rank_client import generate
+from tests.workers.rank_client import generate, read_load, read_registration
 from tests.workers.rank_group import RankGroup
 
 
@@ -62,12 +59,12 @@ def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., 
     """Once it serves, a group can say each rank's process, its memory, and that all have run a step."""
     group = start(tp=2)
     with grpc.insecure_channel(group.wait_ready()) as channel:
-        answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS)
-    assert [rank.pid for rank in answer.status.ranks] == [process.pid for process in group.processes]
-    assert all(rank.healthy and rank.peak_memory_bytes > 1 << 20 for rank in answer.status.ranks)
-    assert answer.registration.model.name == "tiny" and answer.registration.tp == 2
-    assert answer.registration.num_blocks == answer.status.blocks_total > 0
-    assert answer.status.blocks_used == answer.status.prompt_tokens == 0  # the first steps left no trace
+        registration, status = read_registration(channel), read_load(channel).status
+    assert [rank.pid for rank in status.ranks] == [process.pid for process in group.processes]
+    assert all(rank.healthy and rank.peak_memory_bytes > 1 << 20 for rank in status.ranks)
+    assert registration.model.name == "tiny" and registration.tp == 2
+    assert registration.num_blocks == status.blocks_total > 0
+    assert status.blocks_used == status.prompt_tokens == 0  # the first steps left no trace
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -88,7 +85,7 @@ def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], pl
     for address in (plain, start(kv_dtype=kv_dtype, tp=2).wait_ready()):
         assert len(generate(address, list(range(3, 43)), 12)) == 12
         with grpc.insecure_channel(address) as channel:
-            registrations.append(WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS).registration)
+            registrations.append(read_registration(channel))
     assert [registration.model.kv_dtype for registration in registrations] == ["float32", kv_dtype]
     assert registrations[1].num_blocks > 3 * registrations[0].num_blocks  # float32 beside eight bits, over two ranks
 
@@ -120,10 +117,10 @@ def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[...,
     reserved = 0
     for address, sign in zip(addresses, (-1, 1), strict=True):
         with grpc.insecure_channel(address) as channel:
-            answer = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS)
-        assert (answer.status.restore_tokens_per_second > 0) == (sign > 0), "the first copies are a price already"
-        blocks = answer.registration.num_blocks + answer.registration.host_blocks
-        reserved += sign * blocks * answer.status.bytes_per_block
+            registration, status = read_registration(channel), read_load(channel).status
+        assert (status.restore_tokens_per_second > 0) == (sign > 0), "the first copies are measured already"
+        blocks = registration.num_blocks + registration.host_blocks
+        reserved += sign * blocks * status.bytes_per_block
         generate(address, list(range(3, 150)), 8)
     before = [resident(group) for group in (small, large)]
     assert before[1] - before[0] == pytest.approx(reserved, rel=0.01)

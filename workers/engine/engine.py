@@ -101,7 +101,7 @@ class Engine:
         to_report = self._ended_early or self._refused
         return bool(self._sequences or self._in_flight or to_report or self.scheduler.tiers.has_copies)
 
-    def submit(self, request: EngineRequest) -> None:
+    def submit_request(self, request: EngineRequest) -> None:
         """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed. One whose
         grammar is new is queued, or refused by a later step, when every rank has compiled it."""
         if request.request_id in self._sequences:
@@ -116,7 +116,7 @@ class Engine:
         if self._grammars.add_request(choices):
             self._queue(choices)
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
+    def abort_request(self, request_id: str, choice: int | None = None) -> None:
         """Drops a request, or one choice of it, and frees its blocks; unknown ones are already gone."""
         for sequence in list(self._sequences.get(request_id, ())):
             if choice is None or sequence.choice == choice:
@@ -154,20 +154,20 @@ class Engine:
             **self.scheduler.tiers.counts(),
         )
 
-    def not_begun(self) -> set[str]:
+    def unstarted_requests(self) -> set[str]:
         """Requests of which no choice was ever part of a step; not those whose grammar is being compiled, which may be
         what ends the group."""
         waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
         return waiting - {s.request.request_id for s in self.scheduler.running}
 
-    def price(self, copies: CopyReport | None) -> None:
+    def update_copy_costs(self, copies: CopyReport | None) -> None:
         """Takes how fast ranks copy (None: as before) and compute into what copies are weighed by."""
         tiers, lately = self.scheduler.tiers, self.throughput
         if tiers.host is not None:
             rate = lately.prefill_tokens_per_second
             tiers.prices = tiers.prices.now(copies, tokens_per_second=rate, step=lately.step_seconds)
 
-    def snapshot(self) -> list[KvEvent]:
+    def snapshot_blocks(self) -> list[KvEvent]:
         """Every prefix block held; events drained before it are part of it."""
         return self.scheduler.tiers.snapshot()
 
@@ -212,7 +212,7 @@ class Engine:
         seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
         self.throughput.record(done.plan, seconds)
         self._slowness.record(done.plan, seconds, now)
-        self.price(result.copies)
+        self.update_copy_costs(result.copies)
         prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
         decodes = done.plan.num_tokens - prefill
         events = self.scheduler.tiers.drain_events()
@@ -239,7 +239,7 @@ class Engine:
 
     def _refuse(self, request_id: str, error: CoatcheckError) -> None:
         self._refused.append((request_id, error))
-        self.abort(request_id)
+        self.abort_request(request_id)
 
     def _output(
         self, sequence: Sequence, index: int, result: StepResult, prompt_logprobs: list[TokenLogprob]

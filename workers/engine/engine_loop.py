@@ -1,7 +1,6 @@
-"""EngineLoop: the loop that owns an engine; other threads reach it through a queue that is emptied between steps.
+"""EngineLoop: the loop that owns an engine. Other threads reach the engine through a queue, emptied between steps.
 
-While there is nothing to do it runs an empty step about once a second, the group's heartbeat. It does not know who
-submits, nor where outputs go.
+An engine without work steps about once a second: an empty step is the group's heartbeat.
 """
 
 import threading
@@ -26,7 +25,7 @@ class EngineLoop:
     OpenMP keeps a team of threads for each thread that ever computed, and once all teams together outnumber the cores
     it stops spinning for any of them: a second computing thread costs every parallel region a wake-up.
 
-    `on_step` and `on_death` are called in the engine's thread; after `on_death` nothing more happens.
+    `on_step` and `on_death` are called in the engine's thread. `on_death` is called at most once, and last.
     """
 
     def __init__(
@@ -40,74 +39,74 @@ class EngineLoop:
         self._on_step = on_step
         self._on_death = on_death
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._stopping = False
+        self._is_stopping = False
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.last_step_at = time.monotonic()
 
     def start(self) -> None:
-        """Begins to step in a thread of its own."""
+        """Run in a new thread."""
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread of `start` runs."""
         return self._thread.is_alive()
 
-    def submit(
+    def submit_request(
         self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
     ) -> None:
-        """Queues a request. Both callbacks run in the engine's thread before the next step: `on_refused` if the engine
+        """Queue a request. Both callbacks run in the engine's thread before the next step: `on_refused` if the engine
         refuses the request, and then `on_processed` in any case. The step's stats include exactly the processed
-        ones."""
+        requests."""
 
         def command() -> None:
             try:
-                self._engine.submit(request)
+                self._engine.submit_request(request)
             except CoatcheckError as error:
                 on_refused(error)
             on_processed()
 
         self._commands.put(command)
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Drops a request, or one choice; its blocks are free before the next step is planned."""
-        self._commands.put(lambda: self._engine.abort(request_id, choice))
+    def abort_request(self, request_id: str, choice: int | None = None) -> None:
+        """Drop a request, or one choice of it, and free its blocks before the next step is planned."""
+        self._commands.put(lambda: self._engine.abort_request(request_id, choice))
 
-    def call(self, function: Callable[[Engine], T]) -> "Future[T]":
-        """Runs `function(engine)` between steps."""
+    def call_between_steps(self, function: Callable[[Engine], T]) -> "Future[T]":
+        """Run `function(engine)` in the engine's thread, after the commands queued before it."""
         future: Future[T] = Future()
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked has left
+                return  # the caller has cancelled it
             try:
                 future.set_result(function(self._engine))
-            except BaseException as error:  # handed to whoever waits for it
+            except BaseException as error:  # raised where the future is awaited
                 future.set_exception(error)
 
         self._commands.put(command)
         return future
 
-    def stop(self) -> None:
-        """Ends after the step under way, and waits for that; a second call does nothing."""
-        self._stopping = True
-        self._commands.put(lambda: None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
-
     def run(self) -> None:
-        """Steps in this thread until `stop`."""
+        """Step in this thread until `stop`."""
         try:
-            while not self._stopping:
+            while not self._is_stopping:
                 self._run_commands()
                 output = self._engine.step()
                 self.last_step_at = time.monotonic()
                 self._on_step(output, self._engine.stats())
-        except BaseException as error:  # a dead engine must end its group, whatever killed it
+        except BaseException as error:  # whatever ends the engine ends its group
             self._on_death(error)
 
+    def stop(self) -> None:
+        """End after the current step. Waits for the thread of `start`. A second call does nothing."""
+        self._is_stopping = True
+        self._commands.put(lambda: None)  # wakes a loop that waits for a command
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
     def _run_commands(self) -> None:
-        """Runs what is queued; with nothing else to do, waits for it up to a heartbeat."""
+        """Run the queued commands. If the engine has no work, wait for a command up to a heartbeat."""
         try:
             if not self._engine.has_work:
                 self._commands.get(timeout=HEARTBEAT_SECONDS)()

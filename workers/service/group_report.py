@@ -1,33 +1,46 @@
-"""GroupReport: what a group says of itself on the wire, from what it is and from what its engine has counted.
+"""GroupReport and LoadReportSchedule: what a group reports to its routers, and when.
 
-It does not know when it is asked for, nor by whom.
+A load report is sent after a step that changed something, about once a second while nothing changes, and again and
+again during a long step: a group that sends none is taken for stuck. Pure decisions; the time is a parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason
 from coatcheck.workers.core.step_output import EngineStats
+from coatcheck.workers.engine.engine_loop import HEARTBEAT_SECONDS
+
+LOAD_SECONDS: Final = 0.1
+_IDLE_LOAD_SECONDS: Final = 1.0
+# A step is long, but not stuck, up to `_SHORTEST_STUCK_SECONDS` plus several times the seconds of a full prefill.
+_SHORTEST_STUCK_SECONDS: Final = 3.0
+_UNMEASURED_STEP_SECONDS: Final = 60.0
+_PREFILL_TOLERANCE: Final = 4.0  # attention over a long context makes some prefills slower than the average
 
 _Counts = TypeVar("_Counts", public.Evictions, public.PrefixMisses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupReport:
-    """`ranks` as they were once warm; `compiled` says how many kernels there have been since."""
+    """What a group is, and its engine's counts as protobuf messages.
+
+    `ranks`: their status after the warm-up. `count_late_compiles`: returns how many kernels were compiled since then.
+    """
 
     registration: wire.Registration
     ranks: Sequence[public.RankStatus]
     kernels: str = ""
     bytes_per_block: int = 0
-    compiled: Callable[[], int] = int
+    count_late_compiles: Callable[[], int] = int
 
-    def status(self, stats: EngineStats, address: str) -> public.GroupStatus:
-        """State, reason and restarts are for those who watch it."""
+    def build_status(self, stats: EngineStats, address: str) -> public.GroupStatus:
+        """The group's status. The router fills in state, reason and restarts where they differ."""
         block_size = self.registration.model.block_size
+        copied_bytes = self.bytes_per_block * len(self.ranks)  # by one demotion or restore
         status = public.GroupStatus(
             name=self.registration.group,
             state="serving",
@@ -53,33 +66,67 @@ class GroupReport:
             restores=stats.restores,
             integrity_failures=stats.integrity_failures,
             host_evictions=sum(stats.host_evictions.values()),
-            device_evictions=_by_reason(public.Evictions(), stats.device_evictions),
-            host_evicted=_by_reason(public.Evictions(), stats.host_evictions),
-            prefix_misses=_by_reason(public.PrefixMisses(), stats.prefix_misses),
-            demoted_bytes=stats.demotions * self.bytes_per_block * len(self.ranks),
-            restored_bytes=stats.restores * self.bytes_per_block * len(self.ranks),
+            device_evictions=_fill_counts(public.Evictions(), stats.device_evictions),
+            host_evicted=_fill_counts(public.Evictions(), stats.host_evictions),
+            prefix_misses=_fill_counts(public.PrefixMisses(), stats.prefix_misses),
+            demoted_bytes=stats.demotions * copied_bytes,
+            restored_bytes=stats.restores * copied_bytes,
             bytes_per_block=self.bytes_per_block,
-            late_compiles=self.compiled(),
+            late_compiles=self.count_late_compiles(),
             demote_bytes_per_second=self.bytes_per_block / stats.demote_seconds if stats.demote_seconds else 0.0,
             restore_bytes_per_second=self.bytes_per_block / stats.restore_seconds if stats.restore_seconds else 0.0,
             restore_tokens_per_second=block_size / stats.restore_seconds if stats.restore_seconds else 0.0,
         )
         for rank in status.ranks:
-            rank.steps = stats.steps  # ranks step together or not at all
+            rank.steps = stats.steps  # ranks step together
         return status
 
-    def load(self, stats: EngineStats, address: str, submissions: int) -> wire.Load:
+    def build_load(self, stats: EngineStats, address: str, submissions: int) -> wire.Load:
         """The load report for one router. `submissions`: how many of that router's submissions the stats include."""
         return wire.Load(
-            status=self.status(stats, address),
+            status=self.build_status(stats, address),
             queued_prefill_tokens=stats.queued_prefill_tokens,
             prefill_seconds=stats.prefill_seconds,
             submissions=submissions,
         )
 
 
-def _by_reason(message: _Counts, counts: Mapping[EvictionReason, int] | Mapping[MissReason, int]) -> _Counts:
-    """Filled: its fields are named as the reasons are."""
+def _fill_counts(message: _Counts, counts: Mapping[EvictionReason, int] | Mapping[MissReason, int]) -> _Counts:
+    """Fill `message`, whose fields have the reasons' names."""
     for reason, count in counts.items():
         setattr(message, reason.name.lower(), count)
     return message
+
+
+class LoadReportSchedule:
+    """Decides every LOAD_SECONDS whether a load report is due."""
+
+    def __init__(self, max_batch_tokens: int) -> None:
+        self._max_batch_tokens = max_batch_tokens
+        self._sent: EngineStats | None = None
+        self._sent_at = 0.0
+
+    def is_due(self, stats: EngineStats, now: float, step_age: float) -> bool:
+        """Whether to send `stats` now; True records that they are sent. `stats`: those after the last step, which
+        ended `step_age` seconds ago. `now` in seconds."""
+        if stats is self._sent and not self._is_long_step(stats, step_age):
+            return False
+        if self._is_unchanged(stats) and now - self._sent_at < _IDLE_LOAD_SECONDS - LOAD_SECONDS:
+            return False
+        self._sent, self._sent_at = stats, now
+        return True
+
+    def _is_unchanged(self, stats: EngineStats) -> bool:
+        before = self._sent
+        return before is not None and (stats.running, stats.waiting, stats.generated_tokens) == (
+            before.running,
+            before.waiting,
+            before.generated_tokens,
+        )
+
+    def _is_long_step(self, stats: EngineStats, age: float) -> bool:
+        """Whether a step is under way that takes longer than a heartbeat and may still end: a full prefill on a CPU
+        takes seconds."""
+        rate = stats.prefill_tokens_per_second
+        longest = _PREFILL_TOLERANCE * self._max_batch_tokens / rate if rate else _UNMEASURED_STEP_SECONDS
+        return 2 * HEARTBEAT_SECONDS < age < _SHORTEST_STUCK_SECONDS + longest

@@ -1,9 +1,11 @@
-"""Outbox: one attached router's outbox.
+"""Outbox: the messages that wait to be written to one router's stream.
 
-Messages wait here until the stream takes them. The bound is in bytes: a router that reads too slowly is cut off, and
-the engine never waits for it. A snapshot is made chunk by chunk, only when nothing else waits; KV events are held back
-behind it, tokens are not. It lives in the service's event loop and does not know what else messages mean.
+The outbox is bounded in bytes: a router that reads too slowly is disconnected, and the engine never waits for a router.
+A snapshot is built chunk by chunk, only when no other message waits. KV events are held back until the snapshot is
+written; tokens are not. An outbox is used in the service's event loop only.
 """
+
+from __future__ import annotations
 
 import asyncio
 from collections import deque
@@ -13,76 +15,72 @@ from coatcheck.proto.stubs.worker_pb2 import FromGroup
 
 
 class Outbox:
-    """`number` is unique in this incarnation of the group; `router` is the router's own name. `submissions`: how many
-    of its submissions the engine has processed; only the engine's thread reads and writes it."""
+    """`buffer_bytes`: the most bytes that may wait. `overflowed` is set when a message did not fit."""
 
-    def __init__(self, number: int, router: str, *, buffer_bytes: int) -> None:
-        self.number = number
-        self.router = router
-        self.submissions = 0
+    def __init__(self, buffer_bytes: int) -> None:
         self.overflowed = asyncio.Event()
         self._limit = buffer_bytes
         self._bytes = 0
         self._messages: deque[FromGroup] = deque()
-        self._held: deque[FromGroup] | None = None
-        self._chunks: Iterator[FromGroup] | None = None
+        self._held_events: deque[FromGroup] | None = None  # None: no snapshot is pending
+        self._snapshot: Iterator[FromGroup] | None = None
         self._changed = asyncio.Event()
-        self._closed = False
-        self._ending = False
+        self._is_closed = False
+        self._is_ending = False
 
     @property
-    def takes_snapshot(self) -> bool:
-        """Whether a snapshot is under way."""
-        return self._held is not None
+    def has_pending_snapshot(self) -> bool:
+        """Whether a snapshot is being taken or written."""
+        return self._held_events is not None
 
-    def put(self, message: FromGroup) -> None:
-        """Queues a message; past the limit `overflowed` is set and nothing more is kept."""
+    def put_message(self, message: FromGroup) -> None:
+        """Queue a message. Drop it and set `overflowed` if it does not fit."""
         self._bytes += message.ByteSize()
         if self._bytes > self._limit:
             self.overflowed.set()
             return
-        if self._held is not None and message.HasField("events"):
-            self._held.append(message)
+        if self._held_events is not None and message.HasField("events"):
+            self._held_events.append(message)
         else:
             self._messages.append(message)
             self._changed.set()
 
     def hold_events(self) -> None:
-        """From here on events wait for the snapshot that is about to be taken."""
-        self._held = deque()
+        """Hold KV events back from now on; `put_snapshot` must follow."""
+        self._held_events = deque()
 
     def put_snapshot(self, sequence: int, chunks: Iterator[FromGroup]) -> None:
-        """Queues a snapshot that holds every event before `sequence`; held ones that it contains are dropped."""
-        assert self._held is not None, "hold_events comes first"
-        for message in self._held:
+        """Queue a snapshot that contains every event before `sequence`. Drop the held events that it contains."""
+        assert self._held_events is not None, "hold_events comes first"
+        for message in self._held_events:
             self._bytes -= message.ByteSize() if message.events.sequence < sequence else 0
-        self._held = deque(message for message in self._held if message.events.sequence >= sequence)
-        self._chunks = chunks
+        self._held_events = deque(message for message in self._held_events if message.events.sequence >= sequence)
+        self._snapshot = chunks
         self._changed.set()
 
-    async def write_to(self, write: Callable[[FromGroup], Awaitable[None]]) -> None:
-        """Writes what is queued, until `close`, or until all of it is written after `end`."""
-        while not self._closed and not self._ending:
+    async def write_messages(self, write: Callable[[FromGroup], Awaitable[None]]) -> None:
+        """Write queued messages until `close`, or until the message of `put_last_message` is written."""
+        while not self._is_closed and not self._is_ending:
             await self._changed.wait()
             self._changed.clear()
-            while not self._closed and (self._messages or self._chunks is not None):
+            while not self._is_closed and (self._messages or self._snapshot is not None):
                 if self._messages:
                     message = self._messages.popleft()
                     await write(message)
                     self._bytes -= message.ByteSize()
-                elif chunk := next(self._chunks or iter(()), None):
+                elif chunk := next(self._snapshot or iter(()), None):
                     await write(chunk)
                 else:
-                    self._messages, self._held, self._chunks = self._held or deque(), None, None
+                    self._messages, self._held_events, self._snapshot = self._held_events or deque(), None, None
 
-    def end(self, last: FromGroup) -> None:
-        """A last message; `write_to` returns behind it, whatever a snapshot has held back."""
-        self._chunks = None
-        self._messages.append(last)
-        self._ending = True
+    def put_last_message(self, message: FromGroup) -> None:
+        """Queue a last message, after which `write_messages` returns. A pending snapshot is dropped."""
+        self._snapshot = None
+        self._messages.append(message)
+        self._is_ending = True
         self._changed.set()
 
     def close(self) -> None:
-        """`write_to` returns once the write under way is done."""
-        self._closed = True
+        """Make `write_messages` return as soon as the current write is done."""
+        self._is_closed = True
         self._changed.set()

@@ -1,126 +1,244 @@
-"""RouterSession: one router's stream, from its Hello to its end: what it asks is handed to the engine, or refused.
+"""RouterSession: one router's stream to this group, from its Hello to its end.
 
-It lives in the service's event loop; what runs in the engine's thread says so. It does not know what a token means, nor
-how messages are written.
+    router -> read_messages -> engine loop         submissions, aborts, requests for a snapshot
+    router <- outbox        <- SessionTable        registration, snapshot, tokens, KV events, load, refusals
+
+SessionTable holds the sessions of a group and their open requests, and turns an engine step into messages. Two threads
+meet in this file: sessions live in the event loop of the service's thread, and the engine's thread calls the methods
+that say so.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded
 from coatcheck.proto.stubs import worker_pb2 as wire
-from coatcheck.workers.core.step_output import KvEvent
+from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
-from coatcheck.workers.service.open_requests import OpenRequests
 from coatcheck.workers.service.outbox import Outbox
-from coatcheck.workers.service.step_mail import StepMail
-from coatcheck.workers.service.wire import refused_message, request_of, snapshot_messages
+from coatcheck.workers.service.request_log import LoggedRequest, RequestLog
+from coatcheck.workers.service.wire import (
+    event_messages,
+    refusal_message,
+    request_from_message,
+    snapshot_messages,
+    write_output,
+)
+
+_LAST_WRITE_SECONDS: Final = 1.0
 
 _log = logging.getLogger(__name__)
+# One message for one session.
+Outgoing = tuple["RouterSession", wire.FromGroup]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Desk:
-    """What all attachments of a group share. `subscribers` and `mail` belong to the engine's thread; `max_open`: so
-    many requests of all routers together, and more are refused."""
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A submission that the group is answering. `choices`: those that have not finished."""
 
-    registration: wire.Registration
-    engine: EngineLoop
-    tickets: OpenRequests
-    subscribers: dict[int, Outbox]
-    mail: StepMail
-    loop: asyncio.AbstractEventLoop
-    max_open: int
+    session: RouterSession
+    submit_id: int
+    attempt: int
+    record: LoggedRequest
+    choices: set[int]
+
+
+class SessionTable:
+    """The sessions of a group and their open requests.
+
+    `sessions`: those that have registered, by number; only the engine's thread changes it.
+    `requests`: by the engine's request id. The service's thread adds requests and both threads remove them:
+    `close_request` pops a request atomically, so that only the first caller gets it and logs its outcome.
+    `max_open`: the most open requests of all routers together.
+    """
+
+    def __init__(self, registration: wire.Registration, log: RequestLog, max_open: int) -> None:
+        self.registration = registration
+        self.max_open = max_open
+        self.sessions: dict[int, RouterSession] = {}
+        self.requests: dict[str, OpenRequest] = {}
+        self.next_event = 0  # sequence number of the next KV event; only the engine's thread uses it
+        self._log = log
+
+    def open_request(self, request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int) -> None:
+        """Add a submission that is about to be given to the engine."""
+        assert request_id not in self.requests, f"{request_id} is open"
+        carrier = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
+        record = self._log.open_request(submit.request_id, len(submit.prompt_token_ids), carrier)
+        self.requests[request_id] = OpenRequest(session, submit.id, submit.attempt, record, set(range(num_choices)))
+
+    def close_request(self, request_id: str, outcome: str) -> OpenRequest | None:
+        """Remove a request and log its outcome: "ok", "aborted" or "refused: ...". None if it was closed before."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._log.close_request(request.record, outcome)
+        return request
+
+    def close_choice(self, request_id: str, request: OpenRequest, choice: int) -> None:
+        """Remove one choice of a request, and the request with its last choice."""
+        request.choices.discard(choice)
+        if not request.choices:
+            self.close_request(request_id, "ok")
+
+    def build_messages(self, output: StepOutput) -> list[Outgoing]:
+        """The messages of one engine step, in the order of sending: KV events to all sessions, one batch of tokens to
+        each session that has some, refusals. Requests that end with this step are closed. In the engine's thread."""
+        messages: list[Outgoing] = []
+        if output.events:
+            if self.sessions:
+                for message in event_messages(self.registration.epoch, self.next_event, output.events):
+                    messages.extend((session, message) for session in self.sessions.values())
+            self.next_event += len(output.events)
+        batches: dict[int, wire.FromGroup] = {}
+        for sequence in output.outputs:
+            request = self.requests.get(sequence.request_id)
+            if request is None:
+                continue  # its router has left or aborted it, and the engine has not seen the abort yet
+            session = request.session
+            batch = batches.get(session.number)
+            if batch is None:
+                batch = batches[session.number] = wire.FromGroup(batch=wire.StepBatch(step=output.step))
+                messages.append((session, batch))
+            write_output(batch.batch.outputs.add(), sequence, request.submit_id, request.attempt)
+            self._log.record_output(request.record, sequence)
+            if sequence.finish_reason is not None:
+                self.close_choice(sequence.request_id, request, sequence.choice)
+        for request_id, error in output.refused:
+            if (request := self.close_request(request_id, f"refused: {error}")) is not None:
+                messages.append((request.session, refusal_message(request.submit_id, request.attempt, error)))
+        return messages
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        for request_id, request in list(self.requests.items()):
+            assert request.choices, f"{request_id} is open without a choice"
 
 
 class RouterSession:
-    """`read` until the router ends, then `close`."""
+    """One router's stream. Make it in the service's event loop, then `run` it.
 
-    def __init__(self, desk: Desk, subscriber: Outbox) -> None:
-        self._desk = desk
-        self._subscriber = subscriber
-        self._received = 0  # submissions of this stream
+    `number`: unique in this incarnation of the group. `router`: the router's name, for logs.
+    `num_processed`: how many of this stream's submissions the engine has processed; only the engine's thread uses it.
+    """
 
-    async def read(self, requests: AsyncIterator[wire.ToGroup]) -> None:
-        """Registers, sends a snapshot, and does what each message says."""
-        await self._send_snapshot(registration=wire.FromGroup(registration=self._desk.registration))
-        async for message in requests:
+    def __init__(self, number: int, router: str, table: SessionTable, engine: EngineLoop, buffer_bytes: int) -> None:
+        self.number = number
+        self.router = router
+        self.num_processed = 0
+        self.outbox = Outbox(buffer_bytes)
+        self._table = table
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._num_received = 0  # submissions of this stream
+
+    async def run(
+        self, messages: AsyncIterator[wire.ToGroup], write: Callable[[wire.FromGroup], Awaitable[None]]
+    ) -> None:
+        """Read and write until the router ends the stream, the outbox overflows or the outbox ends. Then abort the
+        router's requests."""
+        reading = asyncio.create_task(self._read_messages(messages))
+        writing = asyncio.create_task(self.outbox.write_messages(write))
+        overflow = asyncio.create_task(self.outbox.overflowed.wait())
+        try:
+            await asyncio.wait([reading, writing, overflow], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # gRPC cannot end a stream during a write that was cancelled: the router would wait until its timeout.
+            self.outbox.close()
+            await asyncio.wait([writing], timeout=_LAST_WRITE_SECONDS)
+            for task in (reading, writing, overflow):
+                task.cancel()
+            read, *_ = await asyncio.gather(reading, writing, overflow, return_exceptions=True)
+            if isinstance(read, Exception):
+                _log.error("the stream of router %r could not be read", self.router, exc_info=read)
+            self._leave_group()
+
+    def open_requests(self) -> list[str]:
+        """Engine request ids of this router's open requests."""
+        return [key for key, request in list(self._table.requests.items()) if request.session is self]
+
+    async def _read_messages(self, messages: AsyncIterator[wire.ToGroup]) -> None:
+        await self._send_snapshot(with_registration=True)
+        async for message in messages:
             kind = message.WhichOneof("message")
             if kind == "submit":
-                self._submit(message.submit)
+                self._submit_request(message.submit)
             elif kind == "abort":
                 choice = message.abort.choice if message.abort.HasField("choice") else None
-                self._abort(self._key(message.abort.id), choice)
+                self._abort_request(self._engine_id(message.abort.id), choice)
             elif kind == "snapshot":
                 await self._send_snapshot()
 
-    def close(self) -> None:
-        """Its requests are aborted."""
-        _log.info("router %r left", self._subscriber.router)
-        subscribers, number = self._desk.subscribers, self._subscriber.number
-        self._desk.engine.call(lambda _: subscribers.pop(number, None))  # after a `join` still queued
-        for key in self._desk.tickets.of(self._subscriber):
-            self._abort(key, None)
+    async def _send_snapshot(self, *, with_registration: bool = False) -> None:
+        if self.outbox.has_pending_snapshot:
+            return  # events continue the pending one without a gap
+        self.outbox.hold_events()
+        join = partial(self._join_group, with_registration)
+        sequence, blocks = await asyncio.wrap_future(self._engine.call_between_steps(join))
+        self.outbox.put_snapshot(sequence, snapshot_messages(self._table.registration.epoch, sequence, blocks))
 
-    async def _send_snapshot(self, registration: wire.FromGroup | None = None) -> None:
-        desk, subscriber = self._desk, self._subscriber
-        if subscriber.takes_snapshot:
-            return  # the events behind the one under way have no gap
-        subscriber.hold_events()
+    def _join_group(self, with_registration: bool, engine: Engine) -> tuple[int, list[KvEvent]]:
+        """Receive events from the next step on; return its first event's number and all blocks held. In the engine's
+        thread, between two steps: no event falls between the snapshot and the first published one, and a group whose
+        engine hangs never registers, so that routers do not send it work again and again."""
+        table = self._table
+        if with_registration:
+            message = wire.FromGroup(registration=table.registration)
+            self._loop.call_soon_threadsafe(self.outbox.put_message, message)
+            _log.info("router %r attached", self.router)
+        table.sessions[self.number] = self
+        return table.next_event, engine.snapshot_blocks()
 
-        def join(engine: Engine) -> tuple[int, list[KvEvent]]:
-            # Between two steps, so that no event falls between the snapshot and the first one published, and so that a
-            # group registers only while its engine lives: one that hangs would get work again and again.
-            if registration is not None:
-                desk.loop.call_soon_threadsafe(subscriber.put, registration)
-                _log.info("router %r attached", subscriber.router)
-            desk.subscribers[subscriber.number] = subscriber
-            return desk.mail.sequence, engine.snapshot()
-
-        sequence, held = await asyncio.wrap_future(desk.engine.call(join))
-        subscriber.put_snapshot(sequence, snapshot_messages(desk.registration.epoch, sequence, held))
-
-    def _submit(self, submit: wire.Submit) -> None:
-        desk, key = self._desk, self._key(submit.id)
-        self._received += 1
-        count_submission = partial(self._count_submission, self._received)
+    def _submit_request(self, submit: wire.Submit) -> None:
+        table, request_id = self._table, self._engine_id(submit.id)
+        self._num_received += 1
+        count_processed = partial(self._count_processed, self._num_received)
         try:
-            if desk.tickets.get(key) is not None:
+            if request_id in table.requests:
                 raise InvalidRequest(f"id {submit.id} is in use")
-            request = request_of(submit, key)
-            if (count := len(desk.tickets)) >= desk.max_open:
-                raise Overloaded(f"group {desk.registration.group} has {count} requests, as many as it holds")
+            request = request_from_message(submit, request_id)
+            if (count := len(table.requests)) >= table.max_open:
+                raise Overloaded(f"group {table.registration.group} has {count} requests, as many as it holds")
         except CoatcheckError as error:
-            self._subscriber.put(refused_message(submit.id, submit.attempt, error))
-            desk.engine.call(lambda _: count_submission())  # after the submissions that are still queued for the engine
+            self.outbox.put_message(refusal_message(submit.id, submit.attempt, error))
+            self._engine.call_between_steps(lambda _: count_processed())  # after the submissions queued before
             return
-        desk.tickets.open(key, self._subscriber, submit, request.sampling.n)
-        desk.engine.submit(request, partial(self._refuse, key, submit), count_submission)
+        table.open_request(request_id, self, submit, request.sampling.n)
+        self._engine.submit_request(request, partial(self._refuse_request, request_id), count_processed)
 
-    def _abort(self, key: str, choice: int | None) -> None:
-        ticket = self._desk.tickets.get(key)
-        if ticket is None:
-            return  # it has ended meanwhile
+    def _abort_request(self, request_id: str, choice: int | None) -> None:
+        request = self._table.requests.get(request_id)
+        if request is None:
+            return  # it has ended
         if choice is not None:
-            self._desk.tickets.close_choice(key, ticket, choice)
+            self._table.close_choice(request_id, request, choice)
         else:
-            self._desk.tickets.end(key, "aborted")
-        self._desk.engine.abort(key, choice)
+            self._table.close_request(request_id, "aborted")
+        self._engine.abort_request(request_id, choice)
 
-    def _count_submission(self, number: int) -> None:
-        # In the engine's thread. The stats of every step from now on include the submissions up to `number`.
-        self._subscriber.submissions = number
+    def _count_processed(self, number: int) -> None:
+        """The stats of every later step include this stream's first `number` submissions. In the engine's thread."""
+        self.num_processed = number
 
-    def _refuse(self, key: str, submit: wire.Submit, error: CoatcheckError) -> None:
-        # In the engine's thread.
-        self._desk.tickets.end(key, f"refused: {error}")
-        message = refused_message(submit.id, submit.attempt, error)
-        self._desk.loop.call_soon_threadsafe(self._subscriber.put, message)
+    def _refuse_request(self, request_id: str, error: CoatcheckError) -> None:
+        """Tell the router that the engine has refused a submission. In the engine's thread."""
+        request = self._table.close_request(request_id, f"refused: {error}")
+        if request is not None:
+            message = refusal_message(request.submit_id, request.attempt, error)
+            self._loop.call_soon_threadsafe(self.outbox.put_message, message)
 
-    def _key(self, submit_id: int) -> str:
+    def _leave_group(self) -> None:
+        _log.info("router %r left", self.router)
+        self._engine.call_between_steps(lambda _: self._table.sessions.pop(self.number, None))  # after a queued join
+        for request_id in self.open_requests():
+            self._abort_request(request_id, None)
+
+    def _engine_id(self, submit_id: int) -> str:
         """The engine's request id: routers number their submissions independently of each other."""
-        return f"{self._subscriber.number}.{submit_id}"
+        return f"{self.number}.{submit_id}"

@@ -1,7 +1,4 @@
-"""The wire forms of what an engine says, and the engine's form of what a router asks.
-
-Pure conversion between protobuf messages and plain values. It does not know streams or threads.
-"""
+"""Conversion between the protobuf messages of the worker contract and the engine's types. Pure functions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,12 +10,12 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core import step_output
 from coatcheck.workers.core.request import EngineRequest
 
-# A stored block's event takes 42 bytes: a full message stays below the contract's 256 KiB.
+# The event of a stored block takes 42 bytes: a full message stays below the contract's 256 KiB.
 EVENTS_PER_MESSAGE = 6000
 
 
-def request_of(submit: wire.Submit, request_id: str) -> EngineRequest:
-    """The engine's form of a submission; raises InvalidRequest for sampling or a retention that cannot be."""
+def request_from_message(submit: wire.Submit, request_id: str) -> EngineRequest:
+    """The engine's form of a submission. Raises InvalidRequest for an invalid sampling parameter or retention."""
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
@@ -36,7 +33,7 @@ def request_of(submit: wire.Submit, request_id: str) -> EngineRequest:
 def write_output(
     message: wire.SequenceOutput, output: step_output.SequenceOutput, submit_id: int, attempt: int
 ) -> None:
-    """Fills a message that is still empty: zeros are left as they are, since this runs per sequence and step."""
+    """Fill an empty message. Zeros are not assigned, since this runs for each sequence in each step."""
     message.id = submit_id
     message.token_ids.extend(output.token_ids)
     if attempt:
@@ -59,7 +56,7 @@ def write_output(
 
 
 def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
-    """The events, numbered from `sequence` on, in as many messages as their bound asks for."""
+    """The events, numbered from `sequence`, in messages of at most EVENTS_PER_MESSAGE events."""
     for start in range(0, len(events), EVENTS_PER_MESSAGE):
         part = events[start : start + EVENTS_PER_MESSAGE]
         yield wire.FromGroup(
@@ -67,17 +64,17 @@ def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEve
         )
 
 
-def refused_message(submit_id: int, attempt: int, error: CoatcheckError) -> wire.FromGroup:
-    """A submission, or what was left of it, is not answered."""
+def refusal_message(submit_id: int, attempt: int, error: CoatcheckError) -> wire.FromGroup:
+    """Tells a router that a submission, or the rest of it, is not answered."""
     refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
     return wire.FromGroup(refused=refused)
 
 
-def snapshot_messages(epoch: str, sequence: int, held: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
-    """Everything held, at least one chunk; events from `sequence` on follow it."""
-    last = max(len(held) - 1, 0) // EVENTS_PER_MESSAGE
+def snapshot_messages(epoch: str, sequence: int, blocks: Sequence[step_output.KvEvent]) -> Iterator[wire.FromGroup]:
+    """The blocks held, in at least one chunk. The events that follow the snapshot are numbered from `sequence`."""
+    last = max(len(blocks) - 1, 0) // EVENTS_PER_MESSAGE
     for index in range(last + 1):
-        part = held[index * EVENTS_PER_MESSAGE : (index + 1) * EVENTS_PER_MESSAGE]
+        part = blocks[index * EVENTS_PER_MESSAGE : (index + 1) * EVENTS_PER_MESSAGE]
         yield wire.FromGroup(
             snapshot=wire.SnapshotChunk(
                 epoch=epoch, sequence=sequence, events=map(_event, part), first=index == 0, last=index == last

@@ -1,17 +1,16 @@
-"""WorkerService: the gRPC service of a group's rank 0.
+"""WorkerService: the gRPC service of a group's rank 0. Each router attaches with one stream, a RouterSession.
 
-Routers attach with one stream each; each engine step becomes at most one batch of tokens per router. Two threads meet
-here: the engine's calls `publish` and `say_last`, all else runs in the event loop of the service's own thread. Per step
-the engine's thread builds messages and wakes the loop once; it never waits for a stream. It does not know what a router
-asks for, nor how the other ranks are reached.
+The service has a thread of its own with an event loop. The engine's thread calls `publish` after each step and
+`send_last_word` when the engine fails: it builds a step's messages, wakes the event loop once, and never waits for a
+stream. A router gets at most one batch of tokens for each step.
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
+from typing import Final
 
 import grpc.aio
 
@@ -22,28 +21,25 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from coatcheck.proto.tracing import Tracing
 from coatcheck.workers.core.step_output import EngineStats, StepOutput
-from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
-from coatcheck.workers.service.group_report import GroupReport
-from coatcheck.workers.service.load_pace import LOAD_SECONDS, LoadPace
-from coatcheck.workers.service.open_requests import OpenRequests
-from coatcheck.workers.service.outbox import Outbox
+from coatcheck.workers.service.group_report import LOAD_SECONDS, GroupReport, LoadReportSchedule
 from coatcheck.workers.service.request_log import RequestLog
-from coatcheck.workers.service.router_session import Desk, RouterSession
-from coatcheck.workers.service.step_mail import Mail, StepMail
-from coatcheck.workers.service.wire import refused_message
+from coatcheck.workers.service.router_session import Outgoing, RouterSession, SessionTable
 
-BUFFER_BYTES = 16 << 20
-_LAST_WRITE_SECONDS = 1.0
-_LAST_WORD_SECONDS = 0.25
+BUFFER_BYTES: Final = 16 << 20
+_LAST_WORD_SECONDS: Final = 0.25
+_END_STREAMS_SECONDS: Final = 2.0
 
-_log = logging.getLogger(__name__)
 _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
 
 
 class WorkerService(WorkerServicer):
-    """Made before its engine's loop, which calls `publish`; `start` is given that loop. Of all routers together it
-    holds at most `max_open` requests, running and waiting, and refuses more: their routers keep those."""
+    """Make the service, make the engine's loop with `publish` as its `on_step`, then `start` the service.
+
+    `buffer_bytes`: a router that leaves more bytes than this unread is disconnected.
+    `max_open`: the group refuses further requests while this many are running or waiting, of all routers together; a
+    router keeps a refused request in its own queue.
+    """
 
     def __init__(
         self,
@@ -55,105 +51,75 @@ class WorkerService(WorkerServicer):
         max_open: int = 1 << 16,
     ) -> None:
         self.address = ""
-        self._plane = plane
+        self.table = SessionTable(report.registration, RequestLog(report.registration.group, tracing), max_open)
         self._report = report
-        self._registration = report.registration
         self._buffer_bytes = buffer_bytes
-        self._max_open = max_open
-        self._subscribers: dict[int, Outbox] = {}  # changed by the engine's thread alone
-        self._tickets = OpenRequests(RequestLog(self._registration.group, tracing))
-        self._attached = 0
+        self._plane = plane
+        self._num_attached = 0  # since the start
         self._streams: set[asyncio.Task[object]] = set()
-        self._mail = StepMail(self._registration.epoch, self._tickets)  # the engine's thread owns it
-        # Of the last step whose outputs have been put into the subscribers' buffers.
+        # Of the last step whose messages are in the outboxes.
         self._stats: EngineStats | None = None
-        self._submissions: dict[int, int] = {}  # subscriber's number -> its submissions that those stats include
+        self._num_processed: dict[int, int] = {}  # by session: how many of its submissions the stats include
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._server: grpc.aio.Server
         self._engine: EngineLoop
-        self._desk: Desk
         self._load_task: asyncio.Task[None]
 
     def start(self, engine: EngineLoop, listen: str) -> str:
-        """Serves on `listen` (host:port, 0 for any port) and returns host:port."""
+        """Serve on `listen` (host:port; port 0 picks a free one). Return host:port."""
         self._engine = engine
-        self._desk = Desk(
-            self._registration, engine, self._tickets, self._subscribers, self._mail, self._loop, self._max_open
-        )
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(listen), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._start_server(listen), self._loop).result()
         return self.address
 
     def stop(self) -> None:
-        """Ends every stream, with what is noted of its requests then, and after that the thread."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        """End every stream, log the requests that this ends, and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._stop_server(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def publish(self, output: StepOutput, stats: EngineStats) -> None:
-        """Sends a step's tokens and events to whom they belong. In the engine's thread."""
-        submissions = {number: subscriber.submissions for number, subscriber in self._subscribers.items()}
-        mail = self._mail.of(output, self._subscribers.values())
-        for request_id, error in output.refused:
-            if ticket := self._tickets.end(request_id, f"refused: {error}"):
-                message = refused_message(ticket.submit_id, ticket.attempt, error)
-                self._loop.call_soon_threadsafe(ticket.subscriber.put, message)
-        self._loop.call_soon_threadsafe(self._finish_step, mail, stats, submissions)
+        """Send a step's tokens, events and refusals. In the engine's thread."""
+        num_processed = {number: session.num_processed for number, session in self.table.sessions.items()}
+        messages = self.table.build_messages(output)
+        self._loop.call_soon_threadsafe(self._put_messages, messages, stats, num_processed)
 
-    def say_last(self, reason: str, waiting: Collection[str]) -> None:
-        """The group ends by itself, for that reason, and these requests have no part in it: every router is told, and
-        every stream ends. In the engine's thread; returns once that is done, or has taken too long."""
-        said = asyncio.run_coroutine_threadsafe(self._say_last(reason, waiting), self._loop)
+    def send_last_word(self, reason: str, unstarted: Collection[str]) -> None:
+        """Tell every router why the group ends, and which of its requests had not started; then end every stream.
+        `unstarted`: engine request ids. In the engine's thread; takes at most _LAST_WORD_SECONDS."""
+        sent = asyncio.run_coroutine_threadsafe(self._send_last_word(reason, unstarted), self._loop)
         with suppress(TimeoutError):
-            said.result(_LAST_WORD_SECONDS)
+            sent.result(_LAST_WORD_SECONDS)
 
     async def Attach(self, requests: AsyncIterator[wire.ToGroup], stream: _Stream) -> None:
-        """One router, until either side ends; then its requests are aborted."""
+        """Serve one router until either side ends the stream; then abort its requests."""
+        hello = await self._receive_hello(requests, stream)
+        if (task := asyncio.current_task()) is not None:
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
+        self._num_attached += 1
+        session = RouterSession(self._num_attached, hello.router, self.table, self._engine, self._buffer_bytes)
+        await session.run(requests, stream.write)
+        if session.outbox.overflowed.is_set():
+            await stream.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"router {hello.router!r} left more than {self._buffer_bytes} bytes unread; attach again",
+            )
+
+    async def _receive_hello(self, requests: AsyncIterator[wire.ToGroup], stream: _Stream) -> wire.Hello:
+        """The router's first message. Ends the stream unless it is a Hello of the same contract."""
         first = await anext(requests, None)
         if first is None or not first.HasField("hello"):
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a Hello")
         assert first is not None  # abort raises
-        hello = first.hello
-        if reason := disagreement(f"router {hello.router}", hello.contract, hello.version):
+        if reason := disagreement(f"router {first.hello.router}", first.hello.contract, first.hello.version):
             await stream.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        if (task := asyncio.current_task()) is not None:
-            self._streams.add(task)
-            task.add_done_callback(self._streams.discard)
-        self._attached += 1
-        subscriber = Outbox(self._attached, hello.router, buffer_bytes=self._buffer_bytes)
-        attachment = RouterSession(self._desk, subscriber)
-        ends = [
-            asyncio.create_task(attachment.read(requests)),
-            asyncio.create_task(subscriber.write_to(stream.write)),
-            asyncio.create_task(subscriber.overflowed.wait()),
-        ]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # gRPC cannot end a stream amid a write that was cancelled: the router would wait until it thinks us stuck.
-            subscriber.close()
-            await asyncio.wait(ends[1:2], timeout=_LAST_WRITE_SECONDS)
-            for task in ends:
-                task.cancel()
-            read, *_ = await asyncio.gather(*ends, return_exceptions=True)
-            if isinstance(read, Exception):
-                _log.error("the stream of router %r could not be read", subscriber.router, exc_info=read)
-            attachment.close()
-        if subscriber.overflowed.is_set():
-            await stream.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"router {subscriber.router!r} let more than {self._buffer_bytes} bytes pile up; attach anew",
-            )
+        return first.hello
 
-    async def Probe(self, request: wire.ProbeRequest, stream: object) -> wire.ProbeResponse:
-        """Answers between two steps, so only while the engine lives; the ranks' first step came before it."""
-        stats = await asyncio.wrap_future(self._engine.call(Engine.stats))
-        return wire.ProbeResponse(registration=self._registration, status=self._report.status(stats, self.address))
-
-    async def _start(self, listen: str) -> None:
-        # A router that vanished without a word is noticed by keepalive within 15 s.
+    async def _start_server(self, listen: str) -> None:
+        # Keepalive detects a router that is gone without closing its connection within 15 s.
         self._server = grpc.aio.server(
             options=[
                 ("grpc.keepalive_time_ms", 10_000),
@@ -167,43 +133,41 @@ class WorkerService(WorkerServicer):
         port = plane_certificate.listen(self._server, listen, self._plane)
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._server.start()
-        self._load_task = asyncio.create_task(self._publish_load())
+        self._load_task = asyncio.create_task(self._report_load())
 
-    async def _stop(self) -> None:
+    async def _stop_server(self) -> None:
         self._load_task.cancel()
         await self._server.stop(grace=0.2)
-        if self._streams:  # gRPC does not wait for what its handlers still have to do
-            await asyncio.wait(self._streams, timeout=2 * _LAST_WRITE_SECONDS)
+        if self._streams:  # gRPC does not wait until its handlers have returned
+            await asyncio.wait(self._streams, timeout=_END_STREAMS_SECONDS)
 
-    async def _say_last(self, reason: str, waiting: Collection[str]) -> None:
-        for subscriber in self._subscribers.values():
-            keys = [key for key in self._tickets.of(subscriber) if key in waiting]
-            ids = [ticket.submit_id for key in keys if (ticket := self._tickets.get(key)) is not None]
-            subscriber.end(wire.FromGroup(last_word=wire.LastWord(reason=reason, waiting=ids)))
+    async def _send_last_word(self, reason: str, unstarted: Collection[str]) -> None:
+        for session in self.table.sessions.values():
+            ids = [self.table.requests[key].submit_id for key in session.open_requests() if key in unstarted]
+            session.outbox.put_last_message(wire.FromGroup(last_word=wire.LastWord(reason=reason, waiting=ids)))
         await self._server.stop(grace=_LAST_WORD_SECONDS)
 
-    def _finish_step(self, mail: Mail, stats: EngineStats, submissions: dict[int, int]) -> None:
-        # Outputs first, so that a load report is sent after the outputs of its step and before later ones.
-        for subscriber, message in mail:
-            subscriber.put(message)
-        self._stats, self._submissions = stats, submissions
+    def _put_messages(self, messages: Sequence[Outgoing], stats: EngineStats, num_processed: dict[int, int]) -> None:
+        # A load report sent after this follows the outputs of the step whose load it has.
+        for session, message in messages:
+            session.outbox.put_message(message)
+        self._stats, self._num_processed = stats, num_processed
 
-    async def _publish_load(self) -> None:
-        """For ever: what the pace says is due."""
-        pace = LoadPace(self._registration.max_batch_tokens)
+    async def _report_load(self) -> None:
+        schedule = LoadReportSchedule(self._report.registration.max_batch_tokens)
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             stats, now = self._stats, time.monotonic()
-            if stats is None or not self._subscribers or not pace.is_due(stats, now, now - self._engine.last_step_at):
+            if stats is None or not self.table.sessions:
                 continue
-            # In its turn: behind the registration of a router that has just attached.
-            self._loop.call_soon(self._send_load, list(self._subscribers.values()))
+            if schedule.is_due(stats, now, now - self._engine.last_step_at):
+                # As a callback, so that it runs after a registration that a session has queued.
+                self._loop.call_soon(self._send_load, list(self.table.sessions.values()))
 
-    def _send_load(self, subscribers: Sequence[Outbox]) -> None:
-        """Sends each router the load after the last published step, with the number of the router's submissions that
-        the load includes."""
+    def _send_load(self, sessions: Sequence[RouterSession]) -> None:
+        """Send the load after the last published step to each router."""
         assert self._stats is not None, "a load is due only after a step"
-        for subscriber in subscribers:
-            submissions = self._submissions.get(subscriber.number, 0)
-            load = self._report.load(self._stats, self.address, submissions)
-            subscriber.put(wire.FromGroup(load=load))
+        for session in sessions:
+            processed = self._num_processed.get(session.number, 0)
+            load = self._report.build_load(self._stats, self.address, processed)
+            session.outbox.put_message(wire.FromGroup(load=load))

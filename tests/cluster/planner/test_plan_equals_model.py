@@ -9,15 +9,12 @@ import grpc
 import pytest
 import torch
 
-from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.planner.capacity import Cache
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.cluster.planner.weight_count import WeightCount
-from coatcheck.proto.stubs import worker_pb2 as wire
-from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.attention.attention import AttentionCall
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
@@ -31,6 +28,7 @@ from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
 from tests.workers.model.test_other_architectures import SERVED, shape_of
+from tests.workers.rank_client import read_registration
 from tests.workers.rank_group import RankGroup
 
 # The tiny configs of these have fields, such as num_key_value_heads, that the families do not read and real configs
@@ -109,7 +107,7 @@ def test_a_running_group_reports_the_planned_blocks(tmp_path: Path, kv_dtype: st
     group = RankGroup(GroupConfig("g", path, "tiny", kv_memory=1 << 20, kv_dtype=kv_dtype, device="cpu", threads=1))
     try:
         with grpc.insecure_channel(group.wait_ready()) as channel:
-            said = WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS).registration
+            said = read_registration(channel)
     finally:
         group.kill()
     planned = Sizing.of(PlanSettings(model=path, kv_memory=1 << 20, kv_dtype=kv_dtype))

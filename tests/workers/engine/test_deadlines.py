@@ -44,12 +44,12 @@ def test_what_has_not_begun_by_its_deadline_never_does(depth: int) -> None:
     clock = Clock()
     runner = FakeRunner(64, 8)
     engine = Engine(SPEC, runner, num_blocks=64, block_size=8, max_num_seqs=2, pipeline_depth=depth, clock=clock)
-    engine.submit(request("begun", 1.0))
+    engine.submit_request(request("begun", 1.0))
     run(engine, 2 + depth)
-    engine.submit(request("other"))
-    engine.submit(request("late", 2.0, n=2))
-    engine.submit(request("later", 3.0))
-    engine.submit(request("patient"))
+    engine.submit_request(request("other"))
+    engine.submit_request(request("late", 2.0, n=2))
+    engine.submit_request(request("later", 3.0))
+    engine.submit_request(request("patient"))
     clock.now += 1.9
     _, refused = run(engine, 1)
     assert not refused
@@ -64,7 +64,7 @@ def test_a_deadline_that_has_passed_computes_nothing() -> None:
     """With nothing else to do the group says so in its next step, and no rank hears of it."""
     runner = FakeRunner(64, 8)
     engine = Engine(SPEC, runner, num_blocks=64, block_size=8, clock=Clock())
-    engine.submit(request("late", 0.0))
+    engine.submit_request(request("late", 0.0))
     finished, refused = run(engine)
     assert not finished and set(refused) == {"late"}
     assert runner.computed == 0 and engine.stats().blocks_used == 0

@@ -22,7 +22,7 @@ def test_answers_are_the_models_own(depth: int) -> None:
     rng = random.Random(0)
     prompts = {f"r{i}": [rng.randrange(1, 1000) for _ in range(rng.randrange(1, 40))] for i in range(12)}
     for name, prompt in prompts.items():
-        engine.submit(request(name, prompt, 10))
+        engine.submit_request(request(name, prompt, 10))
     done = Collector(engine).run()
     for name, prompt in prompts.items():
         assert done.tokens[name, 0] == answer(prompt, 10, seed=7)
@@ -46,12 +46,12 @@ def test_any_mix_is_answered_exactly(data: st.DataObject, depth: int, num_blocks
             kept = data.draw(st.integers(0, len(whole))) if data.draw(st.booleans()) else 0
             resume[choice] = tuple(whole[:kept])
             wanted[f"r{i}", choice] = whole[kept:]
-        engine.submit(request(f"r{i}", prompt, limit, n=n, resume=resume))
+        engine.submit_request(request(f"r{i}", prompt, limit, n=n, resume=resume))
         for _ in range(data.draw(st.integers(0, 4))):
             collector.step()
         if data.draw(st.integers(0, 4)) == 0:
             name, choice = data.draw(st.sampled_from(sorted(wanted)))
-            engine.abort(name, choice)
+            engine.abort_request(name, choice)
             engine.check()
     collector.run()
     for key, tokens in wanted.items():
@@ -67,11 +67,11 @@ def test_a_follow_up_hits_prompt_and_answer() -> None:
     engine, runner = make_engine()
     prompt = list(range(1, 22))
     first = Collector(engine)
-    engine.submit(request("a", prompt, 12))
+    engine.submit_request(request("a", prompt, 12))
     said = first.run().tokens["a", 0]
     follow_up = prompt + said + [3, 4, 5]
     computed = runner.computed
-    engine.submit(request("b", follow_up, 4))
+    engine.submit_request(request("b", follow_up, 4))
     second = Collector(engine).run()
     reused = (len(prompt) + len(said) - 1) // 4 * 4  # the last token said was never fed back
     assert second.first["b", 0].cached_device_tokens == reused
@@ -83,7 +83,7 @@ def test_simultaneous_requests_share_a_prefix_computed_once() -> None:
     engine, runner = make_engine(budget=16)
     stem = list(range(1, 33))
     for i in range(4):
-        engine.submit(request(f"r{i}", [*stem, 100 + i], 1))
+        engine.submit_request(request(f"r{i}", [*stem, 100 + i], 1))
     Collector(engine).run()
     assert runner.computed == 33 + 3
 
@@ -92,7 +92,7 @@ def test_salts_do_not_share() -> None:
     """The same prompt under another salt finds nothing in the cache."""
     engine, _ = make_engine()
     for name, salt in (("a", "one"), ("b", "two"), ("c", "one")):
-        engine.submit(request(name, list(range(1, 18)), 1, salt=salt))
+        engine.submit_request(request(name, list(range(1, 18)), 1, salt=salt))
         cached = Collector(engine).run().first[name, 0].cached_device_tokens
         assert cached == (16 if name == "c" else 0)
 
@@ -101,7 +101,7 @@ def test_choices_share_the_prompts_blocks() -> None:
     """n choices hold the prompt's blocks once, and copy only the block that they write."""
     engine, runner = make_engine()
     prompt = list(range(1, 31))  # 7 blocks and a half
-    engine.submit(request("a", prompt, 6, n=4, ignore_eos=True))
+    engine.submit_request(request("a", prompt, 6, n=4, ignore_eos=True))
     collector = Collector(engine)
     for _ in range(3):
         collector.step()
@@ -117,10 +117,10 @@ def test_a_long_prompt_does_not_hold_up_decodes() -> None:
     """While a long prompt is computed in chunks, every running sequence gets a token at every step."""
     engine, _ = make_engine(num_blocks=600, budget=32)
     for i in range(3):
-        engine.submit(request(f"short{i}", [i + 1, 2], 60, ignore_eos=True))
+        engine.submit_request(request(f"short{i}", [i + 1, 2], 60, ignore_eos=True))
     collector = Collector(engine)
     collector.step()
-    engine.submit(request("long", [9] * 2000, 1))
+    engine.submit_request(request("long", [9] * 2000, 1))
     before = {key: len(tokens) for key, tokens in collector.tokens.items()}
     for _ in range(20):
         collector.step()
@@ -134,7 +134,7 @@ def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
     engine, _ = make_engine(num_blocks=12)
     prompts = {f"r{i}": [i + 1] * 9 for i in range(4)}
     for name, prompt in prompts.items():
-        engine.submit(request(name, prompt, 30, ignore_eos=True))
+        engine.submit_request(request(name, prompt, 30, ignore_eos=True))
     collector = Collector(engine)
     order = []
     while engine.has_work:
@@ -166,9 +166,9 @@ def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
 def test_bad_requests_are_refused_and_nothing_else_moves(bad: EngineRequest, word: str) -> None:
     """What can never be answered is refused at once with what to change, and a running request never notices."""
     engine, _ = make_engine()
-    engine.submit(request("good", [1, 2, 3], 5))
+    engine.submit_request(request("good", [1, 2, 3], 5))
     with pytest.raises(InvalidRequest, match=word):
-        engine.submit(bad)
+        engine.submit_request(bad)
     assert Collector(engine).run().tokens["good", 0] == answer([1, 2, 3], 5, seed=7)
 
 
@@ -176,8 +176,8 @@ def test_a_prompt_larger_than_the_pool_never_fits() -> None:
     """A request that the pool could not hold even alone is refused, one that just fits is answered."""
     engine, _ = make_engine(num_blocks=8)
     with pytest.raises(NeverFits):
-        engine.submit(request("big", [1] * 30, 3))
-    engine.submit(request("fits", [1] * 30, 2))
+        engine.submit_request(request("big", [1] * 30, 3))
+    engine.submit_request(request("fits", [1] * 30, 2))
     assert len(Collector(engine).run().tokens["fits", 0]) == 2
 
 
@@ -186,12 +186,12 @@ def test_events_rebuild_the_cache_exactly() -> None:
     engine, _ = make_engine(num_blocks=16)
     held: set[bytes] = set()
     for i in range(12):
-        engine.submit(request(f"r{i}", [i % 5 + 1] * 13 + [i], 9))
+        engine.submit_request(request(f"r{i}", [i % 5 + 1] * 13 + [i], 9))
         while engine.has_work:
             for event in engine.step().events:
                 assert (event.block_hash in held) != event.stored, "stored twice or removed unheld"
                 held ^= {event.block_hash}
-    assert held == {event.block_hash for event in engine.snapshot()}
+    assert held == {event.block_hash for event in engine.snapshot_blocks()}
     assert held
 
 
@@ -200,8 +200,8 @@ def test_stop_tokens_and_limits_are_told_apart() -> None:
     prompt = [4, 4]
     said = answer(prompt, 6, seed=7)
     engine, _ = make_engine()
-    engine.submit(request("stop", prompt, 6, stop_token_ids=(said[2],)))
-    engine.submit(request("length", prompt, 3))
+    engine.submit_request(request("stop", prompt, 6, stop_token_ids=(said[2],)))
+    engine.submit_request(request("length", prompt, 3))
     ends = Collector(engine).run().ends
     assert (ends["stop", 0].finish_reason, ends["stop", 0].stop_token_id) == (FinishReason.STOP, said[2])
     assert (ends["length", 0].finish_reason, ends["length", 0].stop_token_id) == (FinishReason.LENGTH, None)
@@ -214,7 +214,7 @@ def test_the_lowest_priority_number_goes_first(depth: int) -> None:
     engine, _ = make_engine(num_blocks=12, depth=depth, seqs=2)
     collector = Collector(engine)
     for number, priority in enumerate((0, 5, 5, -1, 0, -1)):
-        engine.submit(request(f"r{number}", [number + 1] * 12, max_tokens=20, priority=priority))
+        engine.submit_request(request(f"r{number}", [number + 1] * 12, max_tokens=20, priority=priority))
         if number == 1:
             collector.step()
     collector.run()
@@ -229,10 +229,10 @@ def test_the_load_counts_what_is_foreseen_to_be_computed() -> None:
     """A waiting prompt weighs what its router foresees of it, a running one what is left, and further choices nothing:
     their leader computes the prompt. The seconds spent on prompts are counted, those of decodes are not."""
     engine, _ = make_engine(seqs=1)
-    engine.submit(dataclasses.replace(request("a", [1] * 40), uncached_tokens=1))
+    engine.submit_request(dataclasses.replace(request("a", [1] * 40), uncached_tokens=1))
     assert engine.stats().queued_prefill_tokens == 0  # a single token is a decode's worth
-    engine.submit(dataclasses.replace(request("b", [2] * 40, n=3), uncached_tokens=12))
-    engine.submit(request("c", [3] * 40))
+    engine.submit_request(dataclasses.replace(request("b", [2] * 40, n=3), uncached_tokens=12))
+    engine.submit_request(request("c", [3] * 40))
     assert engine.stats().queued_prefill_tokens == 12 + 40
     collector = Collector(engine)
     collector.step()

@@ -42,14 +42,16 @@ def test_requests_are_answered_refused_and_dropped_from_another_thread() -> None
 
     loop = EngineLoop(engine, on_step=on_step, on_death=lambda error: None)
     loop.start()
-    loop.submit(EngineRequest("a", (1, 2), SamplingParams(max_tokens=5, seed=7)), on_refused, lambda: taken.append("a"))
-    loop.submit(EngineRequest("bad", (), SamplingParams()), on_refused, lambda: taken.append("bad"))
+    loop.submit_request(
+        EngineRequest("a", (1, 2), SamplingParams(max_tokens=5, seed=7)), on_refused, lambda: taken.append("a")
+    )
+    loop.submit_request(EngineRequest("bad", (), SamplingParams()), on_refused, lambda: taken.append("bad"))
     assert ended.wait(10) and refused.wait(10)
     assert tokens == answer([1, 2], 5, seed=7)
     assert "empty" in refusals[0] and taken == ["a", "bad"]
-    loop.submit(EngineRequest("long", (1,) * 50, SamplingParams(ignore_eos=True)), on_refused, lambda: None)
-    loop.abort("long")
-    assert loop.call(lambda e: (e.check(), e.stats().running)).result(10) == (None, 0)
+    loop.submit_request(EngineRequest("long", (1,) * 50, SamplingParams(ignore_eos=True)), on_refused, lambda: None)
+    loop.abort_request("long")
+    assert loop.call_between_steps(lambda e: (e.check(), e.stats().running)).result(10) == (None, 0)
     loop.stop()
     assert not loop.is_alive
 
@@ -66,6 +68,6 @@ def test_a_dead_engine_says_so() -> None:
     engine = Engine(SPEC, DyingRunner(8, 4), num_blocks=8, block_size=4)
     loop = EngineLoop(engine, on_step=lambda output, stats: None, on_death=on_death)
     loop.start()
-    loop.submit(EngineRequest("a", (1,), SamplingParams()), lambda error: None, lambda: None)
+    loop.submit_request(EngineRequest("a", (1,), SamplingParams()), lambda error: None, lambda: None)
     assert died.wait(10)
     assert "Connection reset" in str(errors[0])

@@ -85,7 +85,7 @@ RICH = params(
 def run(engine: Engine, *requests: EngineRequest) -> dict[tuple[str, int], tuple[list[int], list[TokenLogprob]]]:
     """(tokens, logprobs) of every choice."""
     for request in requests:
-        engine.submit(request)
+        engine.submit_request(request)
     said: dict[tuple[str, int], tuple[list[int], list[TokenLogprob]]] = {}
     while engine.has_work:
         for output in engine.step().outputs:
@@ -213,7 +213,7 @@ def test_prompt_logprobs_cover_the_prompt(make: Make, checkpoint: Path) -> None:
         expected = reference(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     engine = make(budget=10)
     run(engine, ask("warm"))
-    engine.submit(ask(sampling=params(prompt_logprobs=2)))
+    engine.submit_request(ask(sampling=params(prompt_logprobs=2)))
     scored: list[TokenLogprob] = []
     while engine.has_work:
         for output in engine.step().outputs:
@@ -237,10 +237,10 @@ def test_min_tokens_holds_stops_back(make: Make) -> None:
 def test_a_preempted_prompt_is_scored_once(make: Make, checkpoint: Path) -> None:
     """A prompt that is preempted while it is scored, and computed again in other chunks, loses and repeats no score."""
     engine = make(num_blocks=14, budget=16)
-    engine.submit(ask("old", PROMPT[:30], params(max_tokens=70)))
+    engine.submit_request(ask("old", PROMPT[:30], params(max_tokens=70)))
     for _ in range(3):
         engine.step()
-    engine.submit(ask(sampling=params(prompt_logprobs=0, max_tokens=40)))
+    engine.submit_request(ask(sampling=params(prompt_logprobs=0, max_tokens=40)))
     scored: list[TokenLogprob] = []
     while engine.has_work:
         for output in engine.step().outputs:

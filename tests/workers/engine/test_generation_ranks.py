@@ -47,7 +47,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
     group = TpRunner(runner, communicator)
     engine = Engine(model.spec, group, num_blocks=60, block_size=8, max_num_seqs=8, max_batch_tokens=24)
     for index, prompt in enumerate(PROMPTS):
-        engine.submit(EngineRequest(f"r{index}", tuple(prompt), SAMPLING))
+        engine.submit_request(EngineRequest(f"r{index}", tuple(prompt), SAMPLING))
     said: dict[str, Any] = {}
     while engine.has_work:
         for output in engine.step().outputs:

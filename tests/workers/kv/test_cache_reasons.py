@@ -53,7 +53,7 @@ def test_what_left_the_host_too_names_the_host() -> None:
 def test_a_prompt_said_to_be_unwanted_names_that() -> None:
     """What went first because its request had said so is a miss of that reason."""
     engine, _ = make_engine(24, 0)
-    engine.submit(dataclasses.replace(request("first", PROMPT, 4), retention=Retention(0)))
+    engine.submit_request(dataclasses.replace(request("first", PROMPT, 4), retention=Retention(0)))
     Collector(engine).run()
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)

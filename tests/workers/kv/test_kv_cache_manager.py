@@ -37,7 +37,7 @@ def make_engine(
 
 def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 4, **changes: object) -> Collector:
     """Runs one request to its end, with nothing beside it."""
-    engine.submit(request(name, prompt, max_tokens, **changes))
+    engine.submit_request(request(name, prompt, max_tokens, **changes))
     return Collector(engine).run()
 
 
@@ -83,14 +83,16 @@ def test_any_mix_is_answered_exactly(
         salt, priority = data.draw(st.sampled_from(["", "a"])), data.draw(st.integers(0, 1))
         retention = data.draw(st.none() | st.builds(Retention, st.sampled_from([0, 50]), st.sampled_from([0.01, 9.0])))
         asked = request(f"r{i}", prompt, limit, n=n, salt=salt, priority=priority)
-        engine.submit(dataclasses.replace(asked, retention=retention, tenant=data.draw(st.sampled_from(["", "t"]))))
+        engine.submit_request(
+            dataclasses.replace(asked, retention=retention, tenant=data.draw(st.sampled_from(["", "t"])))
+        )
         runner.seconds["demote"] = data.draw(st.sampled_from([1e-6, 1e-6, 10.0]))
         runner.seconds["restore"] = data.draw(st.sampled_from([1e-6, 1e-6, 10.0]))
         for _ in range(data.draw(st.integers(0, 12))):
             collector.step()
         event = data.draw(st.integers(0, 5))
         if event == 0:
-            engine.abort(*data.draw(st.sampled_from(sorted(wanted))))
+            engine.abort_request(*data.draw(st.sampled_from(sorted(wanted))))
             engine.check()
         elif event == 1 and runner.host:
             runner.broken.add(data.draw(st.sampled_from(sorted(runner.host))))
@@ -106,13 +108,13 @@ def test_events_of_both_tiers_rebuild_what_is_held() -> None:
     engine, _ = make_engine(16, 12, depth=1, delays=[0, 2])
     held = set()
     for i in range(20):
-        engine.submit(request(f"r{i}", [i % 5 + 1] * 13 + [i % 7 + 1], 9))
+        engine.submit_request(request(f"r{i}", [i % 5 + 1] * 13 + [i % 7 + 1], 9))
         while engine.has_work:
             for event in engine.step().events:
                 key = event.tier, event.block_hash
                 assert (key in held) != event.stored, "stored twice or removed unheld"
                 held ^= {key}
-    assert held == {(event.tier, event.block_hash) for event in engine.snapshot()}
+    assert held == {(event.tier, event.block_hash) for event in engine.snapshot_blocks()}
     assert {tier.name for tier, _ in held} == {"DEVICE", "HOST"}
 
 
@@ -138,11 +140,11 @@ def test_decodes_go_on_while_blocks_come_back() -> None:
     prompt = [i % 900 + 1 for i in range(500)]
     ask(engine, "first", prompt)
     ask(engine, "flood", [7] * 1100)
-    engine.submit(request("talk", [3, 4], 60, ignore_eos=True))
+    engine.submit_request(request("talk", [3, 4], 60, ignore_eos=True))
     collector = Collector(engine)
     collector.step()
     runner_before = runner.restored
-    engine.submit(request("again", prompt, 1))
+    engine.submit_request(request("again", prompt, 1))
     for said in range(1, 12):
         assert len(collector.tokens["talk", 0]) == said
         collector.step()
@@ -158,7 +160,7 @@ def test_two_requests_for_one_evicted_prefix_restore_it_once() -> None:
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)
     for i in range(3):
-        engine.submit(request(f"again{i}", [*stem, 60 + i], 2))
+        engine.submit_request(request(f"again{i}", [*stem, 60 + i], 2))
     Collector(engine).run()
     assert runner.restored == 10
 
@@ -167,7 +169,7 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
     """What preemption takes from a sequence is demoted, and restored instead of computed when there is room."""
     engine, runner = make_engine(12, 64)
     for i in range(4):
-        engine.submit(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
+        engine.submit_request(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
     done = Collector(engine).run()
     assert engine.stats().preemptions > 0
     for i in range(4):
@@ -179,9 +181,9 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
 def test_preemption_takes_whose_loss_is_cheapest() -> None:
     """Of two younger sequences the one that has computed less of its own gives way, though the other came later."""
     engine, _ = make_engine(17, 0)  # the oldest is the first to find no block
-    engine.submit(request("old", [1] * 9, 40, ignore_eos=True))
-    engine.submit(request("small", [2] * 6, 40, ignore_eos=True))
-    engine.submit(request("large", [3] * 26, 40, ignore_eos=True))
+    engine.submit_request(request("old", [1] * 9, 40, ignore_eos=True))
+    engine.submit_request(request("small", [2] * 6, 40, ignore_eos=True))
+    engine.submit_request(request("large", [3] * 26, 40, ignore_eos=True))
     collector = Collector(engine)
     while not engine.stats().preemptions:
         collector.step()
@@ -197,7 +199,7 @@ def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
     engine, runner = make_engine(12, 64)
     prices = engine.scheduler.tiers.prices
     for i in range(4):
-        engine.submit(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
+        engine.submit_request(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
     collector = Collector(engine)
     while engine.has_work:
         engine.scheduler.tiers.prices = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
@@ -262,11 +264,11 @@ def test_a_retention_counts_while_its_request_waits(host_blocks: int) -> None:
     wanted = list(range(1, 21))
     ask(engine, "older", [*wanted, 22], 1)
     ask(engine, "newer", list(range(101, 122)), 1)
-    engine.submit(request("runs", list(range(201, 241)), 32, ignore_eos=True))
+    engine.submit_request(request("runs", list(range(201, 241)), 32, ignore_eos=True))
     collector = Collector(engine)
     collector.step()
     waits = request("waits", [*wanted, *range(301, 332)], 1)
-    engine.submit(dataclasses.replace(waits, retention=Retention(50)))
+    engine.submit_request(dataclasses.replace(waits, retention=Retention(50)))
     while ("runs", 0) not in collector.ends:
         collector.step()
     assert engine.stats().device_evictions

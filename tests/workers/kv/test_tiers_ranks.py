@@ -68,7 +68,7 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
     said: dict[str, Any] = {}
     prompts = {"first": PROMPT, **{f"flood{i}": flood for i, flood in enumerate(FLOODS)}, "again": PROMPT}
     for name, prompt in prompts.items():
-        engine.submit(EngineRequest(name, tuple(prompt), SAMPLING))
+        engine.submit_request(EngineRequest(name, tuple(prompt), SAMPLING))
         said[name] = []
         while engine.has_work:
             for output in engine.step().outputs:

@@ -53,7 +53,7 @@ class Group:
 def run(engine: Engine, *names: str) -> Answers:
     """Tokens and the bits of every log-probability, of requests submitted together."""
     for name in names:
-        engine.submit(EngineRequest(name, tuple(PROMPTS[name]), SAMPLING))
+        engine.submit_request(EngineRequest(name, tuple(PROMPTS[name]), SAMPLING))
     said: Answers = {name: ([], []) for name in names}
     while engine.has_work:
         for output in engine.step().outputs:

@@ -12,16 +12,16 @@ from tests.workers.kv.test_kv_cache_manager import make_engine
 def test_long_context_crash(host_blocks: int) -> None:
     """One document longer than the pool is refused at once with what to change; who is being answered never notices."""
     engine, _ = make_engine(20, host_blocks)
-    engine.submit(request("chat", [1, 2, 3], 30, ignore_eos=True))
+    engine.submit_request(request("chat", [1, 2, 3], 30, ignore_eos=True))
     collector = Collector(engine)
     collector.step()
     with pytest.raises(
         NeverFits,
         match="maximum context length is 80 tokens. However, you requested .*; shorten the prompt or lower max_tokens",
     ):
-        engine.submit(request("document", [4] * 4000, 1))
+        engine.submit_request(request("document", [4] * 4000, 1))
     assert len(collector.run().tokens["chat", 0]) == 30
-    engine.submit(request("longest", [5] * 76, 4))
+    engine.submit_request(request("longest", [5] * 76, 4))
     assert Collector(engine).run().tokens["longest", 0] == answer([5] * 76, 4, seed=7)
 
 
@@ -31,7 +31,7 @@ def test_batch_size_wall(host_blocks: int) -> None:
     engine, _ = make_engine(10 * 8 + 10, host_blocks, seqs=50)
     prompts = {f"user{i}": [i + 1, *range(100, 123)] for i in range(50)}  # 24 tokens, and 8 more: eight blocks
     for name, prompt in prompts.items():
-        engine.submit(request(name, prompt, 8))
+        engine.submit_request(request(name, prompt, 8))
     collector, most = Collector(engine), 0
     while engine.has_work:
         collector.step()
@@ -51,12 +51,12 @@ def test_multi_turn_creep(elsewhere: bool) -> None:
     for turn in range(40):
         history += [turn + 1, 7, 8, 9, 10]
         before = runner.computed, runner.plans
-        engine.submit(request(f"turn{turn}", history, 4, ignore_eos=True))
+        engine.submit_request(request(f"turn{turn}", history, 4, ignore_eos=True))
         history += Collector(engine).run().tokens[f"turn{turn}", 0]
         computed.append(runner.computed - before[0])
         steps.append(runner.plans - before[1])
         if elsewhere:
-            engine.submit(request(f"other{turn}", [500 + turn] * 780, 1))
+            engine.submit_request(request(f"other{turn}", [500 + turn] * 780, 1))
             Collector(engine).run()
     assert len(history) == 40 * 9
     assert max(computed[1:]) <= computed[1] + 4, "a turn computes what an earlier one had computed"

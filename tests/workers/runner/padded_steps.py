@@ -57,7 +57,7 @@ def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]
         sampling = SAMPLINGS[index % len(SAMPLINGS)]
         if short:
             sampling = replace(sampling, max_tokens=3, top_p=1.0, top_k=0)
-        engine.submit(EngineRequest(str(index), tuple(prompt), sampling))
+        engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling))
     said: Said = {str(index): [] for index in range(count)}
     padded = []
     while engine.has_work:

@@ -26,7 +26,10 @@ async def test_events_follow_the_snapshot_without_a_gap(group: Group) -> None:
             await early.submit(2, list(range(100, 140)), ignore_eos=True, max_tokens=20)
             await early.answer()
             held = {event.block_hash for event in chunk.events}
-            expected, total = chunk.sequence, await asyncio.wrap_future(group.loop.call(Engine.snapshot))
+            expected, total = (
+                chunk.sequence,
+                await asyncio.wrap_future(group.loop.call_between_steps(Engine.snapshot_blocks)),
+            )
             async for message in late.messages("events"):
                 assert message.events.sequence == expected and message.events.epoch == "e"
                 expected += len(message.events.events)
@@ -126,13 +129,13 @@ async def test_a_router_that_does_not_read_is_cut_off() -> None:
     async with Router(group.address, "sleeps") as sleeps:
         await sleeps.next("snapshot")
         events = [KvEvent(True, bytes([i % 256]) * 16, b"", Tier.DEVICE) for i in range(5000)]
-        stats = await asyncio.wrap_future(group.loop.call(Engine.stats))
-        group.loop.call(lambda _: group.service.publish(StepOutput(0, [], events), stats)).result()
+        stats = await asyncio.wrap_future(group.loop.call_between_steps(Engine.stats))
+        group.loop.call_between_steps(lambda _: group.service.publish(StepOutput(0, [], events), stats)).result()
         with pytest.raises(grpc.aio.AioRpcError) as cut:
             async for _ in sleeps.messages("events"):
                 pass
         assert cut.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "'sleeps' let more than 4096 bytes pile up" in (cut.value.details() or "")
+        assert "'sleeps' left more than 4096 bytes unread" in (cut.value.details() or "")
     async with Router(group.address) as again:
         await again.submit(1, [1, 2], max_tokens=2)
         assert (1, 0) in await again.answer()
@@ -152,7 +155,7 @@ def test_messages_of_events_keep_the_contracts_bound() -> None:
 
 async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
     """While a snapshot is sent, tokens go first, and events wait; those that it contains are dropped."""
-    subscriber = Outbox(1, "r", buffer_bytes=1 << 20)
+    outbox = Outbox(1 << 20)
     sent: list[str] = []
 
     async def write(message: wire.FromGroup) -> None:
@@ -162,14 +165,14 @@ async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
     def events(sequence: int) -> wire.FromGroup:
         return wire.FromGroup(events=wire.KvEvents(sequence=sequence, events=[wire.KvEvent()]))
 
-    subscriber.hold_events()
+    outbox.hold_events()
     for message in (events(1), events(2), wire.FromGroup(batch=wire.StepBatch())):
-        subscriber.put(message)
+        outbox.put_message(message)
     chunk = wire.FromGroup(snapshot=wire.SnapshotChunk())
-    subscriber.put_snapshot(2, iter([chunk, chunk]))
-    writer = asyncio.create_task(subscriber.write_to(write))
+    outbox.put_snapshot(2, iter([chunk, chunk]))
+    writer = asyncio.create_task(outbox.write_messages(write))
     await asyncio.sleep(0)
-    subscriber.put(events(3))
+    outbox.put_message(events(3))
     await asyncio.sleep(0)
     writer.cancel()
     assert sent == ["batch", "snapshot", "snapshot", "events2", "events3"]

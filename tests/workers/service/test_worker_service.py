@@ -25,7 +25,7 @@ from tests.workers.served_group import BLOCK, Group, Router, choices_running, is
 class BrokenLoop(EngineLoop):
     """An engine's loop with a defect."""
 
-    def submit(
+    def submit_request(
         self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
     ) -> None:
         raise ValueError("a defect")
@@ -43,7 +43,7 @@ async def test_attach_answers_registration_then_snapshot(group: Group) -> None:
 async def test_a_group_that_hangs_does_not_register(group: Group) -> None:
     """A router hears nothing from a group whose step does not end, and the registration as soon as it has."""
     release = threading.Event()
-    group.loop.call(lambda _: release.wait(PATIENCE_SECONDS))
+    group.loop.call_between_steps(lambda _: release.wait(PATIENCE_SECONDS))
     async with Router(group.address) as router:
         reading = asyncio.create_task(router.stream.read())
         done, _ = await asyncio.wait([reading], timeout=0.5)
@@ -202,7 +202,7 @@ async def test_abort_frees_blocks_and_silences_a_choice(group: Group) -> None:
             assert [output.choice for output in (await router.next("batch")).batch.outputs] == [0]
         await router.send(abort=wire.Abort(id=1))
         await until(lambda: is_idle(group))
-    assert not len(group.service._tickets)
+    assert not len(group.service.table.requests)
 
 
 async def test_a_router_that_leaves_takes_its_requests_along(group: Group) -> None:
@@ -233,13 +233,6 @@ async def test_a_router_may_leave_before_its_snapshot_is_taken(group: Group) -> 
     await until(lambda: is_idle(group))
 
 
-async def test_probe_answers_between_steps(group: Group) -> None:
-    """Probe returns the registration and the status of an engine that steps."""
-    async with grpc.aio.insecure_channel(group.address) as channel:
-        answer = await WorkerStub(channel).Probe(wire.ProbeRequest(), timeout=PATIENCE_SECONDS)
-    assert answer.registration.epoch == "e" and answer.status.blocks_total == 64
-
-
 async def test_publishing_a_large_batch_costs_the_engine_little(group: Group) -> None:
     """A step of 32 sequences is published in well under half a millisecond of the processor."""
     async with Router(group.address) as router:
@@ -247,10 +240,10 @@ async def test_publishing_a_large_batch_costs_the_engine_little(group: Group) ->
         for id in range(32):
             await router.submit(id, [1], ignore_eos=True, max_tokens=400)
         await until(lambda: choices_running(group, 32))
-        stats = await asyncio.wrap_future(group.loop.call(Engine.stats))
+        stats = await asyncio.wrap_future(group.loop.call_between_steps(Engine.stats))
 
         def publish(engine: Engine) -> float:
-            outputs = [SequenceOutput(key, 0, [1]) for key in group.service._tickets]
+            outputs = [SequenceOutput(key, 0, [1]) for key in group.service.table.requests]
             costs = []
             for _ in range(50):
                 started = time.thread_time()
@@ -258,5 +251,5 @@ async def test_publishing_a_large_batch_costs_the_engine_little(group: Group) ->
                 costs.append(time.thread_time() - started)
             return sorted(costs)[len(costs) // 2]
 
-        median = await asyncio.wrap_future(group.loop.call(publish))
+        median = await asyncio.wrap_future(group.loop.call_between_steps(publish))
     assert median < 0.5e-3

@@ -97,7 +97,7 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
     """Every choice's tokens."""
     said: dict[str, list[int]] = {}
     for request in requests:
-        engine.submit(request)
+        engine.submit_request(request)
     while engine.has_work:
         output = engine.step()
         assert not output.refused

@@ -119,22 +119,22 @@ def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -
     """While a grammar is compiled others go on, smaller grammars too; who asks for the same waits with it, who leaves
     is forgotten."""
     engine = make(kind=HeldGrammars)
-    engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
+    engine.submit_request(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
     engine.step()
     mine = [EngineRequest(name, PROMPT, params(LARGE, max_tokens=2)) for name in ("one", "two", "gone")]
     for request in mine:
-        engine.submit(request)
-    engine.abort("gone")
+        engine.submit_request(request)
+    engine.abort_request("gone")
     assert (engine.stats().running, engine.stats().waiting) == (1, 2)
     for _ in range(5):
         assert [part.request_id for part in engine.step().outputs] == ["free"]
         engine.check()
-    engine.submit(EngineRequest("small", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=200)))
+    engine.submit_request(EngineRequest("small", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=200)))
     assert all("free" in names and not names & {"one", "two"} for names in steps_until(engine, "small"))
     held.set()
     assert "two" in steps_until(engine, "one")[-1]
     for name in ("free", "small"):
-        engine.abort(name)
+        engine.abort_request(name)
     assert run(engine, mine[2])["gone.0"] == run(make(), mine[2])["gone.0"]
 
 
@@ -142,11 +142,13 @@ def test_who_asks_for_many_grammars_does_not_hold_up_others(make: Make, held: th
     """Of one tenant's dear grammars no more than a few are ahead of another's first."""
     engine = make(kind=HeldGrammars)
     for n in range(30):
-        engine.submit(
+        engine.submit_request(
             EngineRequest(f"many {n}", PROMPT, params(Grammar("regex", f"dear{n}"), max_tokens=1), tenant="many")
         )
     engine.step()
-    engine.submit(EngineRequest("one", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=1), tenant="one"))
+    engine.submit_request(
+        EngineRequest("one", PROMPT, params(Grammar("regex", "[a-c]{20}"), max_tokens=1), tenant="one")
+    )
     held.set()
     answered = set().union(*steps_until(engine, "one"))
     refused = []
@@ -170,16 +172,16 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
     mine = EngineRequest("mine", PROMPT, params(held, max_tokens=200))
     alone = run(make(), mine)
     engine = make(num_blocks=30, kind=Counted, grammars_kept=2)
-    engine.submit(mine)
+    engine.submit_request(mine)
     first = [EngineRequest("first", PROMPT[::-1], params(None, ignore_eos=True, max_tokens=170), priority=-1)]
     said: dict[str, list[int]] = {}
     others = [EngineRequest(f"{n}", PROMPT[:1], params(Grammar.of_choices([f"{n}"]), max_tokens=1)) for n in range(6)]
     while engine.has_work:
         if "mine" in said:
             while first:
-                engine.submit(first.pop())
+                engine.submit_request(first.pop())
         while others and engine.stats().preemptions:  # and so mine is yet to begin again
-            engine.submit(others.pop())
+            engine.submit_request(others.pop())
         for part in engine.step().outputs:
             said.setdefault(part.request_id, []).extend(part.token_ids)
         engine.check()
@@ -194,7 +196,7 @@ def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
     """A request whose deadline comes while its grammar is being compiled is refused as any other that has not begun."""
     grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
     engine = Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars)  # none is ever compiled
-    engine.submit(EngineRequest("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
+    engine.submit_request(EngineRequest("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
     ((name, refused),) = engine.step().refused
     assert name == "late" and isinstance(refused, DeadlineExceeded)
     engine.check()
@@ -209,11 +211,11 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
         (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume holds tokens"),
     ):
         request = EngineRequest("r", PROMPT, sampling, resume)
-        engine.submit(request)
+        engine.submit_request(request)
         ((name, refused),) = refusals(engine)  # when it has been compiled
         assert name == "r" and isinstance(refused, InvalidRequest) and re.search(words, str(refused))
         with pytest.raises(InvalidRequest, match=words):  # at once, when it is known
-            engine.submit(request)
+            engine.submit_request(request)
         assert not engine.has_work
     for grammars, words in (
         (GrammarBackend.load(tmp_path, vocab_size=600, eos_token_ids=[EOS]), "tokenizer cannot be used"),
@@ -238,7 +240,7 @@ def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp
     pool = allocate_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
     engine = Engine(model.spec, runner, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
-    engine.submit(EngineRequest("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))
+    engine.submit_request(EngineRequest("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))
     ((name, error),) = refusals(engine)
     assert name == "r" and "make its grammar simpler" in str(error)
     assert engine.stats().blocks_used == 0
@@ -255,8 +257,8 @@ def test_what_takes_too_long_to_follow_ends_alone(make: Make) -> None:
             super().drop(grammar_id)
 
     engine = make(kind=Watched)
-    engine.submit(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
-    engine.submit(EngineRequest("slow", PROMPT, params(AMBIGUOUS, max_tokens=200, logit_bias={EOS: -100.0})))
+    engine.submit_request(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
+    engine.submit_request(EngineRequest("slow", PROMPT, params(AMBIGUOUS, max_tokens=200, logit_bias={EOS: -100.0})))
     said, refused = Counter[str](), []
     while engine.has_work:
         output = engine.step()
@@ -274,7 +276,7 @@ def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make) -> None:
     """The tokens that a request resumes with are followed in one go: for a second, not for minutes."""
     engine = make()
     delivered = byte_level_tokenizer().encode("ab" * 90).ids
-    engine.submit(EngineRequest("r", PROMPT, params(AMBIGUOUS, max_tokens=200), {0: tuple(delivered)}))
+    engine.submit_request(EngineRequest("r", PROMPT, params(AMBIGUOUS, max_tokens=200), {0: tuple(delivered)}))
     ((name, error),) = refusals(engine)
     assert name == "r" and "tokens of resume takes over 1 s" in str(error)
 
@@ -282,7 +284,7 @@ def test_a_resume_that_takes_too_long_to_follow_is_refused(make: Make) -> None:
 def test_a_grammar_that_fits_no_text_is_refused_before_a_step(make: Make) -> None:
     """The first mask is made where a grammar is compiled, and says so; 4,096 choices are no such grammar."""
     engine = make()
-    engine.submit(EngineRequest("r", PROMPT, params(Grammar("regex", r"[^\s\S]"))))
+    engine.submit_request(EngineRequest("r", PROMPT, params(Grammar("regex", r"[^\s\S]"))))
     ((name, error),) = refusals(engine)
     assert name == "r" and "cannot be compiled: it allows no text" in str(error)
     choices = [f"the number {number}" for number in range(4096)]
