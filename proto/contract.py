@@ -1,8 +1,13 @@
-"""The contract of worker.proto as a number, and what is said when a router and a group have different ones.
+"""The contract number, and the message with which processes of different contracts refuse each other.
 
-Releases with the same number work together whatever their versions, so that groups can be upgraded while others serve.
-It grows with a change that the other side must not ignore: a field that has to be honoured, a meaning that is another.
-A field that whoever does not know it may pass over leaves it as it is.
+Releases with the same number work together, so groups, routers and the supervisor can be upgraded one at a time. A
+release raises the number when the other side must not ignore its change:
+
+- worker.proto: a new field that the receiver has to obey, or a new meaning of a field. A field that an older receiver
+  may ignore keeps the number.
+- Values that Ray pickles: a field that is removed, renamed or added without a default. These values are frozen
+  dataclasses without slots. Their pickles name every field, and a field that a pickle lacks has its class's default.
+- The supervisor: a new method.
 """
 
 from typing import Final
@@ -14,11 +19,11 @@ VERSION: Final = __version__
 
 
 def disagreement(other: str, contract: int, version: str) -> str:
-    """Why not to work with `other`, who speaks that contract; empty when it is ours."""
+    """Why this process refuses `other`, which has this contract and version; "" if the contracts are equal."""
     if contract == CONTRACT:
         return ""
     return (
         f"{other} runs coatcheck {version or '(unknown)'} with contract {contract}, this side {VERSION} with contract "
-        f"{CONTRACT}, and they would misunderstand each other; install one version on every node, or, to upgrade over "
-        "this change, end `coatcheck serve` and start it again"
+        f"{CONTRACT}. They would misunderstand each other: install one version on every node. To upgrade across this "
+        "change, stop `coatcheck serve` and start it again"
     )

@@ -11,15 +11,12 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from coatcheck.proto.by_name import by_name
-
 # Groups come and go on any host, so their certificates name what they are and not where.
 GROUP: Final = "group.coatcheck.internal"
 ROUTER: Final = "router.coatcheck.internal"
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlaneCertificate:
     """In PEM. `authority` is the only one that this cluster believes."""
 

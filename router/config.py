@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from coatcheck.proto.by_name import by_name
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.log_lines import check_log_format
 from coatcheck.proto.plane_certificate import PlaneCertificate
@@ -20,8 +19,7 @@ MESSAGE_BYTES: Final = 32 * 1024 * 1024
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RouterConfig:
     """`model` is a directory or hub id and names the tokenizer; `served_model_name` is what clients call it."""
 

@@ -27,7 +27,8 @@ from coatcheck.cluster.ray_cluster.ray_environment import (
     quiet_driver,
 )
 from coatcheck.cluster.ray_cluster.ray_start import RayStart
-from coatcheck.proto.errors import Unavailable
+from coatcheck.proto.contract import disagreement
+from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.workers.host.disk_space import describe_full_disk
 
 if TYPE_CHECKING:
@@ -128,6 +129,9 @@ class ServeSession:
 
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
+            state: ClusterState = self._call_supervisor("state", running)
+            if refusal := disagreement("the supervisor of this cluster", state.contract, state.version):
+                raise InvalidConfig(refusal)
             found = self._call_supervisor("config", running)
             launch.require_same(found, config)
             if found.groups != config.groups:
@@ -170,7 +174,7 @@ class ServeSession:
                 stage = state.stage
                 if state.is_ready:
                     since = since or time.monotonic()
-                    missed = self._call_supervisor("misses") if "misses" in state.calls else ""
+                    missed = self._call_supervisor("misses")
                     if not missed:
                         return state
                     if time.monotonic() > since + _ATTACHES_SECONDS:

@@ -120,12 +120,9 @@ class ServeConfig(BaseModel):
         check_exposure(config)
         return config
 
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Of a cluster that another version has started; see by_name."""
-        fields = type(self).model_fields
-        given = {name: value for name, value in state["__dict__"].items() if name in fields}
-        missing = {name: field.get_default() for name, field in fields.items() if name not in given}
-        super().__setstate__({**state, "__dict__": given | missing})
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings that were given. Later settings then have their defaults; see contract.py."""
+        return type(self).model_validate, (self.model_dump(exclude_unset=True),)
 
     @property
     def http_listen_port(self) -> int | None:

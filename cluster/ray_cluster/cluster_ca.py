@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coatcheck.proto.by_name import by_name
 from coatcheck.proto.plane_certificate import GROUP, ROUTER, PlaneCertificate
 
 # Longer than any cluster runs; its end is the end of the authority, not a date.
@@ -21,8 +20,7 @@ _LIFETIME: Final = datetime.timedelta(days=3650)
 _CLOCKS_DIFFER: Final = datetime.timedelta(hours=1)
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlaneCertificates:
     """What routers and groups of one cluster show each other; None: their connections are plain."""
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coatcheck.cluster.plural import counted
-from coatcheck.proto.by_name import by_name
 from coatcheck.proto.errors import InvalidConfig
 
 Resources = Mapping[str, float]
@@ -39,8 +38,7 @@ class NoRoom(InvalidConfig):
         return InvalidConfig(f"{counted(before, 'group')} serve, and more have no room: {self}; {remedy}")
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankPlacement:
     """One group's bundles are `tp` times `bundle`. `strategies` has one for each group, in the order in which they
     are to be reserved: STRICT_PACK, all on one node, comes first, then PACK, over several."""

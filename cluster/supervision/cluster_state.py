@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-from coatcheck.proto.by_name import by_name
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupState:
     """`state` is "starting", "serving", "draining", "lost" (and soon started again) or "failed" (it never served; see
     `reason`). `incarnation` and `predecessor`: see GroupEndpoint."""
@@ -22,17 +20,17 @@ class GroupState:
     predecessor: str | None = None
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClusterState:
     """`routers` and `http` are host:port, once clients may connect to all of them (`http` stays empty when there is
-    none). `failure`: why the cluster will never serve, else empty. `calls`: see Supervisor."""
+    none). `failure`: why the cluster will never serve, else empty. `contract` and `version` are the supervisor's."""
 
     groups: tuple[GroupState, ...] = ()
     routers: tuple[str, ...] = ()
     failure: str = ""
     http: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
+    contract: int = 0
+    version: str = ""
 
     @property
     def is_ready(self) -> bool:

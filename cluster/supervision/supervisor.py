@@ -19,6 +19,7 @@ from coatcheck.cluster.supervision.autoscaler import Autoscaler
 from coatcheck.cluster.supervision.cluster_state import ClusterState
 from coatcheck.cluster.supervision.group_set import GroupSet
 from coatcheck.cluster.supervision.router_set import RouterSet
+from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.log_lines import configure_logging
 
 _log = logging.getLogger(__name__)
@@ -27,11 +28,9 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """Every method answers at once, but for `drain`, `restart…`, `scale` and `stop`.
 
-    Whoever asks may be of a newer version. Ray ends an actor's process that is asked for a method which it lacks, so a
-    method that came later than the others is in LATER, which `state` tells, and is asked only where it is told.
+    Ray ends the process of an actor when a caller asks for a method that the actor lacks. A release that adds a method
+    here therefore raises CONTRACT.
     """
-
-    LATER = ("misses",)
 
     # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: RankPlacement, plane: PlaneCertificates) -> None:  # type: ignore[misc]
@@ -62,7 +61,7 @@ class Supervisor:
         groups = tuple(self._groups.states)
         failure = self._failure or self._routers.failure or self._groups.failure
         routers = tuple(self._routers.addresses) if self._routers.is_whole else ()
-        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses), self.LATER)
+        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses), CONTRACT, VERSION)
 
     async def misses(self) -> str:
         """See RouterSet.misses: while it says something, clients may be refused for want of that group."""

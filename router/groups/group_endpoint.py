@@ -5,13 +5,10 @@ Plain and frozen, so that it crosses process borders. It does not know whether t
 
 from dataclasses import dataclass
 
-from coatcheck.proto.by_name import by_name
-
 STATES = ("starting", "serving", "draining", "lost")
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupEndpoint:
     """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it.
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from coatcheck.proto.by_name import by_name
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.log_lines import check_log_format
 from coatcheck.proto.plane_certificate import PlaneCertificate
@@ -10,8 +9,7 @@ from coatcheck.proto.tracing import check_endpoint
 from coatcheck.workers.core.kv_dtype import KV_DTYPES
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupConfig:
     """`kv_memory`: bytes per rank, or a share (0, 1] of the device's (on CPU: the host's) free memory.
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from coatcheck.proto.by_name import by_name
-
 
 class Phase(Enum):
     """A rank's life, in order."""
@@ -16,8 +14,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-@by_name
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankProgress:
     """`address` and what follows are known once the group serves; the address is rank 0's.
 

@@ -3,7 +3,6 @@
 import re
 import shutil
 from collections.abc import Sequence
-from inspect import getmembers, isfunction
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from coatcheck import __version__
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
-from coatcheck.cluster.supervision.supervisor import Supervisor
 from tests.cluster.serving import Serving, coatcheck, until
 
 pytestmark = pytest.mark.ray
@@ -26,11 +24,6 @@ _EVOLUTION = (
     ("workers/core/group_config.py", _FLAG, _MORE),
     ("cluster/supervision/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
     ("workers/driver.py", r"(tp=spec\.tp),", r"\1 + config.made_up - 7,"),
-)
-# A supervisor as it was before it could be asked what routers miss.
-_FORMER = (
-    ("cluster/supervision/supervisor.py", r"(?s)    async def misses.*?\n\n", ""),
-    ("cluster/supervision/supervisor.py", r", self\.LATER\)", ")"),
 )
 
 
@@ -104,27 +97,19 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back")
 
 
-@pytest.mark.full  # two starts for what no other version has shown yet
-def test_serve_joins_an_older_supervisor(tmp_path: Path, tiny_model: Path) -> None:
-    """A newer `serve` asks an older supervisor for nothing that it does not know, which would end its process: it is
-    ready once all serve, as the older one was."""
+@pytest.mark.full  # starts a cluster for one refusal
+def test_serve_refuses_a_supervisor_of_another_contract(tmp_path: Path, tiny_model: Path) -> None:
+    """`serve` does not join a cluster whose supervisor has another contract: it says so and the cluster goes on."""
     installed = Installed(tmp_path / "installed")
-    installed.install("0.0.1", changed=_FORMER)
+    installed.install("0.0.1", contract=1)
     with RayNodes(tmp_path, head_cpus=1, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
         command = [str(tiny_model), "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
         command += ["--ray-address", nodes.address]
         with Serving(*command, environment=nodes.environment) as older:
             older.wait_ready()
-        before = supervisors(nodes)
-        with Serving(*command, environment={**nodes.environment, "PYTHONPATH": ""}) as newer:
-            newer.wait_ready()
-            assert versions(newer) == ["0.0.1"] * 2
-            assert len(before) == 1 and supervisors(nodes) == before
-
-
-def supervisors(nodes: RayNodes) -> list[int]:
-    """Their processes."""
-    return [pid for pid, command in nodes.processes().items() if command.startswith("ray::Supervisor")]
+            refused = coatcheck("serve", *command, environment={**nodes.environment, "PYTHONPATH": ""})
+            assert refused.returncode == 2 and "coatcheck 0.0.1 with contract 1" in refused.stderr
+            assert older.status()["state"] == "serving"
 
 
 def versions(serving: Serving) -> list[str]:
@@ -133,16 +118,9 @@ def versions(serving: Serving) -> list[str]:
     return [status["version"], *(group.get("version", "") for group in status["groups"])]
 
 
-def test_what_came_later_is_told() -> None:
-    """A supervisor names every method of its own that one of the first version does not have."""
-    first = {"config", "state", "drain", "restart", "restart_router", "restart_supervisor", "scale", "stop"}
-    assert {name for name, _ in getmembers(Supervisor, isfunction) if name[0] != "_"} == first | {*Supervisor.LATER}
-
-
-@pytest.mark.parametrize("changed", [_EVOLUTION, _FORMER])
-def test_other_versions_can_be_made(tmp_path: Path, changed: Sequence[tuple[str, str, str]]) -> None:
-    """What the long tests here change in a version is still there to be changed, each in one place."""
-    Installed(tmp_path / "installed").install("0.0.1", changed=changed)
+def test_other_versions_can_be_made(tmp_path: Path) -> None:
+    """What the long test here changes in a version is still there to be changed, each in one place."""
+    Installed(tmp_path / "installed").install("0.0.1", changed=_EVOLUTION)
 
 
 def test_the_version_is_one() -> None:
