@@ -1,6 +1,7 @@
-"""What the router's tests share: a model directory, and a router in front of fake groups."""
+"""Fixtures of the router's tests: a model directory, and a router in front of fake groups."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,10 @@ import pytest
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.http_router import HttpRouter, StartHttpRouter
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.tiny_tokenizer import write_model
-from tests.router.web import OpenWeb, Web
 
 
 @pytest.fixture(scope="session")
@@ -22,47 +23,39 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_directory: Path) -> TokenizerJson:
-    """The same, loaded."""
+    """The tokenizer of `model_directory`."""
     return TokenizerJson.load(str(model_directory))
 
 
 @pytest.fixture
-async def open_door(tokenizer: TokenizerJson) -> AsyncIterator[OpenDoor]:
-    """Starts a router in front of the groups it is given; everything ends with the test."""
-    doors: list[Door] = []
+async def start_router(tokenizer: TokenizerJson) -> AsyncIterator[StartRouter]:
+    """Starts a router in front of the given groups; closes all of them after the test."""
+    started: list[RouterUnderTest] = []
 
-    async def opened(
-        *groups: FakeGroup, attached: bool = True, speaking: TokenizerJson | None = tokenizer, **settings: object
-    ) -> Door:
-        """`speaking`: None lets the router read the files of its `model`."""
-        # Unlike real groups, fake ones say nothing unasked: on a busy machine they would seem to hang.
+    async def start(
+        *groups: FakeGroup,
+        attached: bool = True,
+        speaking: TokenizerJson | None = tokenizer,
+        kind: type[RouterUnderTest] = RouterUnderTest,
+        **settings: object,
+    ) -> RouterUnderTest:
+        """`attached`: wait until all groups serve. `speaking`: None lets the router read the files of its `model`."""
+        # Unlike real groups, fake ones send no reports by themselves: on a busy machine they would seem to hang.
         settings = {"model": "tiny", "silence_seconds": 60.0, "cause_wait_seconds": 0.05, **settings}
-        router = Router(RouterConfig(**settings), speaking)  # type: ignore[arg-type]  # by name
-        address = await router.start()
-        door = Door(router, address, list(groups))
-        doors.append(door)
-        await router.set_groups([await group.start() for group in groups])
+        server = Router(RouterConfig(**settings), speaking)  # type: ignore[arg-type]  # by name
+        router = kind(server, await server.start(), groups)
+        started.append(router)
+        await server.set_groups([await group.start() for group in groups])
         if attached:
-            await door.serving(len(groups))
-        return door
+            await router.wait_for_groups(len(groups))
+        return router
 
-    yield opened
-    for door in doors:
-        await door.channel.close()
-        await door.router.stop()
-        for group in door.groups:
-            await group.kill()
+    yield start
+    for router in started:
+        await router.close()
 
 
 @pytest.fixture
-async def open_web(open_door: OpenDoor) -> AsyncIterator[OpenWeb]:
-    """Starts one in front of the groups it is given."""
-    webs: list[Web] = []
-
-    async def opened(*groups: FakeGroup, **settings: object) -> Web:
-        webs.append(Web(await open_door(*groups, http_port=0, **settings)))
-        return webs[-1]
-
-    yield opened
-    for web in webs:
-        await web.openai.close()
+def start_http_router(start_router: StartRouter) -> StartHttpRouter:
+    """Starts a router that also listens for HTTP."""
+    return partial(start_router, http_port=0, kind=HttpRouter)  # type: ignore[return-value]  # `kind` decides it

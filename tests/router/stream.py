@@ -1,8 +1,8 @@
 """A request whose tokens are known, and a stream that is read in pieces."""
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent, GenerateRequest, SamplingParams
-from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 
 def ask(**sampling: object) -> GenerateRequest:
@@ -10,18 +10,18 @@ def ask(**sampling: object) -> GenerateRequest:
     return GenerateRequest(text="a fox", sampling=SamplingParams(**{"max_tokens": 20, "seed": 7, **sampling}))  # type: ignore[arg-type]
 
 
-async def undisturbed(open_door: OpenDoor, request: GenerateRequest) -> tuple[list[str], list[list[int]]]:
+async def undisturbed(start_router: StartRouter, request: GenerateRequest) -> tuple[list[str], list[list[int]]]:
     """Text and ids per choice, from a group that lives."""
-    door = await open_door(FakeGroup())
-    whole = await door.generation.Generate(request)
+    router = await start_router(FakeGroup())
+    whole = await router.generation.Generate(request)
     return [choice.text for choice in whole.choices], [list(choice.token_ids) for choice in whole.choices]
 
 
 class Stream:
     """A stream that is read in pieces, joined per choice."""
 
-    def __init__(self, door: Door, request: GenerateRequest, n: int = 1) -> None:
-        self.call = door.generation.GenerateStream(request)
+    def __init__(self, router: RouterUnderTest, request: GenerateRequest, n: int = 1) -> None:
+        self.call = router.generation.GenerateStream(request)
         self.events: list[GenerateEvent] = []
         self.texts = [""] * n
         self.ids: list[list[int]] = [[] for _ in range(n)]

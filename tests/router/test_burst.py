@@ -13,19 +13,21 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
     TokenIds,
 )
 from coatcheck.router.access.tenant import ANYONE, Tenant
-from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.seated_group import SeatedGroup
 
 SEATS, READY = 8, 4  # at most so many run, and wait behind them
 PATIENCE = 100  # seconds that a busy machine may take
 
 
-def send(door: Door, ids: list[int], tenant: Tenant = ANYONE, priority: int = 0) -> "asyncio.Task[GenerateResponse]":
+def send(
+    router: RouterUnderTest, ids: list[int], tenant: Tenant = ANYONE, priority: int = 0
+) -> "asyncio.Task[GenerateResponse]":
     """A request on its way."""
     sampling = SamplingParams(max_tokens=2, seed=1)
     message = GenerateRequest(token_ids=TokenIds(ids=ids), sampling=sampling, priority=priority)
-    return asyncio.create_task(door.router.generation.generate(message, tenant=tenant))
+    return asyncio.create_task(router.server.generation.generate(message, tenant=tenant))
 
 
 @asynccontextmanager
@@ -43,41 +45,43 @@ async def reporting(*groups: SeatedGroup) -> AsyncIterator[None]:
     task.cancel()
 
 
-async def settled(door: Door, groups: list[SeatedGroup], asked: "list[asyncio.Task[GenerateResponse]]") -> None:
+async def settled(
+    router: RouterUnderTest, groups: list[SeatedGroup], asked: "list[asyncio.Task[GenerateResponse]]"
+) -> None:
     """Waits until each request has been refused, waits in the queue, or is held by a group."""
     async with asyncio.timeout(PATIENCE):
-        while sum(task.done() for task in asked) + len(door.router.dispatch.line) + sum(
+        while sum(task.done() for task in asked) + len(router.server.dispatch.line) + sum(
             group.held for group in groups
         ) != len(asked):
-            await door.admin.Status(StatusRequest())
-    door.router.dispatch.line.check()
+            await router.admin.Status(StatusRequest())
+    router.server.dispatch.line.check()
 
 
-async def hear_late_reports(door: Door, groups: list[SeatedGroup]) -> None:
+async def hear_late_reports(router: RouterUnderTest, groups: list[SeatedGroup]) -> None:
     """Reports that were sent before the burst arrive long after it, and are read."""
     for _ in range(3):
         for group in groups:
-            link, mark = door.router.groups.link(group.name), group.say_late()
+            link, mark = router.server.groups.link(group.name), group.say_late()
             assert link is not None
             async with asyncio.timeout(PATIENCE):
                 while link.load.last.status.preemptions != mark:
-                    await door.admin.Status(StatusRequest())
+                    await router.admin.Status(StatusRequest())
         await asyncio.sleep(0.05)
 
 
-async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(open_door: OpenDoor) -> None:
+async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(start_router: StartRouter) -> None:
     """Of 3,000 requests at once two groups get what they have room for, 1,024 wait, and all others are refused with
     when to come again; reports that are older than the burst change nothing, however late they come. All that were
     taken are answered."""
     groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
-    door = await open_door(*groups, max_queued=1024)
+    router = await start_router(*groups, max_queued=1024)
     room = len(groups) * (SEATS + READY)
-    asked = [send(door, [2 + number % 500, 5, 6]) for number in range(3000)]
-    await settled(door, groups, asked)
-    await hear_late_reports(door, groups)
-    await settled(door, groups, asked)
+    asked = [send(router, [2 + number % 500, 5, 6]) for number in range(3000)]
+    await settled(router, groups, asked)
+    await hear_late_reports(router, groups)
+    await settled(router, groups, asked)
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
-    assert len(door.router.dispatch.line) == 1024
+    assert len(router.server.dispatch.line) == 1024
     refusals = [task.exception() for task in asked if task.done()]
     assert len(refusals) == 3000 - 1024 - room
     assert all(isinstance(error, Overloaded) and error.retry_seconds >= 1 for error in refusals)
@@ -89,12 +93,12 @@ async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(o
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
 
 
-async def test_a_burst_of_one_prompt_does_not_go_to_one_group(open_door: OpenDoor) -> None:
+async def test_a_burst_of_one_prompt_does_not_go_to_one_group(start_router: StartRouter) -> None:
     """Where all ask the same, the group that has the prompt is given no more than it has room for either."""
     groups = [SeatedGroup(name, SEATS) for name in ("g0", "g1")]
-    door = await open_door(*groups)
-    asked = [send(door, list(range(2, 202))) for _ in range(100)]
-    await settled(door, groups, asked)
+    router = await start_router(*groups)
+    asked = [send(router, list(range(2, 202))) for _ in range(100)]
+    await settled(router, groups, asked)
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
     for group in groups:
         group.go()
@@ -102,19 +106,19 @@ async def test_a_burst_of_one_prompt_does_not_go_to_one_group(open_door: OpenDoo
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
 
 
-async def test_a_burst_of_one_tenant_does_not_delay_others(open_door: OpenDoor) -> None:
+async def test_a_burst_of_one_tenant_does_not_delay_others(start_router: StartRouter) -> None:
     """Behind a burst of one tenant's a few of two others' are all taken in: the urgent one's go first as places come
     free, then the other one's get their half, though reports from before the burst come late."""
     group = SeatedGroup("g0", SEATS)
-    door = await open_door(group, max_queued=500)
+    router = await start_router(group, max_queued=500)
     many, few, urgent = Tenant("many"), Tenant("few"), Tenant("urgent", priority=-1)
-    asked = [send(door, [100, 5, 6], many) for _ in range(1500)]
-    asked += [send(door, [300, 5, 6], few) for _ in range(20)]
-    asked += [send(door, [200, 5, 6], urgent) for _ in range(20)]
-    await settled(door, [group], asked)
-    await hear_late_reports(door, [group])
+    asked = [send(router, [100, 5, 6], many) for _ in range(1500)]
+    asked += [send(router, [300, 5, 6], few) for _ in range(20)]
+    asked += [send(router, [200, 5, 6], urgent) for _ in range(20)]
+    await settled(router, [group], asked)
+    await hear_late_reports(router, [group])
     assert len(group.submits) == SEATS + READY
-    assert len(door.router.dispatch.line) == 500
+    assert len(router.server.dispatch.line) == 500
     assert not any(task.done() for task in asked[1500:]), "those of the one that has little waiting are kept"
     group.go()
     await asyncio.gather(*asked, return_exceptions=True)
@@ -124,16 +128,16 @@ async def test_a_burst_of_one_tenant_does_not_delay_others(open_door: OpenDoor) 
     assert 15 <= order[24:64].count(300) <= 20
 
 
-async def test_a_burst_of_many_choices_counts_each(open_door: OpenDoor) -> None:
+async def test_a_burst_of_many_choices_counts_each(start_router: StartRouter) -> None:
     """Requests that ask for several answers take as many seats: a group is not given a multiple of what it has."""
     group = FakeGroup("g0", max_num_seqs=SEATS, hold_after=0)
-    door = await open_door(group)
+    router = await start_router(group)
     sampling = SamplingParams(max_tokens=2, seed=1, n=4)
     message = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]), sampling=sampling)
-    asked = [asyncio.create_task(door.router.generation.generate(message)) for _ in range(20)]
+    asked = [asyncio.create_task(router.server.generation.generate(message)) for _ in range(20)]
     async with asyncio.timeout(PATIENCE):
-        while len(door.router.dispatch.line) + len(group.submits) != 20:
-            await door.admin.Status(StatusRequest())
+        while len(router.server.dispatch.line) + len(group.submits) != 20:
+            await router.admin.Status(StatusRequest())
     assert len(group.submits) == (SEATS + READY) // 4
     group.go()
     await asyncio.gather(*asked)

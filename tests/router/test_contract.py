@@ -5,20 +5,20 @@ import asyncio
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 
-async def test_a_stream_moves_between_versions(open_door: OpenDoor) -> None:
+async def test_a_stream_moves_between_versions(start_router: StartRouter) -> None:
     """With one contract a stream goes on at a group of another version, and the status names the versions."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
     groups["a"].version, groups["b"].version = "0.0.9", "9.9.9"
-    door = await open_door(*groups.values())
-    status = await door.admin.Status(StatusRequest())
+    router = await start_router(*groups.values())
+    status = await router.admin.Status(StatusRequest())
     assert [group.version for group in status.groups] == ["0.0.9", "9.9.9"] and status.version == VERSION
-    stream = Stream(door, ask())
+    stream = Stream(router, ask())
     first = groups.pop((await stream.read()).started.group)
     while len(stream.ids[0]) < 6:
         await stream.read()
@@ -28,18 +28,18 @@ async def test_a_stream_moves_between_versions(open_door: OpenDoor) -> None:
     assert (await stream.finish()).final.group == second.name and stream.ids == ids
 
 
-async def test_a_group_of_another_contract_is_refused(open_door: OpenDoor) -> None:
+async def test_a_group_of_another_contract_is_refused(start_router: StartRouter) -> None:
     """It does not serve, its status says which versions do not go together and what to do, and others serve on."""
     known, strange = FakeGroup("known"), FakeGroup("strange")
     strange.contract, strange.version = CONTRACT + 1, "9.9.9"
-    door = await open_door()
-    door.groups += [known, strange]
-    await door.router.set_groups([await known.start(), await strange.start()])
-    await door.serving(1)
+    router = await start_router()
+    router.groups += [known, strange]
+    await router.server.set_groups([await known.start(), await strange.start()])
+    await router.wait_for_groups(1)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
+        while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and status.reason == disagreement("the group", CONTRACT + 1, "9.9.9")
     assert "coatcheck 9.9.9 with contract 1" in status.reason and "install one version on every node" in status.reason
-    await door.generation.Generate(ask())
+    await router.generation.Generate(ask())
     assert len(known.submits) == 1 and not strange.submits

@@ -23,8 +23,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.router.serving.request_validation import prompt_token_ids
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.door import OpenDoor
 from tests.router.fake_group import VOCAB, FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer
 
 
@@ -87,26 +87,26 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_bad_requests_say_what_to_change(open_door: OpenDoor, case: str) -> None:
+async def test_bad_requests_say_what_to_change(start_router: StartRouter, case: str) -> None:
     """Wrong as written is INVALID_ARGUMENT, from both calls, and never reaches a group."""
     request, words = BAD[case]
     group = FakeGroup()
-    door = await open_door(group)
+    router = await start_router(group)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(request)
+        await router.generation.Generate(request)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in (refused.value.details() or "")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.GenerateStream(request).read()
+        await router.generation.GenerateStream(request).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not group.submits and door.router.traffic.active == 0
+    assert not group.submits and router.server.traffic.active == 0
 
 
-async def test_a_prompt_over_every_pool_is_refused_at_once(open_door: OpenDoor) -> None:
+async def test_a_prompt_over_every_pool_is_refused_at_once(start_router: StartRouter) -> None:
     """What no group can ever hold does not wait for one that could."""
-    door = await open_door(FakeGroup(num_blocks=4))
+    router = await start_router(FakeGroup(num_blocks=4))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
+        await router.generation.Generate(GenerateRequest(token_ids=TokenIds(ids=[5] * 16)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details() == (
         "This model's maximum context length is 16 tokens. However, the prompt has 16 tokens, and the answer needs "
@@ -114,26 +114,26 @@ async def test_a_prompt_over_every_pool_is_refused_at_once(open_door: OpenDoor) 
     )
 
 
-async def test_the_largest_group_says_how_long_a_prompt_may_be(open_door: OpenDoor) -> None:
+async def test_the_largest_group_says_how_long_a_prompt_may_be(start_router: StartRouter) -> None:
     """What fits one group is not refused because another, which came later, is smaller."""
     large, small = FakeGroup("a"), FakeGroup("b", num_blocks=4)
     small.model.max_model_len = 16
-    door = await open_door(large)
-    door.groups.append(small)
-    address = next(iter(door.router.groups.links)).address
-    await door.router.set_groups([address, await small.start()])
-    await door.serving(2)
+    router = await start_router(large)
+    router.groups.append(small)
+    address = next(iter(router.server.groups.links)).address
+    await router.server.set_groups([address, await small.start()])
+    await router.wait_for_groups(2)
     request = GenerateRequest(token_ids=TokenIds(ids=[5] * 32), sampling=SamplingParams(max_tokens=2))
-    assert (await door.generation.Generate(request)).final.group == "a"
+    assert (await router.generation.Generate(request)).final.group == "a"
 
 
 UNKNOWN = b"\xfa\x3e\x01x"  # field 1007, one byte of content
 
 
 @pytest.mark.parametrize("where", ["request", "sampling", "message of a chat", "resume"])
-async def test_unknown_fields_are_refused(open_door: OpenDoor, where: str) -> None:
+async def test_unknown_fields_are_refused(start_router: StartRouter, where: str) -> None:
     """Nothing that is sent is ignored, however deep it sits."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     parts = {
         "request": GenerateRequest(text="a fox").SerializeToString() + UNKNOWN,
         "sampling": GenerateRequest(text="a", sampling=SamplingParams.FromString(UNKNOWN)).SerializeToString(),
@@ -142,7 +142,7 @@ async def test_unknown_fields_are_refused(open_door: OpenDoor, where: str) -> No
         ).SerializeToString(),
         "resume": GenerateRequest(text="a", resume=[Resumed.FromString(UNKNOWN)]).SerializeToString(),
     }
-    call = door.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call(parts[where])
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -150,25 +150,25 @@ async def test_unknown_fields_are_refused(open_door: OpenDoor, where: str) -> No
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff", b"\x1a\x02\xc3\x28"], ids=["no protobuf", "text that is no UTF-8"])
-async def test_bytes_that_do_not_parse_are_the_clients_error(open_door: OpenDoor, data: bytes) -> None:
+async def test_bytes_that_do_not_parse_are_the_clients_error(start_router: StartRouter, data: bytes) -> None:
     """A message that does not parse is INVALID_ARGUMENT and not INTERNAL."""
-    door = await open_door(FakeGroup())
-    call = door.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    router = await start_router(FakeGroup())
+    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call(data)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_mutated_requests_never_break_the_router(open_door: OpenDoor) -> None:
+async def test_mutated_requests_never_break_the_router(start_router: StartRouter) -> None:
     """Whatever bytes come, the answer is a good one or the client's error, and nothing is left behind."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     whole = GenerateRequest(
         text="a fox",
         sampling=SamplingParams(max_tokens=3, seed=1, n=2, stop=["x"], temperature=0.5, logit_bias={5: 1.0}),
         resume=[Resumed(choice=1, token_ids=[5, 6])],
     ).SerializeToString()
     dice = random.Random(7)
-    call = door.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")
     seen = set()
     for _ in range(400):
         data = bytearray(whole)
@@ -181,17 +181,17 @@ async def test_mutated_requests_never_break_the_router(open_door: OpenDoor) -> N
         except grpc.aio.AioRpcError as error:
             seen.add(error.code())
     assert seen == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-    assert door.router.traffic.active == 0
-    door.router.groups.index.check()
+    assert router.server.traffic.active == 0
+    router.server.groups.index.check()
 
 
-async def test_another_model_is_not_found(open_door: OpenDoor) -> None:
+async def test_another_model_is_not_found(start_router: StartRouter) -> None:
     """A model by another name is NOT_FOUND in every method that takes one, and the message names what is served."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     for call in (
-        door.generation.Generate(GenerateRequest(model="other", text="a")),
-        door.generation.Tokenize(TokenizeRequest(model="other", text="a")),
-        door.generation.Detokenize(DetokenizeRequest(model="other", token_ids=[5])),
+        router.generation.Generate(GenerateRequest(model="other", text="a")),
+        router.generation.Tokenize(TokenizeRequest(model="other", text="a")),
+        router.generation.Detokenize(DetokenizeRequest(model="other", token_ids=[5])),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call
@@ -199,51 +199,54 @@ async def test_another_model_is_not_found(open_door: OpenDoor) -> None:
         assert "'tiny'" in (refused.value.details() or "")
 
 
-async def test_what_is_quoted_is_cut(open_door: OpenDoor) -> None:
+async def test_what_is_quoted_is_cut(start_router: StartRouter) -> None:
     """A refusal that quotes a very long field still reaches the client as the status that it is."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(GenerateRequest(model="\U0001f98a" * 100_000, text="a"))
+        await router.generation.Generate(GenerateRequest(model="\U0001f98a" * 100_000, text="a"))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert (refused.value.details() or "").startswith("model '\U0001f98a")
 
 
-async def test_a_chat_without_a_template_is_refused(open_door: OpenDoor) -> None:
+async def test_a_chat_without_a_template_is_refused(start_router: StartRouter) -> None:
     """A model that has no chat template says so."""
-    door = await open_door(FakeGroup(), speaking=TokenizerJson(byte_level_tokenizer(), template=None))
+    router = await start_router(FakeGroup(), speaking=TokenizerJson(byte_level_tokenizer(), template=None))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x")])))
+        await router.generation.Generate(GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="x")])))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "no chat template" in (refused.value.details() or "")
 
 
-async def test_without_a_group_there_is_no_service(open_door: OpenDoor) -> None:
+async def test_without_a_group_there_is_no_service(start_router: StartRouter) -> None:
     """No group is UNAVAILABLE, at once."""
-    door = await open_door()
-    for call in (door.generation.Generate(GenerateRequest(text="a fox")), door.generation.GetModel(GetModelRequest())):
+    router = await start_router()
+    for call in (
+        router.generation.Generate(GenerateRequest(text="a fox")),
+        router.generation.GetModel(GetModelRequest()),
+    ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_what_a_group_refuses_reaches_the_client(open_door: OpenDoor) -> None:
+async def test_what_a_group_refuses_reaches_the_client(start_router: StartRouter) -> None:
     """A group's refusal keeps its code and words."""
-    door = await open_door(FakeGroup(refuse=(3, "this cannot be")))
+    router = await start_router(FakeGroup(refuse=(3, "this cannot be")))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(GenerateRequest(text="a fox"))
+        await router.generation.Generate(GenerateRequest(text="a fox"))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details() == "this cannot be"
 
 
-async def test_a_full_group_and_a_full_line_shed(open_door: OpenDoor) -> None:
+async def test_a_full_group_and_a_full_line_shed(start_router: StartRouter) -> None:
     """Where the group is full and nobody more may wait, the client hears when to come again."""
-    door = await open_door(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
+    router = await start_router(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(GenerateRequest(text="a fox"))
+        await router.generation.Generate(GenerateRequest(text="a fox"))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "no group has room" in (refused.value.details() or "")
     assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
-    assert (await door.admin.Status(StatusRequest())).active_streams == 0
+    assert (await router.admin.Status(StatusRequest())).active_streams == 0
 
 
 def test_an_empty_text_is_empty_whatever_the_tokenizer_adds() -> None:

@@ -16,8 +16,8 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 
 def ask() -> GenerateRequest:
@@ -25,33 +25,33 @@ def ask() -> GenerateRequest:
     return GenerateRequest(text="a fox", sampling=SamplingParams(max_tokens=5, seed=1))
 
 
-async def health(door: Door, expected: int) -> None:
+async def health(router: RouterUnderTest, expected: int) -> None:
     """Follows the health service until it says so."""
-    watch = HealthStub(door.channel).Watch(HealthCheckRequest())
+    watch = HealthStub(router.channel).Watch(HealthCheckRequest())
     async for response in watch:
         if response.status == expected:
             break
     watch.cancel()
 
 
-async def test_health_follows_the_groups(open_door: OpenDoor) -> None:
+async def test_health_follows_the_groups(start_router: StartRouter) -> None:
     """SERVING only while a group is attached, for the server and for the service by name."""
     group = FakeGroup()
-    door = await open_door()
-    await health(door, HealthCheckResponse.NOT_SERVING)
-    await door.router.set_groups([await group.start()])
-    door.groups.append(group)
-    await health(door, HealthCheckResponse.SERVING)
-    named = await HealthStub(door.channel).Check(HealthCheckRequest(service="coatcheck.v1.Generation"))
+    router = await start_router()
+    await health(router, HealthCheckResponse.NOT_SERVING)
+    await router.server.set_groups([await group.start()])
+    router.groups.append(group)
+    await health(router, HealthCheckResponse.SERVING)
+    named = await HealthStub(router.channel).Check(HealthCheckRequest(service="coatcheck.v1.Generation"))
     assert named.status == HealthCheckResponse.SERVING
     await group.kill()
-    await health(door, HealthCheckResponse.NOT_SERVING)
+    await health(router, HealthCheckResponse.NOT_SERVING)
 
 
-async def test_reflection_lists_the_services(open_door: OpenDoor) -> None:
+async def test_reflection_lists_the_services(start_router: StartRouter) -> None:
     """A client without our .proto files can find out what is here."""
-    door = await open_door()
-    call = ServerReflectionStub(door.channel).ServerReflectionInfo()
+    router = await start_router()
+    call = ServerReflectionStub(router.channel).ServerReflectionInfo()
     await call.write(ServerReflectionRequest(list_services=""))
     response = await call.read()
     names = {service.name for service in response.list_services_response.service}
@@ -61,85 +61,85 @@ async def test_reflection_lists_the_services(open_door: OpenDoor) -> None:
     await call.done_writing()
 
 
-async def test_a_taken_port_is_a_clear_error(open_door: OpenDoor, tokenizer: TokenizerJson) -> None:
+async def test_a_taken_port_is_a_clear_error(start_router: StartRouter, tokenizer: TokenizerJson) -> None:
     """Two routers do not share a port without anyone noticing."""
-    door = await open_door()
-    second = Router(RouterConfig(model="tiny", port=door.port), tokenizer)
+    router = await start_router()
+    second = Router(RouterConfig(model="tiny", port=router.port), tokenizer)
     with pytest.raises(InvalidConfig, match="taken"):
         await second.start()
     await second.stop()
 
 
-async def test_draining_the_router_lets_streams_end(open_door: OpenDoor) -> None:
+async def test_draining_the_router_lets_streams_end(start_router: StartRouter) -> None:
     """No new work, open streams run on, and the answer says whether they ended in time."""
     group = FakeGroup(hold_after=2)
-    door = await open_door(group)
-    stream = aiter(door.generation.GenerateStream(ask()))
+    router = await start_router(group)
+    stream = aiter(router.generation.GenerateStream(ask()))
     await anext(stream)
-    early = await door.admin.Drain(DrainRequest(timeout_seconds=0.01))
+    early = await router.admin.Drain(DrainRequest(timeout_seconds=0.01))
     assert (early.drained, early.remaining_streams) == (False, 1)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(ask())
+        await router.generation.Generate(ask())
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE and "draining" in (refused.value.details() or "")
-    await health(door, HealthCheckResponse.NOT_SERVING)
+    await health(router, HealthCheckResponse.NOT_SERVING)
     group.go()
     assert [event async for event in stream][-1].HasField("final")
-    assert (await door.admin.Drain(DrainRequest(timeout_seconds=0))).drained
-    assert (await door.admin.Status(StatusRequest())).state == "drained"
+    assert (await router.admin.Drain(DrainRequest(timeout_seconds=0))).drained
+    assert (await router.admin.Status(StatusRequest())).state == "drained"
 
 
-async def test_draining_is_undone(open_door: OpenDoor) -> None:
+async def test_draining_is_undone(start_router: StartRouter) -> None:
     """Whoever undoes a drain, of the router or a group, ends its wait, and new work is taken again."""
     group = FakeGroup("a", hold_after=2)
-    door = await open_door(group)
-    stream = aiter(door.generation.GenerateStream(ask()))
+    router = await start_router(group)
+    stream = aiter(router.generation.GenerateStream(ask()))
     await anext(stream)
     for name in ("", "a"):
-        waiting = asyncio.ensure_future(door.admin.Drain(DrainRequest(group=name)))
-        await health(door, HealthCheckResponse.NOT_SERVING)
-        undone = await door.admin.Drain(DrainRequest(group=name, undo=True))
+        waiting = asyncio.ensure_future(router.admin.Drain(DrainRequest(group=name)))
+        await health(router, HealthCheckResponse.NOT_SERVING)
+        undone = await router.admin.Drain(DrainRequest(group=name, undo=True))
         assert (undone.drained, undone.remaining_streams) == (False, 1)
         assert not (await asyncio.wait_for(waiting, PATIENCE_SECONDS)).drained
-        assert (await door.admin.Status(StatusRequest())).state == "serving"
+        assert (await router.admin.Status(StatusRequest())).state == "serving"
     group.go()
     assert [event async for event in stream][-1].HasField("final")
-    assert (await door.generation.Generate(ask())).final.group == "a"
+    assert (await router.generation.Generate(ask())).final.group == "a"
 
 
-async def test_a_drained_group_stays_so_when_it_is_started_again(open_door: OpenDoor) -> None:
+async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: StartRouter) -> None:
     """A drain outlives the group's process, ends with an undo, and is forgotten with the group."""
-    door = await open_door(FakeGroup("a"))
-    link = next(iter(door.router.groups.links))
-    assert (await door.admin.Drain(DrainRequest(group="a"))).drained
-    await door.router.set_groups([GroupEndpoint("a", "", "lost", "it was killed")])
-    assert not door.router.groups.link("a")
-    await door.router.set_groups([link.address])
+    router = await start_router(FakeGroup("a"))
+    link = next(iter(router.server.groups.links))
+    assert (await router.admin.Drain(DrainRequest(group="a"))).drained
+    await router.server.set_groups([GroupEndpoint("a", "", "lost", "it was killed")])
+    assert not router.server.groups.link("a")
+    await router.server.set_groups([link.address])
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while next(iter(door.router.groups.links)).registration is None:
-            await door.router.groups.next_change.wait()
-    status = await door.admin.Status(StatusRequest())
+        while next(iter(router.server.groups.links)).registration is None:
+            await router.server.groups.next_change.wait()
+    status = await router.admin.Status(StatusRequest())
     assert (status.state, status.groups[0].state) == ("unavailable", "drained")
-    assert not (await door.admin.Drain(DrainRequest(group="a", undo=True))).drained
-    assert (await door.admin.Status(StatusRequest())).state == "serving"
-    await door.admin.Drain(DrainRequest(group="a"))
-    await door.router.set_groups([])
-    assert not door.router.groups.draining
+    assert not (await router.admin.Drain(DrainRequest(group="a", undo=True))).drained
+    assert (await router.admin.Status(StatusRequest())).state == "serving"
+    await router.admin.Drain(DrainRequest(group="a"))
+    await router.server.set_groups([])
+    assert not router.server.groups.draining
 
 
-async def test_draining_a_group_sends_new_work_elsewhere(open_door: OpenDoor) -> None:
+async def test_draining_a_group_sends_new_work_elsewhere(start_router: StartRouter) -> None:
     """A draining group finishes what it has and gets nothing new."""
     groups = {name: FakeGroup(name, hold_after=2) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    stream = aiter(door.generation.GenerateStream(ask()))
+    router = await start_router(*groups.values())
+    stream = aiter(router.generation.GenerateStream(ask()))
     name = (await anext(stream)).started.group
-    assert not (await door.admin.Drain(DrainRequest(group=name, timeout_seconds=0.01))).drained
+    assert not (await router.admin.Drain(DrainRequest(group=name, timeout_seconds=0.01))).drained
     (other,) = set(groups) - {name}
     for group in groups.values():
         group.go()
-    assert {(await door.generation.Generate(ask())).final.group for _ in range(6)} == {other}
+    assert {(await router.generation.Generate(ask())).final.group for _ in range(6)} == {other}
     assert [event async for event in stream][-1].final.group == name
-    assert (await door.admin.Drain(DrainRequest(group=name))).drained
-    states = {group.name: group.state for group in (await door.admin.Status(StatusRequest())).groups}
+    assert (await router.admin.Drain(DrainRequest(group=name))).drained
+    states = {group.name: group.state for group in (await router.admin.Status(StatusRequest())).groups}
     assert states == {name: "drained", other: "serving"}
 
 
@@ -149,25 +149,25 @@ async def test_draining_a_group_sends_new_work_elsewhere(open_door: OpenDoor) ->
     (DrainRequest(timeout_seconds=float("nan")), grpc.StatusCode.INVALID_ARGUMENT),
     (DrainRequest(timeout_seconds=1.0, undo=True), grpc.StatusCode.INVALID_ARGUMENT),
 ])  # fmt: skip
-async def test_bad_drains_are_refused(open_door: OpenDoor, request_: DrainRequest, code: grpc.StatusCode) -> None:
+async def test_bad_drains_are_refused(start_router: StartRouter, request_: DrainRequest, code: grpc.StatusCode) -> None:
     """A group that is not there, and times that are none; and nothing is drained by them."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.admin.Drain(request_)
+        await router.admin.Drain(request_)
     assert refused.value.code() is code
-    assert (await door.admin.Status(StatusRequest())).state == "serving"
+    assert (await router.admin.Status(StatusRequest())).state == "serving"
 
 
-async def test_status_tells_what_groups_report(open_door: OpenDoor) -> None:
+async def test_status_tells_what_groups_report(start_router: StartRouter) -> None:
     """Groups with the supervisor's state and their own load, latencies, and the share of tokens found in a cache."""
     group = FakeGroup(finds=4)
     group.load.status.blocks_used = 3
     group.load.status.ranks.add(rank=0, pid=42)
-    door = await open_door(group)
-    await door.generation.Generate(ask())
+    router = await start_router(group)
+    await router.generation.Generate(ask())
     absent = GroupEndpoint("g1", "", "starting", "loading weights", restarts=2)
-    await door.router.set_groups([*(link.address for link in door.router.groups.links), absent])
-    status = await door.admin.Status(StatusRequest())
+    await router.server.set_groups([*(link.address for link in router.server.groups.links), absent])
+    status = await router.admin.Status(StatusRequest())
     assert (status.router, status.state, status.model.name) == ("router-0", "serving", "tiny")
     assert (status.ttft.count, status.tpot.count) == (1, 1) and status.ttft.p99_seconds > 0
     assert 0 < status.hit_ratio <= 1
@@ -178,13 +178,13 @@ async def test_status_tells_what_groups_report(open_door: OpenDoor) -> None:
     assert serving.ranks[0].pid == 42
 
 
-async def test_an_older_list_of_groups_is_ignored(open_door: OpenDoor) -> None:
+async def test_an_older_list_of_groups_is_ignored(start_router: StartRouter) -> None:
     """Of lists that overtake each other the newest stays; the same may come again, and one without a version counts."""
-    door = await open_door()
+    router = await start_router()
 
     async def known(name: str, version: int) -> list[str]:
-        await door.router.set_groups([GroupEndpoint(name, "", "starting")], version)
-        return [group.name for group in (await door.admin.Status(StatusRequest())).groups]
+        await router.server.set_groups([GroupEndpoint(name, "", "starting")], version)
+        return [group.name for group in (await router.admin.Status(StatusRequest())).groups]
 
     assert await known("second", 2) == ["second"]
     assert await known("first", 1) == ["second"]
@@ -194,12 +194,12 @@ async def test_an_older_list_of_groups_is_ignored(open_door: OpenDoor) -> None:
     assert await known("third", 3) == ["third"]
 
 
-async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(open_door: OpenDoor) -> None:
+async def test_a_prompt_of_a_million_tokens_gets_through_to_its_refusal(start_router: StartRouter) -> None:
     """gRPC's own limit of 4 MiB does not stand in the way of a long prompt."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     request = GenerateRequest(token_ids=TokenIds(ids=[300] * 3_000_000))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(request)
+        await router.generation.Generate(request)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "3000000 tokens" in (refused.value.details() or "")
 

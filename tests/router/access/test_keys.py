@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.http_router import StartHttpRouter
 from tests.router.key_holders import EYES, OPS, SEARCH, bearer, write_keys
-from tests.router.web import Web
+from tests.router.router_under_test import StartRouter
 
 
 @pytest.fixture
@@ -39,54 +39,52 @@ def _request() -> pb.GenerateRequest:
     ],
 )
 async def test_without_a_key_of_ours_grpc_is_unauthenticated(
-    open_door: OpenDoor, keys_file: str, metadata: Any, said: str
+    start_router: StartRouter, keys_file: str, metadata: Any, said: str
 ) -> None:
     """Every method refuses, streams too, and nothing reaches a group; health alone is open."""
     group = FakeGroup()
-    door = await open_door(group, keys_file=keys_file)
+    router = await start_router(group, keys_file=keys_file)
     calls = [
-        door.generation.Generate(_request(), metadata=metadata),
-        door.generation.GenerateStream(_request(), metadata=metadata).read(),
-        door.generation.Tokenize(pb.TokenizeRequest(text="a"), metadata=metadata),
-        door.generation.Detokenize(pb.DetokenizeRequest(token_ids=[5]), metadata=metadata),
-        door.generation.GetModel(pb.GetModelRequest(), metadata=metadata),
-        door.admin.Status(pb.StatusRequest(), metadata=metadata),
-        door.admin.Drain(pb.DrainRequest(), metadata=metadata),
-        door.admin.Explain(_request(), metadata=metadata),
+        router.generation.Generate(_request(), metadata=metadata),
+        router.generation.GenerateStream(_request(), metadata=metadata).read(),
+        router.generation.Tokenize(pb.TokenizeRequest(text="a"), metadata=metadata),
+        router.generation.Detokenize(pb.DetokenizeRequest(token_ids=[5]), metadata=metadata),
+        router.generation.GetModel(pb.GetModelRequest(), metadata=metadata),
+        router.admin.Status(pb.StatusRequest(), metadata=metadata),
+        router.admin.Drain(pb.DrainRequest(), metadata=metadata),
+        router.admin.Explain(_request(), metadata=metadata),
     ]
     for call in calls:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert said in (refused.value.details() or "") and "cc-" not in (refused.value.details() or "")
-    assert group.submits == [] and door.router.traffic.active == 0 and not door.router.traffic.draining
+    assert group.submits == [] and router.server.traffic.active == 0 and not router.server.traffic.draining
 
 
-async def test_a_stranger_is_refused_before_its_message(open_door: OpenDoor, keys_file: str) -> None:
+async def test_a_stranger_is_refused_before_its_message(start_http_router: StartHttpRouter, keys_file: str) -> None:
     """Nothing of it is waited for or kept: the status comes though the call has sent nothing; it is counted, by why."""
-    door = await open_door(FakeGroup(), keys_file=keys_file, http_port=0)
+    router = await start_http_router(FakeGroup(), keys_file=keys_file)
     for name, method in (
-        ("unary", door.channel.stream_unary("/coatcheck.v1.Generation/Generate")),
-        ("stream", door.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),
+        ("unary", router.channel.stream_unary("/coatcheck.v1.Generation/Generate")),
+        ("stream", router.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),
     ):
         call = method(timeout=5)
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, name
-    empty = door.channel.stream_unary("/coatcheck.v1.Generation/Generate")(iter(()), metadata=bearer(SEARCH))
+    empty = router.channel.stream_unary("/coatcheck.v1.Generation/Generate")(iter(()), metadata=bearer(SEARCH))
     assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT and "without its message" in await empty.details()
     with pytest.raises(grpc.aio.AioRpcError):
-        await door.admin.Status(pb.StatusRequest(), metadata=bearer(SEARCH))
-    web = Web(door)
-    await web.ask("GET", "/v1/models")
-    _, _, text = await web.ask("GET", "/metrics", None, {"authorization": f"Bearer {EYES}"})
+        await router.admin.Status(pb.StatusRequest(), metadata=bearer(SEARCH))
+    await router.request("GET", "/v1/models")
+    _, _, text = await router.request("GET", "/metrics", None, {"authorization": f"Bearer {EYES}"})
     assert 'coatcheck_refusals_total{reason="unauthenticated"} 3.0' in text
     assert 'coatcheck_refusals_total{reason="permission_denied"} 1.0' in text
-    await web.openai.close()
 
 
-async def test_admin_is_apart_from_public(open_door: OpenDoor, keys_file: str) -> None:
+async def test_admin_is_apart_from_public(start_router: StartRouter, keys_file: str) -> None:
     """A user's key generates and no more, a monitor's looks and no more; an admin's does all."""
     group = FakeGroup()
-    door = await open_door(group, keys_file=keys_file)
+    router = await start_router(group, keys_file=keys_file)
 
     async def code(call: Any) -> grpc.StatusCode:
         try:
@@ -98,28 +96,28 @@ async def test_admin_is_apart_from_public(open_door: OpenDoor, keys_file: str) -
     able = {}
     for key in (SEARCH, EYES, OPS):
         able[key] = [
-            await code(door.generation.Generate(_request(), metadata=bearer(key))) is grpc.StatusCode.OK,
-            await code(door.admin.Status(pb.StatusRequest(), metadata=bearer(key))) is grpc.StatusCode.OK,
-            await code(door.admin.Explain(_request(), metadata=bearer(key))) is grpc.StatusCode.OK,
-            await code(door.admin.Drain(pb.DrainRequest(undo=True), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(router.generation.Generate(_request(), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(router.admin.Status(pb.StatusRequest(), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(router.admin.Explain(_request(), metadata=bearer(key))) is grpc.StatusCode.OK,
+            await code(router.admin.Drain(pb.DrainRequest(undo=True), metadata=bearer(key))) is grpc.StatusCode.OK,
         ]
     assert able == {
         SEARCH: [True, False, False, False],
         EYES: [False, True, True, False],
         OPS: [True, True, True, True],
     }
-    denied = await code(door.admin.Drain(pb.DrainRequest(), metadata=bearer(SEARCH)))
-    assert denied is grpc.StatusCode.PERMISSION_DENIED and not door.router.traffic.draining
+    denied = await code(router.admin.Drain(pb.DrainRequest(), metadata=bearer(SEARCH)))
+    assert denied is grpc.StatusCode.PERMISSION_DENIED and not router.server.traffic.draining
 
 
-async def test_tenants_do_not_share_a_cache(open_door: OpenDoor, keys_file: str) -> None:
+async def test_tenants_do_not_share_a_cache(start_router: StartRouter, keys_file: str) -> None:
     """The same prompt and the same salt of two tenants go to the group under two salts."""
     group = FakeGroup()
-    door = await open_door(group, keys_file=keys_file)
+    router = await start_router(group, keys_file=keys_file)
     message = _request()
     message.cache_salt = "6:search"
     for key in (SEARCH, OPS):
-        await door.generation.Generate(message, metadata=bearer(key))
+        await router.generation.Generate(message, metadata=bearer(key))
     assert [submit.cache_salt for submit in group.submits] == ["6:search6:search", "3:ops6:search"]
 
 
@@ -144,26 +142,25 @@ async def test_tenants_do_not_share_a_cache(open_door: OpenDoor, keys_file: str)
     ],
 )
 async def test_what_http_answers_to_a_key(
-    open_door: OpenDoor, keys_file: str, method: str, path: str, key: str | None, status: int
+    start_http_router: StartHttpRouter, keys_file: str, method: str, path: str, key: str | None, status: int
 ) -> None:
     """401 without a key of ours, 403 for what the key may not do, both in OpenAI's form; probes need none."""
-    web = Web(await open_door(FakeGroup(), keys_file=keys_file, http_port=0))
+    router = await start_http_router(FakeGroup(), keys_file=keys_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    got, answered, text = await web.ask(method, path, b"{}" if method == "POST" else None, headers)
+    got, answered, text = await router.request(method, path, b"{}" if method == "POST" else None, headers)
     assert got == status, text
     if status in (401, 403):
         kind = {401: "authentication_error", 403: "permission_error"}[status]
         error = json.loads(text)["error"]
         assert error["type"] == kind and error["message"] and "cc-" not in text
         assert ("Bearer" in answered.get("www-authenticate", "")) == (status == 401)
-    await web.openai.close()
 
 
-async def test_openai_s_client_has_a_key(open_door: OpenDoor, keys_file: str) -> None:
+async def test_openai_s_client_has_a_key(start_router: StartRouter, keys_file: str) -> None:
     """Its api_key is all that it needs; a wrong one is its own AuthenticationError."""
     group = FakeGroup()
-    door = await open_door(group, keys_file=keys_file, http_port=0)
-    base = f"http://{door.router.http_address}/v1"
+    router = await start_router(group, keys_file=keys_file, http_port=0)
+    base = f"http://{router.server.http_address}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key=SEARCH, max_retries=0) as client:
         await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=2)
     assert group.submits[0].cache_salt == "6:search"
@@ -172,42 +169,40 @@ async def test_openai_s_client_has_a_key(open_door: OpenDoor, keys_file: str) ->
             await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=2)
 
 
-async def test_a_browser_sends_the_key_as_a_password(open_door: OpenDoor, keys_file: str) -> None:
+async def test_a_browser_sends_the_key_as_a_password(start_http_router: StartHttpRouter, keys_file: str) -> None:
     """Where there is something to look at, HTTP's basic authentication does; for requests it does not, since any page
     could have a browser send them."""
-    web = Web(await open_door(FakeGroup(), keys_file=keys_file, http_port=0))
+    router = await start_http_router(FakeGroup(), keys_file=keys_file)
     basic = {"authorization": "Basic " + base64.b64encode(f"me:{OPS}".encode()).decode()}
-    assert (await web.ask("GET", "/metrics", None, basic))[0] == 200
-    assert (await web.ask("POST", "/v1/completions", {"prompt": "a"}, basic))[0] == 401
-    assert (await web.ask("GET", "/metrics", None, {"authorization": "Basic ?"}))[0] == 401
-    await web.openai.close()
+    assert (await router.request("GET", "/metrics", None, basic))[0] == 200
+    assert (await router.request("POST", "/v1/completions", {"prompt": "a"}, basic))[0] == 401
+    assert (await router.request("GET", "/metrics", None, {"authorization": "Basic ?"}))[0] == 401
 
 
-async def test_a_body_without_a_key_is_not_kept(open_door: OpenDoor, keys_file: str) -> None:
+async def test_a_body_without_a_key_is_not_kept(start_http_router: StartHttpRouter, keys_file: str) -> None:
     """Even one that is still coming, and larger than any body may be, is answered 401."""
-    web = Web(await open_door(FakeGroup(), keys_file=keys_file, http_port=0))
-    status, _, _ = await web.ask("POST", "/v1/completions", b"x" * (40 << 20))
+    router = await start_http_router(FakeGroup(), keys_file=keys_file)
+    status, _, _ = await router.request("POST", "/v1/completions", b"x" * (40 << 20))
     assert status == 401
-    await web.openai.close()
 
 
-async def test_no_key_is_ever_logged(open_door: OpenDoor, keys_file: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_key_is_ever_logged(
+    start_http_router: StartHttpRouter, keys_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nor is what came in its place, whatever the request comes to and at any level."""
     caplog.set_level(logging.DEBUG)
-    door = await open_door(FakeGroup(), keys_file=keys_file, http_port=0)
-    web = Web(door)
+    router = await start_http_router(FakeGroup(), keys_file=keys_file)
     for key in (SEARCH, EYES, "cc-wrong"):
         headers = {"authorization": f"Bearer {key}"}
-        await web.ask("POST", "/v1/completions", {"prompt": "the lazy dog", "max_tokens": 1}, headers)
-        await web.ask("POST", "/v1/completions", b"{", headers)
+        await router.request("POST", "/v1/completions", {"prompt": "the lazy dog", "max_tokens": 1}, headers)
+        await router.request("POST", "/v1/completions", b"{", headers)
         await asyncio.gather(
-            door.generation.Generate(_request(), metadata=bearer(key)),
-            door.admin.Drain(pb.DrainRequest(group="none"), metadata=bearer(key)),
+            router.generation.Generate(_request(), metadata=bearer(key)),
+            router.admin.Drain(pb.DrainRequest(group="none"), metadata=bearer(key)),
             return_exceptions=True,
         )
-    status = await door.admin.Status(pb.StatusRequest(), metadata=bearer(OPS))
+    status = await router.admin.Status(pb.StatusRequest(), metadata=bearer(OPS))
     ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpcore", "openai"))]
     for key in (SEARCH, OPS, EYES, "cc-wrong"):
         assert not any(key in line for line in ours) and key not in str(status)
-        assert key not in repr(door.router.config)
-    await web.openai.close()
+        assert key not in repr(router.server.config)

@@ -10,8 +10,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_streams_are_bounded_per_tenant() -> None:
         assert traffic.active == 1
 
 
-async def test_a_request_carries_its_tenant_to_the_group(open_door: OpenDoor) -> None:
+async def test_a_request_carries_its_tenant_to_the_group(start_router: StartRouter) -> None:
     """The group gets the tenant's salt and priority, and a prompt that is too long for the tenant reaches none."""
     group = FakeGroup()
-    door = await open_door(group)
+    router = await start_router(group)
     tenant = Tenant("search", salt="s", priority=3, max_prompt_tokens=2)
     message = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), cache_salt="c", priority=1)
     message.sampling.max_tokens = 1
-    await door.router.generation.generate(message, tenant=tenant)
+    await router.server.generation.generate(message, tenant=tenant)
     (submit,) = group.submits
     assert (submit.cache_salt, submit.priority) == ("1:sc", 4)
     message.token_ids.ids.append(7)
     with pytest.raises(NeverFits, match="the prompt has 3 tokens, and 'search' may send 2"):
-        await door.router.generation.generate(message, tenant=tenant)
+        await router.server.generation.generate(message, tenant=tenant)
     assert len(group.submits) == 1

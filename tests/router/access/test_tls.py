@@ -33,11 +33,11 @@ class _Hasty(Acceptor):
     share = 10 / resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-class Door:
+class TlsRouter:
     """A router that speaks TLS, in front of one group."""
 
-    def __init__(self, router: Router, grpc_address: str) -> None:
-        self.router = router
+    def __init__(self, server: Router, grpc_address: str) -> None:
+        self.server = server
         self.grpc = grpc_address
 
     async def model(self, ca: Path, own: Leaf | None = None) -> str:
@@ -57,7 +57,7 @@ class Door:
         context = ssl.create_default_context(cafile=str(ca))
         if own:
             context.load_cert_chain(own.cert, own.key)
-        connection = http.client.HTTPSConnection(self.router.http_address, timeout=PATIENCE_SECONDS, context=context)
+        connection = http.client.HTTPSConnection(self.server.http_address, timeout=PATIENCE_SECONDS, context=context)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -81,7 +81,7 @@ async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
     """Starts one with a certificate."""
     ends = []
 
-    async def open_with(leaf: Leaf, client_ca: Path | None = None, keys_file: str | None = None) -> Door:
+    async def open_with(leaf: Leaf, client_ca: Path | None = None, keys_file: str | None = None) -> TlsRouter:
         files = dict(tls_cert=str(leaf.cert), tls_key=str(leaf.key), tls_client_ca=client_ca and str(client_ca))
         files["keys_file"] = keys_file
         group = FakeGroup()
@@ -91,7 +91,7 @@ async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
         await router.set_groups([await group.start()])
         while not router.groups.serving():
             await router.groups.next_change.wait()
-        return Door(router, address)
+        return TlsRouter(router, address)
 
     yield open_with
     for end in ends:
@@ -100,13 +100,13 @@ async def opened(tokenizer: TokenizerJson) -> AsyncIterator[object]:
 
 async def test_clients_check_the_server(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Both ports speak TLS to who knows the authority, and nothing to who knows another or speaks plainly."""
-    door = await opened(authority.leaf("server"))
-    assert (await door.model(authority.ca), await door.health(authority.ca)) == ("tiny", 200)
+    router = await opened(authority.leaf("server"))
+    assert (await router.model(authority.ca), await router.health(authority.ca)) == ("tiny", 200)
     stranger = TestAuthority(tmp_path / "stranger")
-    assert await door.model(stranger.ca) == "UNAVAILABLE"
+    assert await router.model(stranger.ca) == "UNAVAILABLE"
     with pytest.raises(ssl.SSLCertVerificationError):
-        await door.health(stranger.ca)
-    async with grpc.aio.insecure_channel(door.grpc) as channel:
+        await router.health(stranger.ca)
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -114,13 +114,13 @@ async def test_clients_check_the_server(opened, authority, tmp_path: Path) -> No
 
 async def test_the_server_checks_clients(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """With an authority of clients, one without a certificate, with a stranger's, or with an expired one stays out."""
-    door = await opened(authority.leaf("server"), authority.ca)
+    router = await opened(authority.leaf("server"), authority.ca)
     known = authority.leaf("client")
-    assert (await door.model(authority.ca, known), await door.health(authority.ca, known)) == ("tiny", 200)
+    assert (await router.model(authority.ca, known), await router.health(authority.ca, known)) == ("tiny", 200)
     for wrong in (None, TestAuthority(tmp_path / "stranger").leaf("client"), authority.leaf("expired", days=-1)):
-        assert await door.model(authority.ca, wrong) == "UNAVAILABLE"
+        assert await router.model(authority.ca, wrong) == "UNAVAILABLE"
         with pytest.raises(OSError):  # TLS 1.3 tells a client only as it reads: an alert, or a connection that is shut
-            await door.health(authority.ca, wrong)
+            await router.health(authority.ca, wrong)
 
 
 async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -129,12 +129,12 @@ async def test_a_certificate_is_a_tenant_s(opened, authority, tmp_path: Path) ->
     keys.write_text(
         "tenants: [{name: a, certificates: ['cn:search']}, {name: b, role: monitor, certificates: ['cn:eyes']}]"
     )
-    door = await opened(authority.leaf("server"), authority.ca, str(keys))
+    router = await opened(authority.leaf("server"), authority.ca, str(keys))
     found = {}
     for name in ("search", "eyes", "other"):
         leaf = authority.leaf(name)
-        paths = [await door.health(authority.ca, leaf, path) for path in ("/v1/models", "/metrics")]
-        found[name] = (await door.model(authority.ca, leaf), *paths)
+        paths = [await router.health(authority.ca, leaf, path) for path in ("/v1/models", "/metrics")]
+        found[name] = (await router.model(authority.ca, leaf), *paths)
     assert found == {
         "search": ("tiny", 200, 403),
         "eyes": ("PERMISSION_DENIED", 403, 200),
@@ -177,27 +177,27 @@ async def test_nobody_is_waited_for_to_speak_tls(authority: TestAuthority) -> No
 
 async def test_an_expired_server_is_not_believed(opened, authority) -> None:  # type: ignore[no-untyped-def]
     """Clients refuse it by both protocols, and HTTP's says why."""
-    door = await opened(authority.leaf("server", days=-1))
-    assert await door.model(authority.ca) == "UNAVAILABLE"
+    router = await opened(authority.leaf("server", days=-1))
+    assert await router.model(authority.ca) == "UNAVAILABLE"
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        await door.health(authority.ca)
+        await router.health(authority.ca)
 
 
 async def test_a_new_certificate_needs_no_restart(opened, authority, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Once the files change, new connections get the new certificate; wrong ones change nothing."""
     leaf = authority.leaf("server")
-    door = await opened(leaf)
+    router = await opened(leaf)
     successor = TestAuthority(tmp_path / "successor")
     new = successor.leaf("server")
     leaf.cert.write_bytes(new.cert.read_bytes())
     leaf.key.write_bytes(new.key.read_bytes())
-    certificate = door.router.certificate
+    certificate = router.server.certificate
     assert certificate is not None
     certificate.look_now()
-    assert (await door.model(successor.ca), await door.health(successor.ca)) == ("tiny", 200)
+    assert (await router.model(successor.ca), await router.health(successor.ca)) == ("tiny", 200)
     leaf.key.write_bytes(b"no key")
     certificate.look_now()
-    assert (await door.model(successor.ca), await door.health(successor.ca)) == ("tiny", 200)
+    assert (await router.model(successor.ca), await router.health(successor.ca)) == ("tiny", 200)
 
 
 def test_files_that_cannot_be_used(authority: TestAuthority, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import GroupFailures
 from coatcheck.router.routing.prefix_index import PrefixIndex
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 
@@ -23,75 +23,77 @@ from tests.router.stream import Stream, ask, undisturbed
     ("stranger", "tiny", "is group 'stranger', not 'g0'"),
     ("g0", "other", "the group serves model 'other', not 'tiny'"),
 ])  # fmt: skip
-async def test_a_group_that_is_another_does_not_serve(open_door: OpenDoor, name: str, model: str, reason: str) -> None:
+async def test_a_group_that_is_another_does_not_serve(
+    start_router: StartRouter, name: str, model: str, reason: str
+) -> None:
     """A registration under another name, or of another model, is not taken, and the status says why."""
     group = FakeGroup(name)
     group.model.name = model
-    door = await open_door()
-    door.groups.append(group)
-    await door.router.set_groups([replace(await group.start(), name="g0")])
+    router = await start_router()
+    router.groups.append(group)
+    await router.server.set_groups([replace(await group.start(), name="g0")])
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while (status := (await door.admin.Status(StatusRequest())).groups[0]).state == "starting":
+        while (status := (await router.admin.Status(StatusRequest())).groups[0]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and reason in status.reason
-    assert not door.router.groups.serving()
+    assert not router.server.groups.serving()
 
 
-async def test_a_group_without_a_block_size_does_not_serve(open_door: OpenDoor) -> None:
+async def test_a_group_without_a_block_size_does_not_serve(start_router: StartRouter) -> None:
     """Nothing that it holds could be named."""
     group = FakeGroup()
     group.model.block_size = 0
-    door = await open_door()
-    door.groups.append(group)
-    await door.router.set_groups([await group.start()])
+    router = await start_router()
+    router.groups.append(group)
+    await router.server.set_groups([await group.start()])
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while (status := (await door.admin.Status(StatusRequest())).groups[0]).state == "starting":
+        while (status := (await router.admin.Status(StatusRequest())).groups[0]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and status.reason == "the group registered without a block size"
 
 
-async def test_a_group_that_holds_more_than_it_has_is_ejected(open_door: OpenDoor) -> None:
+async def test_a_group_that_holds_more_than_it_has_is_ejected(start_router: StartRouter) -> None:
     """More blocks than it registered with cannot be, and must not fill this router's memory."""
     group = FakeGroup(num_blocks=64)
-    door = await open_door(group)
+    router = await start_router(group)
     events = [KvEvent(stored=True, block_hash=bytes([n]) * 16, tier=TIER_DEVICE) for n in range(65)]
     group.send_events(*events)
-    await door.serving(0)
-    (status,) = (await door.admin.Status(StatusRequest())).groups
+    await router.wait_for_groups(0)
+    (status,) = (await router.admin.Status(StatusRequest())).groups
     assert (status.state, status.reason) == ("lost", "the group says that it holds more blocks than it has")
 
 
-async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(open_door: OpenDoor) -> None:
+async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(start_router: StartRouter) -> None:
     """Groups behind one router name blocks alike: the second is refused with both sizes, and the first goes on."""
     first, second = FakeGroup("g0"), FakeGroup("g1")
     second.model.block_size = 8
-    door = await open_door(first)
-    door.groups.append(second)
-    await door.router.set_groups([door.router.groups.link("g0").address, await second.start()])  # type: ignore[union-attr]
+    router = await start_router(first)
+    router.groups.append(second)
+    await router.server.set_groups([router.server.groups.link("g0").address, await second.start()])  # type: ignore[union-attr]
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while (status := (await door.admin.Status(StatusRequest())).groups[1]).state == "starting":
+        while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
     assert status.state == "lost" and "blocks hold 8 tokens, those of the groups beside it 4" in status.reason
-    assert [link.name for link, _ in door.router.groups.serving()] == ["g0"]
+    assert [link.name for link, _ in router.server.groups.serving()] == ["g0"]
 
 
-async def test_a_group_that_is_back_is_known_for_what_it_did(open_door: OpenDoor) -> None:
+async def test_a_group_that_is_back_is_known_for_what_it_did(start_router: StartRouter) -> None:
     """Ejected and attached again, it serves; its status keeps the reason, and the page its count."""
     group = FakeGroup(hold_after=1)
-    door = await open_door(group, attached=True)
-    stream = Stream(door, ask(max_tokens=2))
+    router = await start_router(group, attached=True)
+    stream = Stream(router, ask(max_tokens=2))
     await stream.read()
     await group.until(lambda: bool(group.submits))
     group.send(FromGroup(batch=StepBatch(outputs=[SequenceOutput(id=group.submits[0].id, choice=5, token_ids=[5])])))
-    await door.serving(0)
+    await router.wait_for_groups(0)
     group.go()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await door.serving(1)
-    (status,) = (await door.admin.Status(StatusRequest())).groups
+        await router.wait_for_groups(1)
+    (status,) = (await router.admin.Status(StatusRequest())).groups
     assert (status.state, status.reason) == (
         "serving", "serves again; ejections: 1, the last for: the group answered choice 5 of a request that has 1"
     )  # fmt: skip
-    assert 'coatcheck_group_ejections_total{group="g0"} 1.0' in door.router.metrics.render().decode()
+    assert 'coatcheck_group_ejections_total{group="g0"} 1.0' in router.server.metrics.render().decode()
     await stream.finish()
 
 
@@ -140,11 +142,11 @@ async def test_a_link_that_is_closed_as_it_gives_up_ends() -> None:
     await group.kill()
 
 
-async def test_outputs_of_another_attempt_are_dropped(open_door: OpenDoor) -> None:
+async def test_outputs_of_another_attempt_are_dropped(start_router: StartRouter) -> None:
     """What a group says about an attempt that was given up, or about nobody's request, changes nothing."""
     group = FakeGroup(hold_after=2)
-    door = await open_door(group)
-    stream = Stream(door, ask(max_tokens=4))
+    router = await start_router(group)
+    stream = Stream(router, ask(max_tokens=4))
     await stream.read()
     await group.until(lambda: bool(group.submits))
     id = group.submits[0].id
@@ -155,11 +157,11 @@ async def test_outputs_of_another_attempt_are_dropped(open_door: OpenDoor) -> No
     assert stream.ids == [[group.token(group.submits[0], 0, position) for position in range(4)]]
 
 
-async def test_a_refusal_of_another_attempt_changes_nothing(open_door: OpenDoor) -> None:
+async def test_a_refusal_of_another_attempt_changes_nothing(start_router: StartRouter) -> None:
     """What a group refuses of an attempt that was given up does not end the one that runs."""
     group = FakeGroup(hold_after=2)
-    door = await open_door(group)
-    stream = Stream(door, ask(max_tokens=4))
+    router = await start_router(group)
+    stream = Stream(router, ask(max_tokens=4))
     while len(stream.ids[0]) < 2:
         await stream.read()
     group.send(FromGroup(refused=Refused(id=group.submits[0].id, attempt=9, code=8, message="full")))
@@ -168,12 +170,12 @@ async def test_a_refusal_of_another_attempt_changes_nothing(open_door: OpenDoor)
     assert len(stream.ids[0]) == 4
 
 
-async def test_a_group_that_sends_garbage_is_ejected(open_door: OpenDoor) -> None:
+async def test_a_group_that_sends_garbage_is_ejected(start_router: StartRouter) -> None:
     """A choice that does not exist ends the group's link, with the reason, and its streams go on elsewhere."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    stream = Stream(door, ask())
+    router = await start_router(*groups.values())
+    stream = Stream(router, ask())
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     second.go()
@@ -181,20 +183,20 @@ async def test_a_group_that_sends_garbage_is_ejected(open_door: OpenDoor) -> Non
         await stream.read()
     garbage = SequenceOutput(id=first.submits[0].id, choice=5, token_ids=[5])
     first.send(FromGroup(batch=StepBatch(outputs=[garbage])))
-    await door.serving(1)
-    (ejected,) = [group for group in (await door.admin.Status(StatusRequest())).groups if group.name == first.name]
+    await router.wait_for_groups(1)
+    (ejected,) = [group for group in (await router.admin.Status(StatusRequest())).groups if group.name == first.name]
     assert (ejected.state, ejected.reason) == ("lost", "the group answered choice 5 of a request that has 1")
     assert (await stream.finish()).final.group == second.name
     assert stream.ids == ids
 
 
-async def test_a_request_of_a_dropped_stream_takes_nothing_from_those_of_the_next(open_door: OpenDoor) -> None:
+async def test_a_request_of_a_dropped_stream_takes_nothing_from_those_of_the_next(start_router: StartRouter) -> None:
     """The stream to a group drops and attaches again to the same process, while clients have not read what became of
     their requests: when they leave at last, nothing fails, and what is expected of the new stream's requests stays."""
     group = FakeGroup(hold_after=0)
     message = GenerateRequest(token_ids=TokenIds(ids=range(2, 15)), sampling=SamplingParams(max_tokens=2, seed=1))
-    door = await open_door(group)
-    index, generation = door.router.groups.index, door.router.generation
+    router = await start_router(group)
+    index, generation = router.server.groups.index, router.server.generation
     old = [generation.generate_stream(message) for _ in range(2)]
     for stream in old:
         assert (await anext(stream)).HasField("started")
@@ -202,9 +204,9 @@ async def test_a_request_of_a_dropped_stream_takes_nothing_from_those_of_the_nex
     assert expected
     group.hang_up()
     async with asyncio.timeout(10):
-        await door.serving(0)
+        await router.wait_for_groups(0)
         assert index.stats().expected == 0
-        await door.serving(1)
+        await router.wait_for_groups(1)
     await old[0].aclose()  # nothing is expected yet
     new = generation.generate_stream(message)
     assert (await anext(new)).HasField("started")

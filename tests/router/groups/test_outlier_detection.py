@@ -10,8 +10,8 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusRequest
 from coatcheck.proto.stubs.worker_pb2 import FromGroup
 from coatcheck.router.groups.outlier_detection import OutlierDetection
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 
@@ -61,13 +61,13 @@ def test_pauses_grow_and_are_forgiven() -> None:
     assert first is not None and other is not None and first.pause == other.pause == 30
 
 
-async def test_a_slow_group_is_put_out_until_it_is_needed(open_door: OpenDoor) -> None:
+async def test_a_slow_group_is_put_out_until_it_is_needed(start_router: StartRouter) -> None:
     """Its stream moves without a gap, `status` has its reason, new work goes to the other; when that one is lost it is
     let in at once and serves, though its pause is not over, and slow alone it stays."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    stream = Stream(door, ask())
+    router = await start_router(*groups.values())
+    stream = Stream(router, ask())
     slow = groups.pop((await stream.read()).started.group)
     ((_, other),) = groups.items()
     while len(stream.ids[0]) < 6:
@@ -77,16 +77,16 @@ async def test_a_slow_group_is_put_out_until_it_is_needed(open_door: OpenDoor) -
     slow.send(FromGroup(load=slow.load))
     assert (await stream.finish()).final.moves == 1
     assert stream.ids == ids
-    states = {group.name: group for group in (await door.admin.Status(StatusRequest())).groups}
+    states = {group.name: group for group in (await router.admin.Status(StatusRequest())).groups}
     assert states[slow.name].state == "lost" and states[other.name].state == "serving"
     assert "steps take 12.0 times as long as they used to" in states[slow.name].reason
-    assert (await door.generation.Generate(ask())).final.group == other.name
+    assert (await router.generation.Generate(ask())).final.group == other.name
     slow.go()
     await other.kill()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while [link.name for link, _ in door.router.groups.serving()] != [slow.name]:
-            await door.router.groups.next_change.wait()
+        while [link.name for link, _ in router.server.groups.serving()] != [slow.name]:
+            await router.server.groups.next_change.wait()
     slow.send(FromGroup(load=slow.load))
-    assert (await door.generation.Generate(ask())).final.group == slow.name
-    (status,) = [group for group in (await door.admin.Status(StatusRequest())).groups if group.name == slow.name]
+    assert (await router.generation.Generate(ask())).final.group == slow.name
+    (status,) = [group for group in (await router.admin.Status(StatusRequest())).groups if group.name == slow.name]
     assert "ejections: 1, the last for: its steps take 12.0 times" in status.reason

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from coatcheck.router.groups.retry_budget import RetryBudget
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 
@@ -67,12 +67,12 @@ def test_who_gives_up_is_waited_for_no_more(streams: int, gone: int) -> None:
     assert 0.0 < budget.take() <= 10.0
 
 
-async def test_a_lost_group_costs_no_stream_and_is_counted(open_door: OpenDoor) -> None:
+async def test_a_lost_group_costs_no_stream_and_is_counted(start_router: StartRouter) -> None:
     """Fifty streams of one group are lost at once: all go on, none is held back, and /metrics says what it took."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=1) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    streams = [Stream(door, ask()) for _ in range(50)]
+    router = await start_router(*groups.values())
+    streams = [Stream(router, ask()) for _ in range(50)]
     where = [(await stream.read()).started.group for stream in streams]
     for stream in streams:
         await stream.read()
@@ -83,7 +83,7 @@ async def test_a_lost_group_costs_no_stream_and_is_counted(open_door: OpenDoor) 
     for stream in streams:
         await stream.finish()
         assert stream.ids == ids
-    page = door.router.metrics.render().decode()
+    page = router.server.metrics.render().decode()
     values = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
     assert values["coatcheck_retry_budget_spent_total"] == where.count(lost)
     assert values["coatcheck_retry_budget_delayed_total"] == 0

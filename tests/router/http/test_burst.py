@@ -15,8 +15,8 @@ import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.router.access.key_file import hash_key
+from tests.router.http_router import StartHttpRouter
 from tests.router.seated_group import SeatedGroup
-from tests.router.web import OpenWeb
 
 SEATS, READY = 8, 4
 ROOM = 2 * (SEATS + READY)  # of two groups
@@ -183,7 +183,9 @@ async def test_a_router_without_a_free_file_waits_for_one(model_directory: Path)
     assert router.said.count("accept failed") == 1 and "Traceback" not in router.said
 
 
-async def test_turns_and_priorities_hold_in_a_burst_over_http(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_turns_and_priorities_hold_in_a_burst_over_http(
+    start_http_router: StartHttpRouter, tmp_path: Path
+) -> None:
     """In a burst of 3,000 of which one tenant sends 2,800, the others' are all taken in: the urgent one's are sent
     first as places come free, then the other one gets its half; reports from before the burst change nothing."""
     tenants = [{"name": name, "keys": [hash_key(name)]} for name in ("many", "few")]
@@ -191,12 +193,12 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(open_web: OpenWeb,
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"tenants": tenants}))
     group = SeatedGroup("g0", SEATS)
-    web = await open_web(group, max_queued=QUEUED, keys_file=str(keys))
-    line = web.door.router.dispatch.line
+    router = await start_http_router(group, max_queued=QUEUED, keys_file=str(keys))
+    line = router.server.dispatch.line
     kinds = [(2800, "many", 100), (100, "few", 300), (100, "urgent", 200)]
     burst_of = [(count, key, PROMPT | {"prompt": [first, 5, 6]}) for count, key, first in kinds]
     held = QUEUED + SEATS + READY
-    async with sent(web.address, held, *burst_of) as answers:
+    async with sent(router.http_address, held, *burst_of) as answers:
         reports = asyncio.create_task(report([group], late=True))
         assert Counter(status for status, _, _ in await answers()) == {429: REQUESTS - held}
         reports.cancel()

@@ -11,7 +11,7 @@ from coatcheck.proto.stubs.worker_pb2 import FromGroup, Load
 from coatcheck.router.access.key_file import hash_key
 from tests.router.fake_group import FakeGroup
 from tests.router.http.browser import Browser
-from tests.router.web import OpenWeb
+from tests.router.http_router import StartHttpRouter
 
 PAGE = Path(__file__).parents[3] / "router" / "http" / "page"
 STATUS = GroupStatus(
@@ -40,15 +40,15 @@ def test_the_page_is_small_and_self_contained() -> None:
         assert foreign == set(), file
 
 
-async def test_a_browser_shows_the_cluster_as_it_moves(open_web: OpenWeb) -> None:
+async def test_a_browser_shows_the_cluster_as_it_moves(start_http_router: StartHttpRouter) -> None:
     """Groups, ranks, blocks by tier, hit ratio, queue and latency are there and follow the next report; the browser
     has nothing to complain of, loads nothing from elsewhere, and both themes differ."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
-    web = await open_web(group)
-    await web.openai.completions.create(model="tiny", prompt="a fox", max_tokens=4)
+    router = await start_http_router(group)
+    await router.openai.completions.create(model="tiny", prompt="a fox", max_tokens=4)
     async with Browser() as browser:
-        await browser.open(f"http://{web.address}/")
+        await browser.open(f"http://{router.http_address}/")
         await browser.see("document.querySelector('#state').textContent", "serving")
         await browser.see(f"{CARD}.querySelectorAll('.ranks li').length", 2)
         assert await browser.run(f"[...{CARD}.querySelectorAll('.ranks li')].map((rank) => rank.className)") == [
@@ -85,15 +85,15 @@ async def test_a_browser_shows_the_cluster_as_it_moves(open_web: OpenWeb) -> Non
             assert await browser.run("document.documentElement.dataset.theme") == theme
             papers.append(await browser.run("getComputedStyle(document.body).backgroundColor"))
         assert papers[0] != papers[1]
-        assert {urlsplit(url).netloc for url in browser.requests} == {web.address}
+        assert {urlsplit(url).netloc for url in browser.requests} == {router.http_address}
         assert browser.complaints == []
 
 
-async def test_the_policy_holds_in_the_browser(open_web: OpenWeb) -> None:
+async def test_the_policy_holds_in_the_browser(start_http_router: StartHttpRouter) -> None:
     """A script that got into the page, or a request to somewhere else, is refused by the browser."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     async with Browser() as browser:
-        await browser.open(f"http://{web.address}/dashboard")
+        await browser.open(f"http://{router.http_address}/dashboard")
         await browser.see("document.querySelector('#state').textContent", "serving")
         await browser.run("document.body.append(Object.assign(document.createElement('script'), {text: 'stolen = 1'}))")
         assert await browser.run("typeof stolen") == "undefined"
@@ -103,13 +103,13 @@ async def test_the_policy_holds_in_the_browser(open_web: OpenWeb) -> None:
         assert "inline script violates" in said and "Connecting to 'http://127.0.0.2:1/' violates" in said
 
 
-async def test_what_assistive_technology_finds(open_web: OpenWeb) -> None:
+async def test_what_assistive_technology_finds(start_http_router: StartHttpRouter) -> None:
     """Every picture, button and region of the page has a name in the browser's accessibility tree."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
-    web = await open_web(group)
+    router = await start_http_router(group)
     async with Browser() as browser:
-        await browser.open(f"http://{web.address}/")
+        await browser.open(f"http://{router.http_address}/")
         await browser.see(f"{CARD}.querySelectorAll('.ranks li').length", 2)
         nodes = (await browser.call("Accessibility.getFullAXTree"))["nodes"]
         named = [
@@ -148,16 +148,16 @@ CONTRAST = """(() => {
 })()"""
 
 
-async def test_everybody_can_read_it(open_web: OpenWeb) -> None:
+async def test_everybody_can_read_it(start_http_router: StartHttpRouter) -> None:
     """In both themes each text stands out from what is behind it, and on a telephone nothing is out of sight; the
     keyboard reaches every control, and shows which."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
-    web = await open_web(group)
+    router = await start_http_router(group)
     async with Browser() as browser:
         metrics = {"deviceScaleFactor": 1, "mobile": True}
         await browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, **metrics)
-        await browser.open(f"http://{web.address}/")
+        await browser.open(f"http://{router.http_address}/")
         await browser.see(f"{CARD}.querySelectorAll('.ranks li').length", 2)
         for theme in ("light", "dark"):
             await browser.run("document.querySelector('#theme').click()")
@@ -176,12 +176,12 @@ async def test_everybody_can_read_it(open_web: OpenWeb) -> None:
         assert reached == [["skip", "solid"], ["theme", "solid"], ["scroll", "solid"], ["", "solid"]]
 
 
-async def test_a_group_that_is_lost_is_said(open_web: OpenWeb) -> None:
+async def test_a_group_that_is_lost_is_said(start_http_router: StartHttpRouter) -> None:
     """The card of a group that has gone turns to its new state, and the server's own state follows."""
     group = FakeGroup()
-    web = await open_web(group)
+    router = await start_http_router(group)
     async with Browser() as browser:
-        await browser.open(f"http://{web.address}/")
+        await browser.open(f"http://{router.http_address}/")
         await browser.see(f"{CARD} && {CARD}.querySelector('.badge').textContent", "serving")
         await group.kill()
         await browser.see(f"{CARD}.querySelector('.badge').textContent", "lost")
@@ -189,21 +189,21 @@ async def test_a_group_that_is_lost_is_said(open_web: OpenWeb) -> None:
         assert "unavailable" in await browser.run("document.title")
 
 
-async def test_headers_and_state(open_web: OpenWeb) -> None:
+async def test_headers_and_state(start_http_router: StartHttpRouter) -> None:
     """Each part of the page has its strict policy, and the state that it shows is one JSON object."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     for path in ("/", "/dashboard", "/dashboard/app.js", "/dashboard/style.css", "/dashboard/icon.svg"):
-        status, headers, _ = await web.ask("GET", path)
+        status, headers, _ = await router.request("GET", path)
         policy = headers["content-security-policy"]
         assert status == 200 and policy.startswith("default-src 'none'") and "unsafe" not in policy
         assert headers["x-content-type-options"] == "nosniff"
-    status, _, text = await web.ask("GET", "/dashboard/state")
+    status, _, text = await router.request("GET", "/dashboard/state")
     state = json.loads(text)
     assert status == 200 and state["state"] == "serving" and state["groups"][0]["device"]["total"] == 64
-    assert (await web.ask("GET", "/dashboard/../config.py"))[0] == 404
+    assert (await router.request("GET", "/dashboard/../config.py"))[0] == 404
 
 
-async def test_a_key_opens_the_page(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_a_key_opens_the_page(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
     """Where keys are asked for, a browser without one is asked for it, a user's does not do, and a monitor's shows
     everything."""
     keys = {"eyes": "cc-eyes", "search": "cc-search"}
@@ -211,11 +211,11 @@ async def test_a_key_opens_the_page(open_web: OpenWeb, tmp_path: Path) -> None:
     tenants = [{"name": name, "keys": [hash_key(key)], "role": roles[name]} for name, key in keys.items()]
     file = tmp_path / "keys.yaml"
     file.write_text(json.dumps({"tenants": tenants}))
-    web = await open_web(FakeGroup(), keys_file=str(file))
-    assert (await web.ask("GET", "/"))[0] == (await web.ask("GET", "/dashboard/state"))[0] == 401
+    router = await start_http_router(FakeGroup(), keys_file=str(file))
+    assert (await router.request("GET", "/"))[0] == (await router.request("GET", "/dashboard/state"))[0] == 401
     user = base64.b64encode(b"me:cc-search").decode()
-    assert (await web.ask("GET", "/dashboard/state", headers={"authorization": f"Basic {user}"}))[0] == 403
+    assert (await router.request("GET", "/dashboard/state", headers={"authorization": f"Basic {user}"}))[0] == 403
     async with Browser() as browser:
-        await browser.open(f"http://me:cc-eyes@{web.address}/")
+        await browser.open(f"http://me:cc-eyes@{router.http_address}/")
         await browser.see("document.querySelector('#state').textContent", "serving")
         await browser.see(f"{CARD} && {CARD}.querySelector('.badge').textContent", "serving")

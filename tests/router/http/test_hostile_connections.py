@@ -20,7 +20,7 @@ from coatcheck.router.http.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from coatcheck.router.http.http_server import HttpServer
 from coatcheck.router.telemetry.request_metrics import REASONS, RequestMetrics
 from tests.router.fake_group import FakeGroup
-from tests.router.web import OpenWeb
+from tests.router.http_router import StartHttpRouter
 
 
 class _Hasty(BoundedHttpProtocol):
@@ -120,20 +120,20 @@ def test_whose_name_it_is(host: str, ours: bool) -> None:
     assert is_ours(host) is ours
 
 
-async def test_another_s_name_is_refused(open_web: OpenWeb) -> None:
+async def test_another_s_name_is_refused(start_http_router: StartHttpRouter) -> None:
     """A page in a browser cannot have its own name lead to a server that asks for no key; asked for, any name does."""
-    web, open_to_all = await open_web(FakeGroup()), await open_web(FakeGroup("g1"), insecure=True)
+    router, open_to_all = await start_http_router(FakeGroup()), await start_http_router(FakeGroup("g1"), insecure=True)
     for path in ("/", "/v1/models", "/metrics", "/health"):
-        status, _, text = await web.ask("GET", path, None, {"host": "evil.example"})
+        status, _, text = await router.request("GET", path, None, {"host": "evil.example"})
         assert status == 403 and "'evil.example'" in json.loads(text)["error"]["message"]
-        assert (await open_to_all.ask("GET", path, None, {"host": "evil.example"}))[0] == 200
-    _, _, metrics = await web.ask("GET", "/metrics")
+        assert (await open_to_all.request("GET", path, None, {"host": "evil.example"}))[0] == 200
+    _, _, metrics = await router.request("GET", "/metrics")
     assert 'coatcheck_refusals_total{reason="foreign_host"} 4.0' in metrics
 
 
-async def test_every_answer_has_its_request_s_id(open_web: OpenWeb) -> None:
+async def test_every_answer_has_its_request_s_id(start_http_router: StartHttpRouter) -> None:
     """Refusals too, and those that come before anybody has looked at the body."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     for method, path, headers in (
         ("POST", "/v1/completions", {}),
         ("GET", "/nowhere", {}),
@@ -142,7 +142,7 @@ async def test_every_answer_has_its_request_s_id(open_web: OpenWeb) -> None:
         ("GET", "/ping", {}),
         ("GET", "/version", {}),
     ):
-        _, answered, _ = await web.ask(method, path, None, {"x-request-id": "mine", **headers})
+        _, answered, _ = await router.request(method, path, None, {"x-request-id": "mine", **headers})
         assert answered["x-request-id"] == "mine", path
 
 
@@ -178,14 +178,14 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("http", 200), ("grpc", 100)])
-async def test_a_crowd_takes_a_share_of_the_files(open_web: OpenWeb, kind: str, most: int) -> None:
+async def test_a_crowd_takes_a_share_of_the_files(start_http_router: StartHttpRouter, kind: str, most: int) -> None:
     """Connections beyond it are ended, and those that were there before go on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     try:
-        web = await open_web(FakeGroup())
-        await web.door.generation.GetModel(GetModelRequest())
-        port = web.address.rpartition(":")[2] if kind == "http" else str(web.door.port)
+        router = await start_http_router(FakeGroup())
+        await router.generation.GetModel(GetModelRequest())
+        port = router.http_address.rpartition(":")[2] if kind == "http" else str(router.port)
         pipe = asyncio.subprocess.PIPE
         crowd = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CROWD, port, kind, str(220 - most), stdin=pipe, stdout=pipe
@@ -194,7 +194,7 @@ async def test_a_crowd_takes_a_share_of_the_files(open_web: OpenWeb, kind: str, 
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 turned_away = int(await crowd.stdout.readline())
-            await web.door.generation.GetModel(GetModelRequest())  # on a connection that was there before
+            await router.generation.GetModel(GetModelRequest())  # on a connection that was there before
         finally:
             crowd.kill()
             await crowd.communicate()

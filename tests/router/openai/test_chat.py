@@ -13,8 +13,8 @@ from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, GetModelResponse, SamplingParams
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
+from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.tiny_tokenizer import byte_level_tokenizer, write_model
-from tests.router.web import OpenWeb, Web
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 WEATHER: dict[str, Any] = {
@@ -47,28 +47,28 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
     return TokenizerJson.load(str(write_model(tmp_path_factory.mktemp("tools"), TOOL_TEMPLATE)))
 
 
-async def prompt_of(web: Web, **body: Any) -> str:
+async def prompt_of(router: HttpRouter, **body: Any) -> str:
     """What the model is shown, as /detokenize reads it back."""
-    await web.openai.chat.completions.create(model="tiny", max_tokens=1, **body)
-    ids = list(web.door.groups[0].submits[-1].prompt_token_ids)
-    _, _, text = await web.ask("POST", "/detokenize", {"tokens": ids})
+    await router.openai.chat.completions.create(model="tiny", max_tokens=1, **body)
+    ids = list(router.groups[0].submits[-1].prompt_token_ids)
+    _, _, text = await router.request("POST", "/detokenize", {"tokens": ids})
     shown: str = json.loads(text)["prompt"]
     return shown
 
 
-async def test_a_chat_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
+async def test_a_chat_is_the_one_that_grpc_gives(start_http_router: StartHttpRouter) -> None:
     """The same messages and seed give the same text over both protocols, whole and streamed."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     sampling = SamplingParams(max_tokens=10, seed=5)
     chat = Chat(messages=[ChatMessage(role="user", content="hello")])
-    wanted = await web.door.generation.Generate(GenerateRequest(chat=chat, sampling=sampling))
+    wanted = await router.generation.Generate(GenerateRequest(chat=chat, sampling=sampling))
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, seed=5)
-    whole = await web.openai.chat.completions.create(**asked, max_completion_tokens=10)
+    whole = await router.openai.chat.completions.create(**asked, max_completion_tokens=10)
     (choice,) = whole.choices
     assert (choice.message.role, choice.message.content) == ("assistant", wanted.choices[0].text)
     assert (choice.finish_reason, whole.object) == ("length", "chat.completion")
     options = {"include_usage": True}
-    stream = await web.openai.chat.completions.create(**asked, max_tokens=10, stream=True, stream_options=options)
+    stream = await router.openai.chat.completions.create(**asked, max_tokens=10, stream=True, stream_options=options)
     chunks = [chunk async for chunk in stream]
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert said == wanted.choices[0].text
@@ -77,109 +77,115 @@ async def test_a_chat_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
     assert chunks[-1].usage == whole.usage and whole.usage is not None
 
 
-async def test_logprobs_come_with_bytes(open_web: OpenWeb) -> None:
+async def test_logprobs_come_with_bytes(start_http_router: StartHttpRouter) -> None:
     """Each token has its text, its bytes and its score, in a stream as in a whole answer."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, seed=5, max_tokens=6, logprobs=True, top_logprobs=1)
-    (choice,) = (await web.openai.chat.completions.create(**asked)).choices
+    (choice,) = (await router.openai.chat.completions.create(**asked)).choices
     assert choice.logprobs is not None and choice.logprobs.content is not None
     raw = b"".join(bytes(token.bytes or []) for token in choice.logprobs.content)
     assert raw.decode(errors="replace") == choice.message.content
     assert {token.logprob for token in choice.logprobs.content} == {-1.0}
     streamed = []
-    async for chunk in await web.openai.chat.completions.create(**asked, stream=True):
+    async for chunk in await router.openai.chat.completions.create(**asked, stream=True):
         if chunk.choices[0].logprobs is not None:
             streamed += chunk.choices[0].logprobs.content or []
     assert streamed == choice.logprobs.content
 
 
-async def test_content_may_come_in_parts(open_web: OpenWeb) -> None:
+async def test_content_may_come_in_parts(start_http_router: StartHttpRouter) -> None:
     """Text parts are the text; any other part is refused by its type."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert "one\ntwo" in await prompt_of(web, messages=[{"role": "user", "content": parts}])
+    assert "one\ntwo" in await prompt_of(router, messages=[{"role": "user", "content": parts}])
     image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
-    error = await web.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]})
+    error = await router.expect_refusal("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]})
     assert "text" in error["message"] and error["param"].startswith("messages.0.content")
 
 
-async def test_tools_are_shown_to_the_model(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+async def test_tools_are_shown_to_the_model(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
     """The template gets tools, earlier calls as objects, and answers of tools; `none` shows no tool."""
-    web = await open_web(saying("yes"), speaking=tool_model)
+    router = await start_http_router(saying("yes"), speaking=tool_model)
     history: list[Any] = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [
             {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]  # fmt: skip
-    shown = await prompt_of(web, messages=history, tools=[WEATHER])
+    shown = await prompt_of(router, messages=history, tools=[WEATHER])
     assert f"[tool {json.dumps(WEATHER)}]" in shown
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call><tool>rain' in shown
-    assert "[tool" not in await prompt_of(web, messages=HELLO, tools=[WEATHER], tool_choice="none")
+    assert "[tool" not in await prompt_of(router, messages=HELLO, tools=[WEATHER], tool_choice="none")
     thinking = {"chat_template_kwargs": {"thinking": True}}
-    assert (await prompt_of(web, messages=HELLO, extra_body=thinking)).endswith("<think>")
+    assert (await prompt_of(router, messages=HELLO, extra_body=thinking)).endswith("<think>")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_in_the_text_is_a_tool_call(open_web: OpenWeb, tool_model: TokenizerJson, stream: bool) -> None:
+async def test_a_call_in_the_text_is_a_tool_call(
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson, stream: bool
+) -> None:
     """Text before a call stays text, the call comes apart from it, and the choice ends for that reason."""
     text = 'let me see<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-    web = await open_web(saying(text), speaking=tool_model)
+    router = await start_http_router(saying(text), speaking=tool_model)
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
     if stream:
-        chunks = [chunk.choices[0] async for chunk in await web.openai.chat.completions.create(**asked, stream=True)]
+        chunks = [chunk.choices[0] async for chunk in await router.openai.chat.completions.create(**asked, stream=True)]
         content = "".join(chunk.delta.content or "" for chunk in chunks)
         streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
         calls = [(call.function.name, call.function.arguments) for call in streamed if call.function]
         reason = chunks[-1].finish_reason
     else:
-        (choice,) = (await web.openai.chat.completions.create(**asked)).choices
+        (choice,) = (await router.openai.chat.completions.create(**asked)).choices
         content, reason = choice.message.content or "", choice.finish_reason
         calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
     assert (content, reason) == ("let me see", "tool_calls")
     assert [(name, json.loads(arguments or "")) for name, arguments in calls] == [("weather", {"city": "Bonn"})]
 
 
-async def test_a_forced_call_is_structured_output(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+async def test_a_forced_call_is_structured_output(
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson
+) -> None:
     """tool_choice by name constrains the answer to the function's arguments, and they come back as a call."""
     group = saying('{"city": "Bonn"}')
-    web = await open_web(group, speaking=tool_model)
+    router = await start_http_router(group, speaking=tool_model)
     named: Any = {"type": "function", "function": {"name": "weather"}}
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER])
-    (choice,) = (await web.openai.chat.completions.create(**asked, tool_choice=named)).choices
+    (choice,) = (await router.openai.chat.completions.create(**asked, tool_choice=named)).choices
     assert choice.message.tool_calls is not None
     assert choice.message.tool_calls[0].function.arguments == '{"city": "Bonn"}'  # type: ignore[union-attr]
     schema = json.loads(group.submits[0].sampling.structured.json_schema)
     assert schema == WEATHER["function"]["parameters"]
     with pytest.raises(openai.BadRequestError, match="'clock'"):
-        await web.openai.chat.completions.create(
+        await router.openai.chat.completions.create(
             **asked, tool_choice={"type": "function", "function": {"name": "clock"}}
         )
 
 
-async def test_strict_functions_are_kept_to(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+async def test_strict_functions_are_kept_to(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
     """With `auto` a strict function's call must fit its schema, wherever in the text it comes."""
     group = saying("no call")
-    web = await open_web(group, speaking=tool_model)
+    router = await start_http_router(group, speaking=tool_model)
     strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    (choice,) = (await web.openai.chat.completions.create(model="tiny", messages=HELLO, tools=[strict])).choices
+    (choice,) = (await router.openai.chat.completions.create(model="tiny", messages=HELLO, tools=[strict])).choices
     assert choice.message.content == "no call" and choice.finish_reason == "stop"
     grammar = Grammar.from_message(group.submits[0].sampling.structured)
     opened = 'so <tool_call>\n{"name": "weather", "arguments": {"'
     assert allows(grammar, opened + 'city": "Bonn"}}\n</tool_call> and more') and not allows(grammar, opened + "town")
 
 
-async def test_required_calls_are_a_list(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+async def test_required_calls_are_a_list(start_http_router: StartHttpRouter, tool_model: TokenizerJson) -> None:
     """tool_choice required gives at least one call; without parallel calls, one."""
-    web = await open_web(saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), speaking=tool_model)
+    router = await start_http_router(
+        saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), speaking=tool_model
+    )
     (choice,) = (
-        await web.openai.chat.completions.create(
+        await router.openai.chat.completions.create(
             model="tiny", messages=HELLO, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
         )
     ).choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
     assert choice.message.tool_calls[0].function.name == "weather"  # type: ignore[union-attr]
-    grammar = Grammar.from_message(web.door.groups[0].submits[0].sampling.structured)
+    grammar = Grammar.from_message(router.groups[0].submits[0].sampling.structured)
     call = '{"name": "weather", "arguments": {"city": "Bonn"}}'
     assert allows(grammar, f"[{call}]") and not allows(grammar, "[]") and not allows(grammar, f"[{call}, {call}]")
 
@@ -191,25 +197,25 @@ CALLS = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "weather", "arg
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named"])
 async def test_a_call_that_max_tokens_cuts_is_a_call(
-    open_web: OpenWeb, tool_model: TokenizerJson, choice: str, stream: bool
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson, choice: str, stream: bool
 ) -> None:
     """Its arguments are what came of them, the choice ended for its length, and none of it is content."""
     text = CALLS if choice == "required" else CITY
     whole = [("weather", CITY)] * (2 if choice == "required" else 1)
-    web = await open_web(saying(text), speaking=tool_model)
+    router = await start_http_router(saying(text), speaking=tool_model)
     forced: Any = choice if choice == "required" else {"type": "function", "function": {"name": "weather"}}
     asked: dict[str, Any] = dict(model="tiny", messages=HELLO, tools=[WEATHER], tool_choice=forced)
     seen = set()
     for length in range(1, len(byte_level_tokenizer().encode(text).ids)):
         if stream:
-            answer = await web.openai.chat.completions.create(**asked, max_tokens=length, stream=True)
+            answer = await router.openai.chat.completions.create(**asked, max_tokens=length, stream=True)
             chunks = [chunk.choices[0] async for chunk in answer]
             content = "".join(chunk.delta.content or "" for chunk in chunks)
             streamed = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
             calls = [(call.name, call.arguments) for call in streamed if call is not None]
             reason = chunks[-1].finish_reason
         else:
-            (made,) = (await web.openai.chat.completions.create(**asked, max_tokens=length)).choices
+            (made,) = (await router.openai.chat.completions.create(**asked, max_tokens=length)).choices
             content, reason = made.message.content or "", made.finish_reason
             calls = [(call.function.name, call.function.arguments) for call in made.message.tool_calls or []]  # type: ignore[union-attr]
         assert (content, reason) == ("", "length")
@@ -224,16 +230,16 @@ BAD = {"type": "object", "properties": {"at": {"anyOf": [{"type": "null"}, {"typ
 
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
 async def test_a_schema_that_cannot_be_kept_to_is_named(
-    open_web: OpenWeb, tool_model: TokenizerJson, choice: str
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson, choice: str
 ) -> None:
     """The error says which tool, which part of its schema and why, and shows no rule of ours."""
     group = saying("no call")
-    web = await open_web(group, speaking=tool_model)
+    router = await start_http_router(group, speaking=tool_model)
     clock = {"type": "function", "function": {"name": "clock", "parameters": BAD, "strict": True}}
     forced: Any = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
     body = {"messages": HELLO, "tools": [WEATHER, clock], "tool_choice": forced}
     for stream in (False, True):
-        error = await web.refused("/v1/chat/completions", {**body, "stream": stream})
+        error = await router.expect_refusal("/v1/chat/completions", {**body, "stream": stream})
         assert error["message"] == (
             "tools[1].function.parameters, of 'clock', cannot be kept to: Invalid type: nothing, at "
             "#/properties/at/anyOf/1; change this schema, or set tool_choice to auto and leave strict out"
@@ -241,13 +247,15 @@ async def test_a_schema_that_cannot_be_kept_to_is_named(
     assert not group.submits
 
 
-async def test_schemas_that_take_too_long_are_counted(open_web: OpenWeb, tool_model: TokenizerJson) -> None:
+async def test_schemas_that_take_too_long_are_counted(
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson
+) -> None:
     """Where the time is what all schemas take, the error says of how many tools, and shows no rule of ours."""
-    web = await open_web(saying("no call"), speaking=tool_model)
+    router = await start_http_router(saying("no call"), speaking=tool_model)
     parameters = {"properties": {"x": {"type": "integer", "multipleOf": 999_983}}}
     tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "fg"]
     body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
-    error = await web.refused("/v1/chat/completions", body)
+    error = await router.expect_refusal("/v1/chat/completions", body)
     assert error["message"].startswith("the schemas of 2 tools together cannot be kept to: it takes")
     assert "%json" not in error["message"]
 
@@ -267,17 +275,21 @@ class Route(BaseModel):
 
 
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
-async def test_nested_pydantic_models_are_tools(open_web: OpenWeb, tool_model: TokenizerJson, choice: str) -> None:
+async def test_nested_pydantic_models_are_tools(
+    start_http_router: StartHttpRouter, tool_model: TokenizerJson, choice: str
+) -> None:
     """Models that hold others become schemas of references; a forced or strict call to them is kept to them."""
     arguments = {"start": {"city": "Bonn", "near": [{"city": "Köln", "near": []}]}, "end": {"city": "Ulm", "near": []}}
     named = json.dumps(arguments, ensure_ascii=False)
     call = f'{{"name": "Route", "arguments": {named}}}'
     text = {"required": f"[{call}]", "named": named, "auto": f"<tool_call>\n{call}\n</tool_call>"}
     group = saying(text[choice])
-    web = await open_web(group, speaking=tool_model)
+    router = await start_http_router(group, speaking=tool_model)
     forced: Any = {"type": "function", "function": {"name": "Route"}} if choice == "named" else choice
     tools = [openai.pydantic_function_tool(Route), openai.pydantic_function_tool(Place)]
-    completion = await web.openai.chat.completions.parse(model="tiny", messages=HELLO, tools=tools, tool_choice=forced)
+    completion = await router.openai.chat.completions.parse(
+        model="tiny", messages=HELLO, tools=tools, tool_choice=forced
+    )
     (made,) = completion.choices[0].message.tool_calls or []
     assert made.function.parsed_arguments == Route.model_validate(arguments)
     grammar = Grammar.from_message(group.submits[0].sampling.structured)
@@ -321,19 +333,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-async def test_bad_chats_say_what_to_change(open_web: OpenWeb) -> None:
+async def test_bad_chats_say_what_to_change(start_http_router: StartHttpRouter) -> None:
     """Wrong as written is a 400 in OpenAI's form, and never reaches a group."""
     group = FakeGroup()
-    web = await open_web(group)
+    router = await start_http_router(group)
     for case, (body, words) in REFUSED.items():
-        error = await web.refused("/v1/chat/completions", body)
+        error = await router.expect_refusal("/v1/chat/completions", body)
         assert any(word in error["message"] for word in words.split("|")), (case, error)
         assert error["type"] == "invalid_request_error" and not group.submits, case
 
 
-async def test_a_model_without_a_template_has_no_chats(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_a_model_without_a_template_has_no_chats(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
     """It says so, and completions still work."""
-    web = await open_web(FakeGroup(), speaking=TokenizerJson.load(str(write_model(tmp_path, template=None))))
-    error = await web.refused("/v1/chat/completions", {"messages": HELLO})
+    router = await start_http_router(
+        FakeGroup(), speaking=TokenizerJson.load(str(write_model(tmp_path, template=None)))
+    )
+    error = await router.expect_refusal("/v1/chat/completions", {"messages": HELLO})
     assert "no chat template" in error["message"]
-    assert (await web.openai.completions.create(model="tiny", prompt="a", max_tokens=1)).choices
+    assert (await router.openai.completions.create(model="tiny", prompt="a", max_tokens=1)).choices

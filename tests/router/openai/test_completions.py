@@ -11,28 +11,28 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import EOS, FakeGroup
-from tests.router.web import OpenWeb, Web
+from tests.router.http_router import HttpRouter, StartHttpRouter
 
 
-async def over_grpc(web: Web, **request: Any) -> Any:
+async def over_grpc(router: HttpRouter, **request: Any) -> Any:
     """The same answer by the other protocol."""
     sampling = SamplingParams(**request.pop("sampling"))
-    return await web.door.generation.Generate(GenerateRequest(sampling=sampling, **request))
+    return await router.generation.Generate(GenerateRequest(sampling=sampling, **request))
 
 
-async def test_an_answer_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
+async def test_an_answer_is_the_one_that_grpc_gives(start_http_router: StartHttpRouter) -> None:
     """The same prompt and seed give the same text over both protocols, whole and streamed, with its usage."""
-    web = await open_web(FakeGroup(finds=4))
-    wanted = await over_grpc(web, text="the quick fox", sampling=dict(max_tokens=12, seed=3))
+    router = await start_http_router(FakeGroup(finds=4))
+    wanted = await over_grpc(router, text="the quick fox", sampling=dict(max_tokens=12, seed=3))
     asked: dict[str, Any] = dict(model="tiny", prompt="the quick fox", max_tokens=12, seed=3)
-    whole = await web.openai.completions.create(**asked)
+    whole = await router.openai.completions.create(**asked)
     assert whole.choices[0].text == wanted.choices[0].text
     assert (whole.choices[0].finish_reason, whole.object, whole.model) == ("length", "text_completion", "tiny")
     assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
     usage = wanted.final.usage
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
     assert whole.usage.prompt_tokens_details.cached_tokens == usage.cached_device_tokens == 2
-    stream = await web.openai.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    stream = await router.openai.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == wanted.choices[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count("length") == 1
@@ -40,29 +40,29 @@ async def test_an_answer_is_the_one_that_grpc_gives(open_web: OpenWeb) -> None:
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
-async def test_max_tokens_is_sixteen_unless_told(open_web: OpenWeb) -> None:
+async def test_max_tokens_is_sixteen_unless_told(start_http_router: StartHttpRouter) -> None:
     """As with OpenAI, a completion that names no max_tokens has sixteen."""
-    web = await open_web(FakeGroup())
-    answer = await web.openai.completions.create(model="tiny", prompt="a fox", seed=1)
+    router = await start_http_router(FakeGroup())
+    answer = await router.openai.completions.create(model="tiny", prompt="a fox", seed=1)
     assert answer.usage is not None and answer.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_batch_of_prompts_numbers_its_choices_through(open_web: OpenWeb, stream: bool) -> None:
+async def test_a_batch_of_prompts_numbers_its_choices_through(start_http_router: StartHttpRouter, stream: bool) -> None:
     """Two prompts with two choices each give four choices, each what its prompt alone would have got."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     prompts = [[300, 301, 302], [400, 401]]
     wanted = []
     for ids in prompts:
-        alone = await over_grpc(web, token_ids=TokenIds(ids=ids), sampling=dict(max_tokens=6, seed=9, n=2))
+        alone = await over_grpc(router, token_ids=TokenIds(ids=ids), sampling=dict(max_tokens=6, seed=9, n=2))
         wanted += [choice.text for choice in alone.choices]
     asked: dict[str, Any] = dict(model="tiny", prompt=prompts, max_tokens=6, seed=9, n=2)
     texts = dict.fromkeys(range(4), "")
     if stream:
-        async for chunk in await web.openai.completions.create(**asked, stream=True):
+        async for chunk in await router.openai.completions.create(**asked, stream=True):
             texts[chunk.choices[0].index] += chunk.choices[0].text
     else:
-        answer = await web.openai.completions.create(**asked)
+        answer = await router.openai.completions.create(**asked)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
         texts = {choice.index: choice.text for choice in answer.choices}
         assert answer.usage is not None and answer.usage.prompt_tokens == 5 and answer.usage.completion_tokens == 24
@@ -70,14 +70,14 @@ async def test_a_batch_of_prompts_numbers_its_choices_through(open_web: OpenWeb,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs_scores_the_prompt(open_web: OpenWeb, stream: bool) -> None:
+async def test_echo_with_logprobs_scores_the_prompt(start_http_router: StartHttpRouter, stream: bool) -> None:
     """The prompt comes first, its first token without a score; offsets and texts agree."""
-    web = await open_web(FakeGroup(chunk=2))
+    router = await start_http_router(FakeGroup(chunk=2))
     asked: dict[str, Any] = dict(model="tiny", prompt="the lazy dog", max_tokens=3, seed=1, echo=True, logprobs=1)
     if stream:
-        parts = [chunk.choices[0] async for chunk in await web.openai.completions.create(**asked, stream=True)]
+        parts = [chunk.choices[0] async for chunk in await router.openai.completions.create(**asked, stream=True)]
     else:
-        parts = (await web.openai.completions.create(**asked)).choices
+        parts = (await router.openai.completions.create(**asked)).choices
     text = "".join(part.text for part in parts)
     assert text.startswith("the lazy dog")
     scores = [score for part in parts if part.logprobs for score in part.logprobs.token_logprobs or []]
@@ -89,10 +89,10 @@ async def test_echo_with_logprobs_scores_the_prompt(open_web: OpenWeb, stream: b
     assert offsets[:prompt] == [len("".join(tokens[:place])) for place in range(prompt)]
 
 
-async def test_no_tokens_at_all_only_score(open_web: OpenWeb) -> None:
+async def test_no_tokens_at_all_only_score(start_http_router: StartHttpRouter) -> None:
     """echo with max_tokens 0 is the prompt and its scores, as evaluation harnesses ask for them."""
-    web = await open_web(FakeGroup())
-    answer = await web.openai.completions.create(model="tiny", prompt="the dog", max_tokens=0, echo=True, logprobs=1)
+    router = await start_http_router(FakeGroup())
+    answer = await router.openai.completions.create(model="tiny", prompt="the dog", max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == ("the dog", "length")
     assert choice.logprobs is not None and choice.logprobs.tokens is not None
@@ -101,24 +101,24 @@ async def test_no_tokens_at_all_only_score(open_web: OpenWeb) -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-async def test_a_stop_string_ends_the_text(open_web: OpenWeb, include: bool) -> None:
+async def test_a_stop_string_ends_the_text(start_http_router: StartHttpRouter, include: bool) -> None:
     """The text ends before the stop string, or with it where that is asked for, and says what it was."""
     ids = ids_of("the quick brown fox")
-    web = await open_web(FakeGroup(token=lambda submit, choice, position: ids[position % len(ids)]))
+    router = await start_http_router(FakeGroup(token=lambda submit, choice, position: ids[position % len(ids)]))
     extra = {"include_stop_str_in_output": include}
     asked: dict[str, Any] = dict(model="tiny", prompt="x", stop=["brown"], max_tokens=30, extra_body=extra)
-    (choice,) = (await web.openai.completions.create(**asked)).choices
+    (choice,) = (await router.openai.completions.create(**asked)).choices
     assert choice.text == "the quick " + ("brown" if include else "")
     assert choice.finish_reason == "stop" and choice.to_dict()["stop_reason"] == "brown"
-    streamed = [chunk.choices[0].text async for chunk in await web.openai.completions.create(**asked, stream=True)]
+    streamed = [chunk.choices[0].text async for chunk in await router.openai.completions.create(**asked, stream=True)]
     assert "".join(streamed) == choice.text
 
 
-async def test_every_field_reaches_the_group(open_web: OpenWeb) -> None:
+async def test_every_field_reaches_the_group(start_http_router: StartHttpRouter) -> None:
     """OpenAI's fields and those of other engines arrive as the contract names them."""
     group = FakeGroup()
-    web = await open_web(group)
-    await web.openai.completions.create(
+    router = await start_http_router(group)
+    await router.openai.completions.create(
         model="tiny", prompt=[300], max_tokens=4, temperature=0.5, top_p=0.9, presence_penalty=0.25, seed=-1,
         frequency_penalty=-0.5, logit_bias={"7": 2.0}, user="me",
         extra_body=dict(
@@ -136,90 +136,92 @@ async def test_every_field_reaches_the_group(open_web: OpenWeb) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_session_keeps_to_its_group(open_web: OpenWeb, path: str) -> None:
+async def test_a_session_keeps_to_its_group(start_http_router: StartHttpRouter, path: str) -> None:
     """Of groups that cost equally much each request of a session goes to the same one, and sessions go to all."""
     groups = [FakeGroup("a"), FakeGroup("b")]
-    web = await open_web(*groups)
+    router = await start_http_router(*groups)
     prompt: dict[str, Any] = {"prompt": "a"} if "chat" not in path else {"messages": [{"role": "user", "content": "a"}]}
     homes = set()
     for session in ("s1", "s2", "s3", "s4"):
         before = [len(group.submits) for group in groups]
         for _ in range(3):
-            status, _, text = await web.ask("POST", path, {**prompt, "max_tokens": 1, "session_id": session})
+            status, _, text = await router.request("POST", path, {**prompt, "max_tokens": 1, "session_id": session})
             assert status == 200, text
-            await costs_are_equal(web)
+            await costs_are_equal(router)
         gained = [len(group.submits) - count for group, count in zip(groups, before, strict=True)]
         assert sorted(gained) == [0, 3]
         homes.add(gained.index(3))
     assert homes == {0, 1}
 
 
-async def costs_are_equal(web: Web) -> None:
+async def costs_are_equal(router: HttpRouter) -> None:
     """Waits until the group that had the last request costs no more than the other."""
-    one, other = web.door.router.groups.links
+    one, other = router.server.groups.links
     async with asyncio.timeout(PATIENCE_SECONDS):
         while one.load.candidate("") != other.load.candidate(""):
-            await web.door.admin.Status(StatusRequest())
+            await router.admin.Status(StatusRequest())
 
 
-async def test_token_ids_come_back_when_asked_for(open_web: OpenWeb) -> None:
+async def test_token_ids_come_back_when_asked_for(start_http_router: StartHttpRouter) -> None:
     """return_token_ids gives the prompt's and each choice's ids."""
-    web = await open_web(FakeGroup())
-    wanted = await over_grpc(web, text="a fox", sampling=dict(max_tokens=5, seed=2))
+    router = await start_http_router(FakeGroup())
+    wanted = await over_grpc(router, text="a fox", sampling=dict(max_tokens=5, seed=2))
     extra = {"return_token_ids": True}
-    answer = await web.openai.completions.create(model="tiny", prompt="a fox", max_tokens=5, seed=2, extra_body=extra)
+    answer = await router.openai.completions.create(
+        model="tiny", prompt="a fox", max_tokens=5, seed=2, extra_body=extra
+    )
     (choice,) = answer.to_dict()["choices"]  # type: ignore[misc]  # extensions are not in the client's types
     assert choice["token_ids"] == list(wanted.choices[0].token_ids)
-    _, _, text = await web.ask("POST", "/tokenize", {"prompt": "a fox"})
+    _, _, text = await router.request("POST", "/tokenize", {"prompt": "a fox"})
     assert choice["prompt_token_ids"] == json.loads(text)["tokens"]
 
 
-async def test_end_of_sequence_is_stop(open_web: OpenWeb) -> None:
+async def test_end_of_sequence_is_stop(start_http_router: StartHttpRouter) -> None:
     """A choice that the model ends has finish_reason stop, and its end is no text."""
-    web = await open_web(FakeGroup(token=lambda submit, choice, position: 300 if position < 2 else EOS))
-    (choice,) = (await web.openai.completions.create(model="tiny", prompt="a")).choices
+    router = await start_http_router(FakeGroup(token=lambda submit, choice, position: 300 if position < 2 else EOS))
+    (choice,) = (await router.openai.completions.create(model="tiny", prompt="a")).choices
     assert choice.finish_reason == "stop" and "</s>" not in choice.text
 
 
-async def test_a_stream_survives_its_group(open_web: OpenWeb) -> None:
+async def test_a_stream_survives_its_group(start_http_router: StartHttpRouter) -> None:
     """A group that dies amid a stream is not seen: the text is the undisturbed one."""
     first, second = FakeGroup("a", hold_after=5), FakeGroup("b")
-    web = await open_web(first)
+    router = await start_http_router(first)
     asked: dict[str, Any] = dict(model="tiny", prompt="a fox", max_tokens=10, seed=4)
-    stream = await web.openai.completions.create(**asked, stream=True)
+    stream = await router.openai.completions.create(**asked, stream=True)
     text = (await anext(stream)).choices[0].text
-    web.door.groups.append(second)
-    await web.door.router.set_groups([*[link.address for link in web.door.router.groups.links], await second.start()])
-    await web.door.serving(2)
+    router.groups.append(second)
+    await router.server.set_groups([*[link.address for link in router.server.groups.links], await second.start()])
+    await router.wait_for_groups(2)
     await first.kill()
     async for chunk in stream:
         text += chunk.choices[0].text
-    assert text == (await web.openai.completions.create(**asked)).choices[0].text
+    assert text == (await router.openai.completions.create(**asked)).choices[0].text
 
 
-async def test_a_client_that_vanishes_frees_its_blocks(open_web: OpenWeb) -> None:
+async def test_a_client_that_vanishes_frees_its_blocks(start_http_router: StartHttpRouter) -> None:
     """Closing a stream, or giving up on a whole answer, aborts the request at its group."""
     group = FakeGroup(token=lambda submit, choice, position: 300, hold_after=2)
-    web = await open_web(group)
-    stream = await web.openai.completions.create(model="tiny", prompt="a", stream=True)
+    router = await start_http_router(group)
+    stream = await router.openai.completions.create(model="tiny", prompt="a", stream=True)
     await anext(stream)
     await stream.close()
     await group.until(lambda: len(group.aborts) == 1)
-    asking = asyncio.create_task(web.openai.completions.create(model="tiny", prompt="a"))
+    asking = asyncio.create_task(router.openai.completions.create(model="tiny", prompt="a"))
     await group.until(lambda: len(group.submits) == 2)
     asking.cancel()
     await group.until(lambda: len(group.aborts) == 2)
-    assert web.door.router.traffic.active == 0
+    assert router.server.traffic.active == 0
 
 
-async def test_a_refusal_amid_a_stream_is_its_last_event(open_web: OpenWeb) -> None:
+async def test_a_refusal_amid_a_stream_is_its_last_event(start_http_router: StartHttpRouter) -> None:
     """What a group refuses after the stream has begun reaches the client as an error, not as an end."""
-    web = await open_web(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
-    stream = await web.openai.completions.create(model="tiny", prompt="a", stream=True)
+    router = await start_http_router(FakeGroup(refuse=(8, "the queue is full")), max_queued=0)
+    stream = await router.openai.completions.create(model="tiny", prompt="a", stream=True)
     with pytest.raises(openai.APIError, match="no group has room"):
         [chunk async for chunk in stream]
     with pytest.raises(openai.RateLimitError, match="no group has room") as refused:
-        await web.openai.completions.create(model="tiny", prompt="a")
+        await router.openai.completions.create(model="tiny", prompt="a")
     assert refused.value.response.headers["retry-after"] == "1"
 
 
@@ -232,16 +234,16 @@ def ids_of(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-async def test_each_chunk_can_say_what_was_taken(open_web: OpenWeb, chat: bool) -> None:
+async def test_each_chunk_can_say_what_was_taken(start_http_router: StartHttpRouter, chat: bool) -> None:
     """With continuous_usage_stats, as load generators ask: the counts only grow, and end at the last chunk's."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "n": 2, "stream": True, "stream_options": options}
     stream: Any
     if chat:
-        stream = await web.openai.chat.completions.create(**asked, messages=[{"role": "user", "content": "a"}])
+        stream = await router.openai.chat.completions.create(**asked, messages=[{"role": "user", "content": "a"}])
     else:
-        stream = await web.openai.completions.create(**asked, prompt=["the lazy dog", "the"])
+        stream = await router.openai.completions.create(**asked, prompt=["the lazy dog", "the"])
     usages = [chunk.usage async for chunk in stream]
     counts = [usage.completion_tokens for usage in usages]
     assert counts == sorted(counts) and counts[-2:] == [counts[-1]] * 2 and counts[-1] == (8 if chat else 16)
@@ -268,23 +270,23 @@ OUT_OF_PLACE: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OUT_OF_PLACE)
-async def test_what_is_no_token_id_is_refused_by_its_place(open_web: OpenWeb, case: str) -> None:
+async def test_what_is_no_token_id_is_refused_by_its_place(start_http_router: StartHttpRouter, case: str) -> None:
     """Booleans, fractions, texts and lists among token ids, and ids among texts, reach no group."""
     prompt, words = OUT_OF_PLACE[case]
     group = FakeGroup()
-    web = await open_web(group)
-    error = await web.refused("/v1/completions", {"prompt": prompt})
+    router = await start_http_router(group)
+    error = await router.expect_refusal("/v1/completions", {"prompt": prompt})
     assert error["message"].startswith(f"prompt: {words}") and error["param"] == "prompt", error
     assert len(error["message"]) < 300 and not group.submits
 
 
-async def test_other_lists_of_token_ids_hold_whole_numbers_alone(open_web: OpenWeb) -> None:
+async def test_other_lists_of_token_ids_hold_whole_numbers_alone(start_http_router: StartHttpRouter) -> None:
     """So do stop_token_ids, and the tokens of /detokenize."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     for path, body in (
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [5, True]}),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [5.0]}),
         ("/detokenize", {"tokens": [True]}),
         ("/detokenize", {"tokens": ["5"]}),
     ):
-        assert "valid integer" in (await web.refused(path, body))["message"]
+        assert "valid integer" in (await router.expect_refusal(path, body))["message"]

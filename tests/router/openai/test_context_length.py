@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.router.fake_group import FakeGroup
-from tests.router.web import OpenWeb
+from tests.router.http_router import StartHttpRouter
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHORT: list[Any] = [{"role": "user", "content": "a"}]
@@ -38,16 +38,18 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_more_than_the_context_is_said_in_openai_s_words(open_web: OpenWeb, stream: bool) -> None:
+async def test_more_than_the_context_is_said_in_openai_s_words(
+    start_http_router: StartHttpRouter, stream: bool
+) -> None:
     """Whichever way a request overflows the context, its error has OpenAI's code, its field, and how many fit."""
     group = FakeGroup()
-    web = await open_web(group)
+    router = await start_http_router(group)
     for case, (path, body, words) in TOO_LONG.items():
         with pytest.raises(openai.BadRequestError) as refused:
             if path == TEXT:
-                await web.openai.completions.create(model="tiny", prompt="", stream=stream, extra_body=body)
+                await router.openai.completions.create(model="tiny", prompt="", stream=stream, extra_body=body)
             else:
-                await web.openai.chat.completions.create(model="tiny", messages=[], stream=stream, extra_body=body)
+                await router.openai.chat.completions.create(model="tiny", messages=[], stream=stream, extra_body=body)
         error = refused.value
         assert error.code == "context_length_exceeded", (case, error)
         assert (error.type, error.param) == ("invalid_request_error", "prompt" if path == TEXT else "messages"), case
@@ -57,9 +59,9 @@ async def test_more_than_the_context_is_said_in_openai_s_words(open_web: OpenWeb
     assert all(list(submit.prompt_token_ids) == [5] for submit in group.submits)  # of two prompts, the other
 
 
-async def test_only_the_context_has_that_code(open_web: OpenWeb) -> None:
+async def test_only_the_context_has_that_code(start_http_router: StartHttpRouter) -> None:
     """What is refused for another reason has no such code, and /tokenize counts what no context holds."""
-    web = await open_web(FakeGroup())
-    assert (await web.refused(TEXT, {"prompt": [700]}))["code"] is None
-    status, _, text = await web.ask("POST", "/tokenize", {"prompt": "a fox " * 200})
+    router = await start_http_router(FakeGroup())
+    assert (await router.expect_refusal(TEXT, {"prompt": [700]}))["code"] is None
+    status, _, text = await router.request("POST", "/tokenize", {"prompt": "a fox " * 200})
     assert status == 200 and json.loads(text)["count"] > 256

@@ -15,9 +15,9 @@ from coatcheck.router.openai.logprobs_format import TokenText
 from coatcheck.router.text.text_offsets import prompt_offsets
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import VOCAB, FakeGroup
+from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.text.test_detokenizer import BYTE_FALLBACK
 from tests.router.tiny_tokenizer import byte_level_tokenizer
-from tests.router.web import OpenWeb, Web
 
 BEGINNING = 1  # "<s>", the special token that does not end an answer
 BYTE_LEVEL = TokenizerJson(byte_level_tokenizer(), None)
@@ -90,10 +90,10 @@ def test_a_text_s_own_special_tokens_count(text: str, before: str, behind: str) 
     check_agreement(sent, tokens, prompt_offsets(MARKED, ids, sent), frozenset({0, len(ids) - 1}))
 
 
-async def ask(web: Web, stream: bool, **asked: Any) -> tuple[str, list[str], list[int]]:
+async def ask(router: HttpRouter, stream: bool, **asked: Any) -> tuple[str, list[str], list[int]]:
     """(text, tokens, offsets) of a choice, joined where it comes in parts."""
     asked = dict(model="tiny", echo=True, logprobs=1, seed=1, stream=stream, **asked)
-    answer = await web.openai.completions.create(**asked)
+    answer = await router.openai.completions.create(**asked)
     parts = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
     scores = [part.logprobs for part in parts if part.logprobs]
     tokens = [token for score in scores for token in score.tokens or []]
@@ -102,11 +102,11 @@ async def ask(web: Web, stream: bool, **asked: Any) -> tuple[str, list[str], lis
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_tokens_and_offsets_of_an_echo_agree(open_web: OpenWeb, stream: bool) -> None:
+async def test_text_tokens_and_offsets_of_an_echo_agree(start_http_router: StartHttpRouter, stream: bool) -> None:
     """Over random prompts and answers of any tokens; special tokens of the answer are left out unless asked for."""
     dice = random.Random(stream)
     answers: list[int] = []
-    web = await open_web(FakeGroup(token=lambda submit, choice, position: answers[position]))
+    router = await start_http_router(FakeGroup(token=lambda submit, choice, position: answers[position]))
     for turn in range(40):
         ids = [dice.choice([0, BEGINNING, dice.randrange(VOCAB)]) for _ in range(dice.randint(1, 12))]
         # One whole character last, so that no half of one is left over between prompt and answer, or at the end.
@@ -114,7 +114,7 @@ async def test_text_tokens_and_offsets_of_an_echo_agree(open_web: OpenWeb, strea
         answers[:] = [dice.choice([BEGINNING, dice.randrange(1, VOCAB)]) for _ in range(dice.randint(0, 8))] + whole
         skip = turn % 2 == 0
         text, tokens, offsets = await ask(
-            web, stream, prompt=[*ids, *whole], max_tokens=len(answers), extra_body={"skip_special_tokens": skip}
+            router, stream, prompt=[*ids, *whole], max_tokens=len(answers), extra_body={"skip_special_tokens": skip}
         )
         left_out = {len(ids) + 1 + place for place, token in enumerate(answers) if skip and token == BEGINNING}
         check_agreement(text, tokens, offsets, frozenset(left_out))
@@ -123,28 +123,30 @@ async def test_text_tokens_and_offsets_of_an_echo_agree(open_web: OpenWeb, strea
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("scores_only", [False, True])
-async def test_special_tokens_of_an_echo_are_in_its_text(open_web: OpenWeb, stream: bool, scores_only: bool) -> None:
+async def test_special_tokens_of_an_echo_are_in_its_text(
+    start_http_router: StartHttpRouter, stream: bool, scores_only: bool
+) -> None:
     """The text of echoed token ids is what they decode to, with or without logprobs."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     ids = [BEGINNING, *BYTE_LEVEL.encode("the fox"), 0, *BYTE_LEVEL.encode("漢"), BEGINNING]
-    text, tokens, offsets = await ask(web, stream, prompt=ids, max_tokens=0 if scores_only else 2)
+    text, tokens, offsets = await ask(router, stream, prompt=ids, max_tokens=0 if scores_only else 2)
     assert text.startswith("<s>the fox</s>漢<s>")
     assert tokens[0] == "<s>" and offsets[:2] == [0, 3] and tokens[len(ids) - 1] == "<s>"
     assert offsets[len(ids) - 1] == len("<s>the fox</s>漢")
     asked: dict[str, Any] = dict(model="tiny", prompt=ids, echo=True, max_tokens=1, seed=1)
-    assert (await web.openai.completions.create(**asked)).choices[0].text.startswith("<s>the fox</s>漢<s>")
+    assert (await router.openai.completions.create(**asked)).choices[0].text.startswith("<s>the fox</s>漢<s>")
 
 
-async def test_added_special_tokens_are_not_in_an_echo(open_web: OpenWeb) -> None:
+async def test_added_special_tokens_are_not_in_an_echo(start_http_router: StartHttpRouter) -> None:
     """Where a tokenizer opens each text with a special token, the echo is the text as it was sent."""
-    web = await open_web(FakeGroup(), speaking=MARKED)
-    text, tokens, offsets = await ask(web, False, prompt="the fox", max_tokens=1)
+    router = await start_http_router(FakeGroup(), speaking=MARKED)
+    text, tokens, offsets = await ask(router, False, prompt="the fox", max_tokens=1)
     assert text.startswith("the fox") and tokens[0] == "<s>" and offsets[:2] == [0, 0]
 
 
-async def test_offsets_end_where_a_stop_string_cuts_the_text(open_web: OpenWeb) -> None:
+async def test_offsets_end_where_a_stop_string_cuts_the_text(start_http_router: StartHttpRouter) -> None:
     """The last token's offset is never beyond the text that is left."""
     ids = BYTE_LEVEL.encode("the quick brown fox")
-    web = await open_web(FakeGroup(token=lambda submit, choice, position: ids[position % len(ids)]))
-    text, tokens, offsets = await ask(web, False, prompt="x", stop=["ick brown"], max_tokens=30)
+    router = await start_http_router(FakeGroup(token=lambda submit, choice, position: ids[position % len(ids)]))
+    text, tokens, offsets = await ask(router, False, prompt="x", stop=["ick brown"], max_tokens=30)
     assert text == "xthe qu" and offsets == sorted(offsets) and offsets[-1] <= len(text) < len("".join(tokens))

@@ -12,62 +12,64 @@ from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.server import Router
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
-from tests.router.web import OpenWeb
+from tests.router.http_router import StartHttpRouter
 
 
-async def test_the_model_is_listed(open_web: OpenWeb) -> None:
+async def test_the_model_is_listed(start_http_router: StartHttpRouter) -> None:
     """/v1/models has the one model that is served, by its name too; another is 404."""
-    web = await open_web(FakeGroup())
-    (listed,) = (await web.openai.models.list()).data
+    router = await start_http_router(FakeGroup())
+    (listed,) = (await router.openai.models.list()).data
     assert (listed.id, listed.to_dict()["max_model_len"]) == ("tiny", 256)
-    assert (await web.openai.models.retrieve("tiny")).id == "tiny"
+    assert (await router.openai.models.retrieve("tiny")).id == "tiny"
     with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
-        await web.openai.models.retrieve("other")
+        await router.openai.models.retrieve("other")
     with pytest.raises(openai.NotFoundError) as missing:
-        await web.openai.completions.create(model="other", prompt="a")
+        await router.openai.completions.create(model="other", prompt="a")
     assert missing.value.code == "model_not_found"
 
 
-async def test_text_becomes_tokens_and_back(open_web: OpenWeb) -> None:
+async def test_text_becomes_tokens_and_back(start_http_router: StartHttpRouter) -> None:
     """/tokenize and /detokenize undo each other, and a chat is counted with its template."""
-    web = await open_web(FakeGroup())
-    _, _, text = await web.ask("POST", "/tokenize", {"prompt": "the lazy dog", "return_token_strs": True})
+    router = await start_http_router(FakeGroup())
+    _, _, text = await router.request("POST", "/tokenize", {"prompt": "the lazy dog", "return_token_strs": True})
     got = json.loads(text)
     assert got["count"] == len(got["tokens"]) and "".join(got["token_strs"]) == "the lazy dog"
-    _, _, text = await web.ask("POST", "/detokenize", {"tokens": got["tokens"]})
+    _, _, text = await router.request("POST", "/detokenize", {"tokens": got["tokens"]})
     assert json.loads(text) == {"prompt": "the lazy dog"}
-    _, _, text = await web.ask("POST", "/tokenize", {"messages": [{"role": "user", "content": "the lazy dog"}]})
+    _, _, text = await router.request("POST", "/tokenize", {"messages": [{"role": "user", "content": "the lazy dog"}]})
     assert json.loads(text)["count"] > got["count"]
 
 
-async def test_health_follows_the_groups(open_web: OpenWeb) -> None:
+async def test_health_follows_the_groups(start_http_router: StartHttpRouter) -> None:
     """/health is 200 while a group serves and 503 when none does."""
-    web = await open_web(FakeGroup())
-    assert (await web.ask("GET", "/health"))[0] == 200
-    await web.door.groups[0].kill()
-    await web.door.serving(0)
-    assert (await web.ask("GET", "/health"))[0] == 503
-    error = await web.refused("/v1/completions", {"prompt": "a"}, 503)
+    router = await start_http_router(FakeGroup())
+    assert (await router.request("GET", "/health"))[0] == 200
+    await router.groups[0].kill()
+    await router.wait_for_groups(0)
+    assert (await router.request("GET", "/health"))[0] == 503
+    error = await router.expect_refusal("/v1/completions", {"prompt": "a"}, 503)
     assert error["type"] == "server_error" and "no worker group" in error["message"]
 
 
-async def test_metrics_are_prometheus_text(open_web: OpenWeb) -> None:
+async def test_metrics_are_prometheus_text(start_http_router: StartHttpRouter) -> None:
     """/metrics has each group's counts under its name."""
-    web = await open_web(FakeGroup())
-    status, headers, text = await web.ask("GET", "/metrics")
+    router = await start_http_router(FakeGroup())
+    status, headers, text = await router.request("GET", "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain")
     assert 'coatcheck_group_running_sequences{group="g0"} 0' in text
 
 
-async def test_a_request_may_bring_its_id(open_web: OpenWeb) -> None:
+async def test_a_request_may_bring_its_id(start_http_router: StartHttpRouter) -> None:
     """X-Request-Id names the answer and reaches the group; one that no log could hold is replaced."""
     group = FakeGroup()
-    web = await open_web(group)
+    router = await start_http_router(group)
     body = {"prompt": "a", "max_tokens": 1}
-    _, headers, text = await web.ask("POST", "/v1/completions", body, {"x-request-id": "mine"})
+    _, headers, text = await router.request("POST", "/v1/completions", body, {"x-request-id": "mine"})
     assert headers["x-request-id"] == "mine"
     assert json.loads(text)["id"] == "cmpl-mine" and group.submits[0].request_id == "mine"
-    _, _, text = await web.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"x-request-id": "a b"})
+    _, _, text = await router.request(
+        "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"x-request-id": "a b"}
+    )
     assert json.loads(text)["id"] != "cmpl-a b"
 
 
@@ -136,54 +138,54 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
 }  # fmt: skip
 
 
-async def test_bad_requests_say_what_to_change(open_web: OpenWeb) -> None:
+async def test_bad_requests_say_what_to_change(start_http_router: StartHttpRouter) -> None:
     """Each gets its status and words that help, reaches no group, and leaves nothing open."""
     group = FakeGroup()
-    web = await open_web(group)
+    router = await start_http_router(group)
     for case, (path, body, status, words) in BAD.items():
-        error = await web.refused(path, body, status)
+        error = await router.expect_refusal(path, body, status)
         assert any(word in error["message"] for word in words.split("|")), (case, error)
         assert set(error) == {"message", "type", "param", "code"}
-        assert web.door.router.traffic.active == 0, case
+        assert router.server.traffic.active == 0, case
     assert len(group.submits) <= 1  # of a batch whose other prompt is bad
 
 
-async def test_the_wrong_method_is_405(open_web: OpenWeb) -> None:
+async def test_the_wrong_method_is_405(start_http_router: StartHttpRouter) -> None:
     """GET where POST is wanted says so."""
-    web = await open_web(FakeGroup())
-    status, headers, text = await web.ask("GET", "/v1/completions")
+    router = await start_http_router(FakeGroup())
+    status, headers, text = await router.request("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST") and json.loads(text)["error"]["message"]
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_a_body_that_is_too_long_is_413(open_web: OpenWeb, declared: bool) -> None:
+async def test_a_body_that_is_too_long_is_413(start_http_router: StartHttpRouter, declared: bool) -> None:
     """Whether its length is declared or shows as it comes, and the server goes on."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     body = b'{"prompt":"' + b"x" * MESSAGE_BYTES + b'"}'
     headers = {} if declared else {"transfer-encoding": "chunked"}
     if not declared:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    status, _, text = await web.ask("POST", "/v1/completions", body, headers)
+    status, _, text = await router.request("POST", "/v1/completions", body, headers)
     assert status == 413 and f"{MESSAGE_BYTES} bytes" in json.loads(text)["error"]["message"]
-    assert (await web.ask("GET", "/health"))[0] == 200
+    assert (await router.request("GET", "/health"))[0] == 200
 
 
-async def test_a_taken_port_is_refused(open_web: OpenWeb, tokenizer: TokenizerJson) -> None:
+async def test_a_taken_port_is_refused(start_http_router: StartHttpRouter, tokenizer: TokenizerJson) -> None:
     """The error names the address and what to do."""
-    web = await open_web(FakeGroup())
-    port = int(web.address.rpartition(":")[2])
-    router = Router(RouterConfig(model="tiny", http_port=port), tokenizer)
+    router = await start_http_router(FakeGroup())
+    port = int(router.http_address.rpartition(":")[2])
+    second = Router(RouterConfig(model="tiny", http_port=port), tokenizer)
     with pytest.raises(InvalidConfig, match=f"{port} for HTTP: .*choose another port"):
-        await router.start()
-    await router.stop()
+        await second.start()
+    await second.stop()
 
 
-async def test_an_answer_is_not_held_back(open_web: OpenWeb) -> None:
+async def test_an_answer_is_not_held_back(start_http_router: StartHttpRouter) -> None:
     """Connections are served without Nagle's algorithm, which would hold every second write back for 40 ms."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     clock, seconds = asyncio.get_running_loop().time, []
     for _ in range(8):
         began = clock()
-        await web.openai.models.list()  # on one connection
+        await router.openai.models.list()  # on one connection
         seconds.append(clock() - began)
     assert min(seconds[1:]) < 0.03

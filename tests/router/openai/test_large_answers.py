@@ -9,7 +9,7 @@ import pytest
 from coatcheck.router.openai import completion_response as completion_answer
 from coatcheck.router.openai import large_response as large_answer
 from tests.router.fake_group import FakeGroup
-from tests.router.web import OpenWeb
+from tests.router.http_router import StartHttpRouter
 
 _TEXT = "naïve 漢字 🙂 fox"
 _SCORED: dict[str, Any] = {"prompt": _TEXT, "echo": True, "logprobs": 3, "max_tokens": 6, "seed": 7}
@@ -36,16 +36,16 @@ _CHANGING = re.compile(r'"created":\d+')
 
 @pytest.mark.parametrize("kind", _BODIES)
 async def test_an_answer_is_the_same_wherever_it_is_written(
-    open_web: OpenWeb, monkeypatch: pytest.MonkeyPatch, kind: str
+    start_http_router: StartHttpRouter, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Byte for byte, and its headers, also where it is sent in slices of three bytes."""
-    web = await open_web(FakeGroup(with_tops=True))
+    router = await start_http_router(FakeGroup(with_tops=True))
     path, body = _BODIES[kind]
 
     async def answered(large_values: int) -> tuple[dict[str, str], str]:
         for module in (large_answer, completion_answer):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
-        status, headers, text = await web.ask("POST", path, body, {"x-request-id": "one"})
+        status, headers, text = await router.request("POST", path, body, {"x-request-id": "one"})
         assert status == 200, text
         headers.pop("date", None)
         return headers, _CHANGING.sub("", text)
@@ -56,14 +56,16 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
     assert await answered(-1) == in_place
 
 
-async def test_a_stream_goes_on_behind_a_large_chunk(open_web: OpenWeb, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_goes_on_behind_a_large_chunk(
+    start_http_router: StartHttpRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens behind the prompt have the same offsets and log-probabilities, wherever the first chunk was written."""
-    web = await open_web(FakeGroup(with_tops=True))
+    router = await start_http_router(FakeGroup(with_tops=True))
 
     async def joined(large_values: int) -> dict[str, list[Any]]:
         for module in (large_answer, completion_answer):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
-        status, _, text = await web.ask("POST", "/v1/completions", {**_SCORED, "max_tokens": 20, "stream": True})
+        status, _, text = await router.request("POST", "/v1/completions", {**_SCORED, "max_tokens": 20, "stream": True})
         assert status == 200, text
         columns: dict[str, list[Any]] = {}
         for line in text.split("\n\n")[:-2]:

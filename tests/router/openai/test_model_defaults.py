@@ -11,8 +11,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GetModelRequest
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.server import Router
 from tests.router.fake_group import FakeGroup
+from tests.router.http_router import HttpRouter, StartHttpRouter
 from tests.router.tiny_tokenizer import write_model
-from tests.router.web import OpenWeb, Web
 
 SAID = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.5}
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -27,94 +27,98 @@ def write(directory: Path, said: dict[str, Any]) -> dict[str, Any]:
     return {"speaking": None, "model": str(directory), "served_model_name": "tiny"}
 
 
-async def drawn(web: Web, protocol: str, **sampling: Any) -> dict[str, Any]:
+async def drawn(router: HttpRouter, protocol: str, **sampling: Any) -> dict[str, Any]:
     """How a group was told to draw for a request with this sampling."""
     if protocol == "grpc":
         sampling = {"max_tokens": 1, **sampling}
-        await web.door.generation.Generate(GenerateRequest(token_ids=IDS, sampling=SamplingParams(**sampling)))
+        await router.generation.Generate(GenerateRequest(token_ids=IDS, sampling=SamplingParams(**sampling)))
     elif protocol == "completions":
-        await web.openai.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1, extra_body=sampling)
+        await router.openai.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1, extra_body=sampling)
     else:
-        await web.openai.chat.completions.create(model="tiny", messages=CHAT, max_tokens=1, extra_body=sampling)
-    told = web.door.groups[0].submits[-1].sampling
+        await router.openai.chat.completions.create(model="tiny", messages=CHAT, max_tokens=1, extra_body=sampling)
+    told = router.groups[0].submits[-1].sampling
     assert all(told.HasField(name) for name in DRAWN)
     return {name: getattr(told, name) for name in DRAWN}
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "completions", "chat"])
-async def test_what_is_unset_is_the_model_s(open_web: OpenWeb, tmp_path: Path, protocol: str) -> None:
+async def test_what_is_unset_is_the_model_s(start_http_router: StartHttpRouter, tmp_path: Path, protocol: str) -> None:
     """Each field that a request leaves out is the file's; one that it sends is its own, whatever its value."""
-    web = await open_web(FakeGroup(), **write(tmp_path, SAID))
+    router = await start_http_router(FakeGroup(), **write(tmp_path, SAID))
     wanted = {name: SAID[name] for name in DRAWN}
-    assert await drawn(web, protocol) == wanted
+    assert await drawn(router, protocol) == wanted
     for name in DRAWN:
         for value in (OURS[name], {"top_k": 3}.get(name, 0.25)):
-            assert await drawn(web, protocol, **{name: value}) == wanted | {name: value}
+            assert await drawn(router, protocol, **{name: value}) == wanted | {name: value}
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "completions", "chat"])
 @pytest.mark.parametrize("case", ["left out", "another field", "no file"])
-async def test_without_it_our_own_defaults_hold(open_web: OpenWeb, tmp_path: Path, protocol: str, case: str) -> None:
+async def test_without_it_our_own_defaults_hold(
+    start_http_router: StartHttpRouter, tmp_path: Path, protocol: str, case: str
+) -> None:
     """With `none`, without a file, and for fields that the file does not have."""
     settings = write(tmp_path, {"eos_token_id": 0} if case == "another field" else SAID)
     if case == "no file":
         (tmp_path / "generation_config.json").unlink()
     if case == "left out":
         settings["generation_config"] = "none"
-    assert await drawn(await open_web(FakeGroup(), **settings), protocol) == OURS
+    assert await drawn(await start_http_router(FakeGroup(), **settings), protocol) == OURS
 
 
-async def test_null_and_off_in_a_body_are_as_ever(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_null_and_off_in_a_body_are_as_ever(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
     """A null counts as a missing field; vLLM's -1 for top_k means "off", not the default."""
-    web = await open_web(FakeGroup(), **write(tmp_path, SAID))
-    assert (await drawn(web, "completions", temperature=None))["temperature"] == 0.5
-    assert (await drawn(web, "completions", top_k=-1))["top_k"] == 0
+    router = await start_http_router(FakeGroup(), **write(tmp_path, SAID))
+    assert (await drawn(router, "completions", temperature=None))["temperature"] == 0.5
+    assert (await drawn(router, "completions", top_k=-1))["top_k"] == 0
 
 
-async def test_the_most_new_tokens_are_the_model_s(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_the_most_new_tokens_are_the_model_s(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
     """As far as there is room; a request's own max_tokens and min_tokens win, and a completion's default stays 16."""
-    web = await open_web(FakeGroup(), **write(tmp_path, {"max_new_tokens": 30}))
-    group = web.door.groups[0]
+    router = await start_http_router(FakeGroup(), **write(tmp_path, {"max_new_tokens": 30}))
+    group = router.groups[0]
 
     async def most(ids: int = 3, **sampling: int) -> int:
         asked = GenerateRequest(token_ids=TokenIds(ids=[5] * ids), sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
-        await web.door.generation.Generate(asked)
+        await router.generation.Generate(asked)
         return group.submits[-1].sampling.max_tokens
 
     assert (await most(), await most(max_tokens=40), await most(max_tokens=5)) == (30, 40, 5)
     assert (await most(min_tokens=35), await most(min_tokens=10)) == (35, 30)
     assert (await most(ids=246), await most(ids=226), await most(ids=225)) == (10, 30, 30)
-    await web.openai.chat.completions.create(model="tiny", messages=CHAT)
+    await router.openai.chat.completions.create(model="tiny", messages=CHAT)
     assert group.submits[-1].sampling.max_tokens == 30
-    await web.openai.completions.create(model="tiny", prompt="a")
+    await router.openai.completions.create(model="tiny", prompt="a")
     assert group.submits[-1].sampling.max_tokens == 16
 
 
-async def test_a_stream_goes_on_at_another_router_as_it_began(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_a_stream_goes_on_at_another_router_as_it_began(
+    start_http_router: StartHttpRouter, tmp_path: Path
+) -> None:
     """The first request with its seed and what was delivered: the other router tells the group the same."""
     settings = write(tmp_path, SAID | {"max_new_tokens": 9})
-    first, second = await open_web(FakeGroup(), **settings), await open_web(FakeGroup(), **settings)
+    first, second = await start_http_router(FakeGroup(), **settings), await start_http_router(FakeGroup(), **settings)
     asked = GenerateRequest(token_ids=IDS)
-    whole = await first.door.generation.Generate(asked)
+    whole = await first.generation.Generate(asked)
     asked.sampling.seed = whole.started.seed
     asked.resume.add(token_ids=whole.choices[0].token_ids[:4])
-    rest = await second.door.generation.Generate(asked)
+    rest = await second.generation.Generate(asked)
     assert (
         list(rest.choices[0].token_ids) == list(whole.choices[0].token_ids)[4:] and len(rest.choices[0].token_ids) == 5
     )
-    (before,), (after,) = first.door.groups[0].submits, second.door.groups[0].submits
+    (before,), (after,) = first.groups[0].submits, second.groups[0].submits
     assert before.sampling == after.sampling and before.sampling.temperature == 0.5
 
 
-async def test_the_model_s_page_has_them(open_web: OpenWeb, tmp_path: Path) -> None:
+async def test_the_model_s_page_has_them(start_http_router: StartHttpRouter, tmp_path: Path) -> None:
     """GetModel and /v1/models say what is drawn where a request says nothing."""
-    web = await open_web(FakeGroup(), **write(tmp_path, {"temperature": 0.5, "max_new_tokens": 9}))
-    model = await web.door.generation.GetModel(GetModelRequest())
+    router = await start_http_router(FakeGroup(), **write(tmp_path, {"temperature": 0.5, "max_new_tokens": 9}))
+    model = await router.generation.GetModel(GetModelRequest())
     assert model.default_sampling == SamplingParams(temperature=0.5, max_tokens=9) and model.name == "tiny"
-    (listed,) = (await web.openai.models.list()).data
+    (listed,) = (await router.openai.models.list()).data
     assert listed.to_dict()["default_sampling"] == {"temperature": 0.5, "max_tokens": 9}
-    plain = await open_web(FakeGroup())
-    assert not (await plain.door.generation.GetModel(GetModelRequest())).HasField("default_sampling")
+    plain = await start_http_router(FakeGroup())
+    assert not (await plain.generation.GetModel(GetModelRequest())).HasField("default_sampling")
 
 
 def test_a_router_refuses_what_it_cannot_read(tmp_path: Path) -> None:

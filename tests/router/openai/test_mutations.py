@@ -10,19 +10,19 @@ import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from tests.router.fake_group import FakeGroup
+from tests.router.http_router import StartHttpRouter
 from tests.router.openai.mutations import mutated
-from tests.router.web import OpenWeb
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
-async def test_mutated_requests_never_break_the_router(open_web: OpenWeb, count: int) -> None:
+async def test_mutated_requests_never_break_the_router(start_http_router: StartHttpRouter, count: int) -> None:
     """Whatever a body says, the answer is a good one or the client's error, and no request stays open."""
-    web = await open_web(FakeGroup())
-    seen = await asyncio.to_thread(send, web.address, count)
+    router = await start_http_router(FakeGroup())
+    seen = await asyncio.to_thread(send, router.http_address, count)
     assert set(seen) <= {200, 400, 404}, seen
     assert seen[200] > count / 20 and seen[400] > count / 4, seen
-    assert web.door.router.traffic.active == 0
-    assert not any(len(link.tickets) for link in web.door.router.groups.links)
+    assert router.server.traffic.active == 0
+    assert not any(len(link.tickets) for link in router.server.groups.links)
 
 
 def send(address: str, count: int) -> Counter[int]:

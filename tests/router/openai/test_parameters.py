@@ -9,8 +9,8 @@ from openai.resources.completions import Completions
 
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import FakeGroup
+from tests.router.http_router import StartHttpRouter
 from tests.router.tiny_tokenizer import TEMPLATE, write_model
-from tests.router.web import OpenWeb
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}}
@@ -84,7 +84,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
     ids=["chat", "completions"],
 )
 async def test_each_parameter_of_openai_s_client(
-    open_web: OpenWeb,
+    start_http_router: StartHttpRouter,
     tools: TokenizerJson,
     create: Any,
     path: str,
@@ -94,38 +94,44 @@ async def test_each_parameter_of_openai_s_client(
     """None is unknown here; each value is answered, or refused by the parameter's name."""
     of_the_call = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     assert set(inspect.signature(create).parameters) - of_the_call == works.keys() | refused.keys()
-    await tried(open_web, tools, path, works, refused)
+    await tried(start_http_router, tools, path, works, refused)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_each_parameter_of_other_engines(open_web: OpenWeb, tools: TokenizerJson, path: str) -> None:
+async def test_each_parameter_of_other_engines(
+    start_http_router: StartHttpRouter, tools: TokenizerJson, path: str
+) -> None:
     """What their clients send works, is taken where it says what happens anyway, or is refused by its name."""
-    await tried(open_web, tools, path, OTHERS_WORK, OTHERS_REFUSED)
+    await tried(start_http_router, tools, path, OTHERS_WORK, OTHERS_REFUSED)
 
 
 async def tried(
-    open_web: OpenWeb, tools: TokenizerJson, path: str, works: dict[str, list[Any]], refused: dict[str, list[Any]]
+    start_http_router: StartHttpRouter,
+    tools: TokenizerJson,
+    path: str,
+    works: dict[str, list[Any]],
+    refused: dict[str, list[Any]],
 ) -> None:
-    web = await open_web(FakeGroup(), speaking=tools)
+    router = await start_http_router(FakeGroup(), speaking=tools)
     for name, values in works.items():
         for value in values:
             body = LEAST[path] | {name: value}
             if name == "tool_choice":
                 body["tools"] = [TOOL]
-            status, _, text = await web.ask("POST", path, body)
+            status, _, text = await router.request("POST", path, body)
             assert status == 200 and '"finish_reason"' in text, (name, value, text)
     for name, values in refused.items():
         for value in values:
-            error = await web.refused(path, LEAST[path] | {name: value})
+            error = await router.expect_refusal(path, LEAST[path] | {name: value})
             assert name in error["message"] or name in str(error["param"]), (name, value, error)
 
 
-async def test_some_go_together(open_web: OpenWeb) -> None:
+async def test_some_go_together(start_http_router: StartHttpRouter) -> None:
     """`top_logprobs` with `logprobs`, `stream_options` with `stream`, `best_of` with as many as `n`."""
-    web = await open_web(FakeGroup())
+    router = await start_http_router(FakeGroup())
     for path, more in (
         (CHAT, {"logprobs": True, "top_logprobs": 2}),
         (CHAT, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
         (TEXT, {"n": 2, "best_of": 2}),
     ):
-        assert (await web.ask("POST", path, LEAST[path] | more))[0] == 200
+        assert (await router.request("POST", path, LEAST[path] | more))[0] == 200

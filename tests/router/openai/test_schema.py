@@ -10,17 +10,17 @@ from schemathesis import GenerationMode
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from tests.router.fake_group import FakeGroup
-from tests.router.web import OpenWeb
+from tests.router.http_router import StartHttpRouter
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # which schemathesis does
 @pytest.mark.parametrize("count", [15, pytest.param(800, marks=(pytest.mark.full, pytest.mark.timeout(600)))])
-async def test_no_generated_request_is_our_fault(open_web: OpenWeb, count: int) -> None:
+async def test_no_generated_request_is_our_fault(start_http_router: StartHttpRouter, count: int) -> None:
     """Of every operation, valid and invalid requests alike get an answer or a refusal in OpenAI's form."""
-    web = await open_web(FakeGroup())
-    seen = await asyncio.to_thread(send, f"http://{web.address}", count)
+    router = await start_http_router(FakeGroup())
+    seen = await asyncio.to_thread(send, f"http://{router.http_address}", count)
     assert set(seen) <= {200, 400, 404, 405, 413}, seen
-    assert seen[200] and seen[400] and web.door.router.traffic.active == 0
+    assert seen[200] and seen[400] and router.server.traffic.active == 0
 
 
 def send(url: str, count: int) -> Counter[int]:

@@ -4,9 +4,9 @@ import grpc
 import pytest
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Explanation, GenerateRequest, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.stubs.worker_pb2 import FromGroup, Load
-from tests.router.door import Door, OpenDoor
+from coatcheck.proto.worker_pb2 import FromGroup, Load
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.routing.test_routing import PROMPT, blocks
 
 ASKED = (("coatcheck-explain", "1"),)
@@ -17,34 +17,34 @@ def ask() -> GenerateRequest:
     return GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=SamplingParams(max_tokens=2, seed=1))
 
 
-async def two_groups(open_door: OpenDoor) -> tuple[Door, FakeGroup]:
+async def two_groups(start_router: StartRouter) -> tuple[RouterUnderTest, FakeGroup]:
     """One that holds most of the prompt, and one that holds nothing."""
     holder = FakeGroup("holder")
     holder.blocks = blocks()[:8]
-    door = await open_door(holder, FakeGroup("other"))
-    while door.router.groups.index.stats().entries != 8:
-        await door.admin.Status(StatusRequest())
-    return door, holder
+    router = await start_router(holder, FakeGroup("other"))
+    while router.server.groups.index.stats().entries != 8:
+        await router.admin.Status(StatusRequest())
+    return router, holder
 
 
-async def test_a_dry_run_tells_every_group_s_cost_and_sends_nothing(open_door: OpenDoor) -> None:
+async def test_a_dry_run_tells_every_group_s_cost_and_sends_nothing(start_router: StartRouter) -> None:
     """Cheapest first, with the tokens that each holds; no group hears of it and nothing is expected of any."""
-    door, holder = await two_groups(open_door)
-    told: Explanation = await door.admin.Explain(ask())
+    router, holder = await two_groups(start_router)
+    told: Explanation = await router.admin.Explain(ask())
     assert told.group == "holder" and told.prompt_tokens == 40 and told.why.startswith("holder: ")
     assert [(cost.group, cost.device_tokens) for cost in told.costs] == [("holder", 32), ("other", 0)]
     totals = [cost.total_seconds for cost in told.costs]
     assert totals == sorted(totals) and totals[0] < totals[1]
     assert told.costs[1].prefill_seconds == pytest.approx(0.04)  # 40 tokens at 1,000 a second
-    assert not holder.submits and door.router.groups.index.stats().expected == 0
+    assert not holder.submits and router.server.groups.index.stats().expected == 0
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
-async def test_a_call_that_asks_gets_its_terms_when_it_ends(open_door: OpenDoor, method: str) -> None:
+async def test_a_call_that_asks_gets_its_terms_when_it_ends(start_router: StartRouter, method: str) -> None:
     """In trailing metadata, under a name that ends in -bin; a call that does not ask gets none."""
-    door, _ = await two_groups(open_door)
+    router, _ = await two_groups(start_router)
     for metadata in (ASKED, ()):
-        call = getattr(door.generation, method)(ask(), metadata=metadata)
+        call = getattr(router.generation, method)(ask(), metadata=metadata)
         if method == "GenerateStream":
             async for _ in call:
                 pass
@@ -56,57 +56,57 @@ async def test_a_call_that_asks_gets_its_terms_when_it_ends(open_door: OpenDoor,
             assert "coatcheck-explanation-bin" not in trailing
 
 
-async def test_a_dry_run_is_refused_as_the_request_would_be(open_door: OpenDoor) -> None:
+async def test_a_dry_run_is_refused_as_the_request_would_be(start_router: StartRouter) -> None:
     """What is wrong with a request is wrong with its dry run, and with no group there is nothing to explain."""
-    door, _ = await two_groups(open_door)
+    router, _ = await two_groups(start_router)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.admin.Explain(GenerateRequest(token_ids=TokenIds(ids=[1] * 1000)))
+        await router.admin.Explain(GenerateRequest(token_ids=TokenIds(ids=[1] * 1000)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    for group in door.groups:
+    for group in router.groups:
         await group.kill()
-    await door.serving(0)
+    await router.wait_for_groups(0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.admin.Explain(ask())
+        await router.admin.Explain(ask())
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_what_was_sent_draws_the_next_of_its_kind_at_once(open_door: OpenDoor) -> None:
+async def test_what_was_sent_draws_the_next_of_its_kind_at_once(start_router: StartRouter) -> None:
     """While a prompt waits in a group's queue its prefix counts as expected there, and no longer when it has ended."""
     group = FakeGroup("busy", hold_after=0)
-    door = await open_door(group, FakeGroup("idle", hold_after=0))
-    first = door.generation.GenerateStream(ask())
+    router = await start_router(group, FakeGroup("idle", hold_after=0))
+    first = router.generation.GenerateStream(ask())
     where = (await first.read()).started.group
-    told = await door.admin.Explain(ask())
+    told = await router.admin.Explain(ask())
     (cost,) = [cost for cost in told.costs if cost.group == where]
     assert cost.expected_tokens == 36 and cost.queue_seconds > 0
     first.cancel()
-    while door.router.groups.index.stats().expected:
-        await door.admin.Status(StatusRequest())
+    while router.server.groups.index.stats().expected:
+        await router.admin.Status(StatusRequest())
 
 
-async def test_the_audit_is_exported_and_a_group_that_diverges_is_snapshotted_anew(open_door: OpenDoor) -> None:
+async def test_the_audit_is_exported_and_a_group_that_diverges_is_snapshotted_anew(start_router: StartRouter) -> None:
     """A group that finds far less than its events promise is asked for its blocks again, and the status counts it."""
     group = FakeGroup(finds=4)  # one block
     group.blocks = blocks()
-    door = await open_door(group)
-    while door.router.groups.index.stats().entries != 10:
-        await door.admin.Status(StatusRequest())
+    router = await start_router(group)
+    while router.server.groups.index.stats().entries != 10:
+        await router.admin.Status(StatusRequest())
     for _ in range(16):
-        await door.generation.Generate(ask())
+        await router.generation.Generate(ask())
     await group.until(lambda: group.snapshot_requests == 1)
-    (status,) = (await door.admin.Status(StatusRequest())).groups
+    (status,) = (await router.admin.Status(StatusRequest())).groups
     assert (status.audit.prompts, status.audit.divergences) == (16, 1)
     assert (status.audit.foreseen_tokens, status.audit.found_tokens) == (16 * 36, 16 * 4)
     assert status.audit.error_tokens == 16 * 32
 
 
-async def test_a_group_s_load_weighs_as_it_reports(open_door: OpenDoor) -> None:
+async def test_a_group_s_load_weighs_as_it_reports(start_router: StartRouter) -> None:
     """A queue that the group reports is in every later cost."""
-    door, holder = await two_groups(open_door)
+    router, holder = await two_groups(start_router)
     load = Load()
     load.CopyFrom(holder.load)
     load.queued_prefill_tokens = 5000
     holder.send(FromGroup(load=load))
-    while (told := await door.admin.Explain(ask())).group == "holder":
+    while (told := await router.admin.Explain(ask())).group == "holder":
         pass
     assert told.costs[1].queue_seconds == pytest.approx(5.0)

@@ -9,20 +9,20 @@ import pytest
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, StatusRequest
 from coatcheck.proto.stubs.worker_pb2 import FromGroup
 from coatcheck.router.text.tokenizer import TokenizerJson
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 
 @pytest.mark.parametrize("sampling", [{}, {"stop": ["zq"]}, {"n": 3}, {"logprobs": 0}], ids=str)
-async def test_a_stream_moves_without_a_gap(open_door: OpenDoor, sampling: dict[str, object]) -> None:
+async def test_a_stream_moves_without_a_gap(start_router: StartRouter, sampling: dict[str, object]) -> None:
     """The group dies after some tokens: the other one gets prompt, seed and delivered ids, and the stream goes on."""
     request = ask(**sampling)
     n = request.sampling.n or 1
-    texts, ids = await undisturbed(open_door, request)
+    texts, ids = await undisturbed(start_router, request)
     groups = {name: FakeGroup(name, hold_after=6) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    stream = Stream(door, request, n)
+    router = await start_router(*groups.values())
+    stream = Stream(router, request, n)
     first = groups.pop((await stream.read()).started.group)
     while any(len(delivered) < 6 for delivered in stream.ids):
         await stream.read()
@@ -38,13 +38,13 @@ async def test_a_stream_moves_without_a_gap(open_door: OpenDoor, sampling: dict[
     assert {part.choice: list(part.token_ids) for part in again.resume} == {i: ids[i][:6] for i in range(n)}
 
 
-async def test_a_choice_that_is_over_does_not_start_again(open_door: OpenDoor, tokenizer: TokenizerJson) -> None:
+async def test_a_choice_that_is_over_does_not_start_again(start_router: StartRouter, tokenizer: TokenizerJson) -> None:
     """A choice that its stop string had ended is aborted at once on the next group."""
     words = tokenizer.encode("the quick brown fox jumps over")
     script = lambda submit, choice, position: words[position] if choice == 0 and position < len(words) else 300  # noqa: E731
     groups = {name: FakeGroup(name, hold_after=15, token=script) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    stream = Stream(door, ask(n=2, stop=["brown"]), 2)
+    router = await start_router(*groups.values())
+    stream = Stream(router, ask(n=2, stop=["brown"]), 2)
     first = groups.pop((await stream.read()).started.group)
     while len(stream.ids[1]) < 15:
         await stream.read()
@@ -58,18 +58,18 @@ async def test_a_choice_that_is_over_does_not_start_again(open_door: OpenDoor, t
     assert final.final.usage.completion_tokens == len(stream.ids[0]) + 20
 
 
-async def test_a_request_waits_for_the_group_to_come_back(open_door: OpenDoor) -> None:
+async def test_a_request_waits_for_the_group_to_come_back(start_router: StartRouter) -> None:
     """With no other group, an accepted request waits; a new one is refused."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     group = FakeGroup(hold_after=6)
-    door = await open_door(group)
-    stream = Stream(door, ask())
+    router = await start_router(group)
+    stream = Stream(router, ask())
     while len(stream.ids[0]) < 6:
         await stream.read()
     await group.kill()
-    await door.serving(0)
+    await router.wait_for_groups(0)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(ask())
+        await router.generation.Generate(ask())
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     group.hold_after = None
     await group.start()
@@ -77,19 +77,19 @@ async def test_a_request_waits_for_the_group_to_come_back(open_door: OpenDoor) -
     assert stream.ids == ids
 
 
-async def test_a_stream_that_lost_its_router_waits_for_a_group(open_door: OpenDoor) -> None:
+async def test_a_stream_that_lost_its_router_waits_for_a_group(start_router: StartRouter) -> None:
     """A resume was accepted once: where a new request is refused, it waits for a group to come back."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     group = FakeGroup()
-    door = await open_door(group)
+    router = await start_router(group)
     await group.kill()
-    await door.serving(0)
+    await router.wait_for_groups(0)
     request = ask()
     request.resume.add(choice=0, token_ids=ids[0][:6])
-    stream = Stream(door, request)
+    stream = Stream(router, request)
     reading = asyncio.ensure_future(stream.finish())
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await door.generation.Generate(ask())
+        await router.generation.Generate(ask())
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert not reading.done()
     await group.start()
@@ -97,11 +97,11 @@ async def test_a_stream_that_lost_its_router_waits_for_a_group(open_door: OpenDo
     assert stream.ids[0] == ids[0][6:]
 
 
-async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
+async def test_waiting_has_an_end(start_router: StartRouter) -> None:
     """When no group comes in time, the stream ends with UNAVAILABLE."""
     group = FakeGroup(hold_after=1)
-    door = await open_door(group, move_wait_seconds=0.05)
-    stream = Stream(door, ask())
+    router = await start_router(group, move_wait_seconds=0.05)
+    stream = Stream(router, ask())
     await stream.read()
     await group.kill()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -109,34 +109,34 @@ async def test_waiting_has_an_end(open_door: OpenDoor) -> None:
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_stream_of_any_age_waits_for_a_full_group(open_door: OpenDoor) -> None:
+async def test_a_stream_of_any_age_waits_for_a_full_group(start_router: StartRouter) -> None:
     """One that has run for longer than it would wait, and finds the next group full, waits all the same."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     first, second = FakeGroup("a", hold_after=3), FakeGroup("b", refuse=(8, "full"))
-    door = await open_door(first, move_wait_seconds=0.0)
-    stream = Stream(door, ask())
+    router = await start_router(first, move_wait_seconds=0.0)
+    stream = Stream(router, ask())
     while len(stream.ids[0]) < 3:
         await stream.read()
-    address = door.router.groups.link("a").address  # type: ignore[union-attr]  # it is attached
-    door.groups.append(second)
-    await door.router.set_groups([address, await second.start()])
-    await door.serving(2)
+    address = router.server.groups.link("a").address  # type: ignore[union-attr]  # it is attached
+    router.groups.append(second)
+    await router.server.set_groups([address, await second.start()])
+    await router.wait_for_groups(2)
     await first.kill()
     reading = asyncio.ensure_future(stream.finish())
-    while not len(door.router.dispatch.line) and not reading.done():
-        await door.admin.Status(StatusRequest())
+    while not len(router.server.dispatch.line) and not reading.done():
+        await router.admin.Status(StatusRequest())
     second.refuse = None
     second.report(waiting=0)
     assert (await reading).final.group == "b"
     assert stream.ids == ids
 
 
-async def test_two_groups_killed_at_once_cost_no_request(open_door: OpenDoor) -> None:
+async def test_two_groups_killed_at_once_cost_no_request(start_router: StartRouter) -> None:
     """Requests that lose two groups before they are answered at all go on when one comes back."""
     groups = [FakeGroup(name, hold_after=0) for name in ("a", "b")]
-    door = await open_door(*groups)
-    _, ids = await undisturbed(open_door, ask())
-    streams = [Stream(door, ask()) for _ in range(6)]
+    router = await start_router(*groups)
+    _, ids = await undisturbed(start_router, ask())
+    streams = [Stream(router, ask()) for _ in range(6)]
     for stream in streams:
         await stream.read()
     first, second = groups
@@ -151,12 +151,12 @@ async def test_two_groups_killed_at_once_cost_no_request(open_door: OpenDoor) ->
         assert stream.ids == ids
 
 
-async def test_bad_luck_is_not_poison(open_door: OpenDoor) -> None:
+async def test_bad_luck_is_not_poison(start_router: StartRouter) -> None:
     """A stream that comes further on each group may lose any number of them: only losses in a row count."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=3) for name in "abcdef"}
-    door = await open_door(*groups.values())
-    stream = Stream(door, ask())
+    router = await start_router(*groups.values())
+    stream = Stream(router, ask())
     name = (await stream.read()).started.group
     for delivered in (3, 6, 9, 12, 15):
         while len(stream.ids[0]) < delivered:
@@ -173,18 +173,20 @@ async def test_bad_luck_is_not_poison(open_door: OpenDoor) -> None:
     assert stream.ids == ids
 
 
-async def test_groups_that_are_taken_away_are_no_sign_of_poison(open_door: OpenDoor) -> None:
+async def test_groups_that_are_taken_away_are_no_sign_of_poison(start_router: StartRouter) -> None:
     """A request that has not been answered at all outlives any number of groups that were drained and then ended."""
-    _, ids = await undisturbed(open_door, ask())
+    _, ids = await undisturbed(start_router, ask())
     groups = {name: FakeGroup(name, hold_after=0) for name in "abcde"}
-    door = await open_door(*groups.values())
-    stream = Stream(door, ask())
+    router = await start_router(*groups.values())
+    stream = Stream(router, ask())
     name = (await stream.read()).started.group
     while len(groups) > 1:
-        there = {link.name: link.address for link in door.router.groups.links}
-        await door.router.set_groups([replace(there[name], state="draining"), *(there[g] for g in groups if g != name)])
+        there = {link.name: link.address for link in router.server.groups.links}
+        await router.server.set_groups(
+            [replace(there[name], state="draining"), *(there[g] for g in groups if g != name)]
+        )
         del groups[name]
-        await door.router.set_groups([there[name] for name in groups])
+        await router.server.set_groups([there[name] for name in groups])
         (name,) = await _holding(groups)
     groups[name].go()
     assert (await stream.finish()).final.moves == 4
@@ -200,20 +202,20 @@ async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
     return [name for name, group in groups.items() if group.submits]
 
 
-async def test_streams_move_only_among_equals(open_door: OpenDoor) -> None:
+async def test_streams_move_only_among_equals(start_router: StartRouter) -> None:
     """A group with other weights does not continue a stream."""
     other = GetModelResponse(
         name="tiny", max_model_len=256, vocab_size=600, block_size=4, dtype="float32", kv_dtype="float32",
         fingerprint="other weights",
     )  # fmt: skip
     first, second = FakeGroup("a", hold_after=3), FakeGroup("b", model=other)
-    door = await open_door(first, move_wait_seconds=0.05)
-    stream = Stream(door, ask())
+    router = await start_router(first, move_wait_seconds=0.05)
+    stream = Stream(router, ask())
     await stream.read()
-    address = door.router.groups.link("a").address  # type: ignore[union-attr]  # it is attached
-    door.groups.append(second)
-    await door.router.set_groups([address, await second.start()])
-    await door.serving(2)
+    address = router.server.groups.link("a").address  # type: ignore[union-attr]  # it is attached
+    router.groups.append(second)
+    await router.server.set_groups([address, await second.start()])
+    await router.wait_for_groups(2)
     await first.kill()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.finish()
@@ -221,27 +223,27 @@ async def test_streams_move_only_among_equals(open_door: OpenDoor) -> None:
     assert not second.submits
 
 
-async def test_a_group_that_is_too_small_is_not_moved_to(open_door: OpenDoor) -> None:
+async def test_a_group_that_is_too_small_is_not_moved_to(start_router: StartRouter) -> None:
     """A stream in its middle is not refused for its size: it waits for a group that holds it."""
     large, small = FakeGroup("a", hold_after=3), FakeGroup("b", num_blocks=2)
-    _, ids = await undisturbed(open_door, ask())
-    door = await open_door(large, small)
-    stream = Stream(door, ask())
+    _, ids = await undisturbed(start_router, ask())
+    router = await start_router(large, small)
+    stream = Stream(router, ask())
     while len(stream.ids[0]) < 3:
         await stream.read()
     await large.kill()
-    await door.serving(1)
+    await router.wait_for_groups(1)
     large.hold_after = None
     await large.start()
     assert (await stream.finish()).final.group == "a"
     assert stream.ids == ids and not small.submits
 
 
-async def test_a_silent_group_is_lost(open_door: OpenDoor) -> None:
+async def test_a_silent_group_is_lost(start_router: StartRouter) -> None:
     """A group that keeps its connection and says nothing is treated as dead, and its streams move."""
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
-    door = await open_door(*groups.values(), silence_seconds=4.0)
-    stream = Stream(door, ask())
+    router = await start_router(*groups.values(), silence_seconds=4.0)
+    stream = Stream(router, ask())
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     second.go()
@@ -250,7 +252,7 @@ async def test_a_silent_group_is_lost(open_door: OpenDoor) -> None:
     final = await stream.finish()
     beating.cancel()
     assert final.final.group == second.name
-    status = await door.admin.Status(StatusRequest())
+    status = await router.admin.Status(StatusRequest())
     (lost,) = [group for group in status.groups if group.name == first.name]
     assert lost.state == "lost" and "said nothing" in lost.reason
 
@@ -261,20 +263,20 @@ async def _beat(group: FakeGroup) -> None:
         await asyncio.sleep(0.2)
 
 
-async def test_a_group_taken_away_fails_over_at_once(open_door: OpenDoor) -> None:
+async def test_a_group_taken_away_fails_over_at_once(start_router: StartRouter) -> None:
     """The supervisor's word is enough: its streams move before the connection breaks, and come back under a new one."""
     groups = {name: FakeGroup(name, hold_after=3) for name in ("a", "b")}
-    door = await open_door(*groups.values())
-    stream = Stream(door, ask())
+    router = await start_router(*groups.values())
+    stream = Stream(router, ask())
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     second.go()
-    addresses = [link.address for link in door.router.groups.links]
+    addresses = [link.address for link in router.server.groups.links]
     lost = [replace(a, state="lost", reason="rank 1 died") if a.name == first.name else a for a in addresses]
-    await door.router.set_groups(lost)
+    await router.server.set_groups(lost)
     final = await stream.finish()
     assert final.final.group == second.name
-    status = await door.admin.Status(StatusRequest())
+    status = await router.admin.Status(StatusRequest())
     assert {group.name: (group.state, group.reason) for group in status.groups} == {
         first.name: ("lost", "rank 1 died"),
         second.name: ("serving", ""),

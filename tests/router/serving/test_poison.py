@@ -13,8 +13,8 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.router.groups.request import Request
 from coatcheck.router.serving.assignment import Assignment
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
 
 POISON = 7
@@ -34,14 +34,14 @@ async def refusal(asking: "asyncio.Future[GenerateResponse]") -> str:
 
 
 async def test_two_groups_that_end_by_themselves_are_enough(
-    open_door: OpenDoor, caplog: pytest.LogCaptureFixture
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A request that ends two groups in a row, as their last words say, is refused; no third one sees it. It has moved
     once, says the log."""
     caplog.set_level(logging.INFO)
     groups = [FakeGroup(name, poison=POISON, last_word=CRASH) for name in ("a", "b", "c")]
-    door = await open_door(*groups)
-    said = await refusal(asyncio.ensure_future(door.generation.Generate(poisonous())))
+    router = await start_router(*groups)
+    said = await refusal(asyncio.ensure_future(router.generation.Generate(poisonous())))
     assert "2 groups in a row ended by themselves" in said and CRASH in said
     assert sorted(len(group.submits) for group in groups) == [0, 1, 1]
     (ended,) = [record for record in caplog.records if record.message == "request ended"]
@@ -49,13 +49,15 @@ async def test_two_groups_that_end_by_themselves_are_enough(
 
 
 @pytest.mark.parametrize(("crash", "sent"), [("rank 0: Segmentation fault", 2), ("", 3)], ids=["crash", "killed"])
-async def test_what_the_supervisor_learns_a_moment_later_counts(open_door: OpenDoor, crash: str, sent: int) -> None:
+async def test_what_the_supervisor_learns_a_moment_later_counts(
+    start_router: StartRouter, crash: str, sent: int
+) -> None:
     """Groups that end without a word, as in a segmentation fault: the request waits for what the next incarnations
     find, and is refused then; where those were ended from outside it takes a third."""
     groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
-    door = await open_door(*groups, cause_wait_seconds=60.0)
-    addresses = {link.name: link.address for link in door.router.groups.links}
-    asking = asyncio.ensure_future(door.generation.Generate(ask()))
+    router = await start_router(*groups, cause_wait_seconds=60.0)
+    addresses = {link.name: link.address for link in router.server.groups.links}
+    asking = asyncio.ensure_future(router.generation.Generate(ask()))
     lost: list[FakeGroup] = []
     while len(lost) < sent:
         lost.append(await next_to_receive([group for group in groups if group not in lost]))
@@ -64,7 +66,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(open_door: OpenD
             for group in lost:
                 ended = replace(addresses[group.name], state="lost", incarnation=1, predecessor=crash)
                 addresses[group.name] = ended
-            await door.router.set_groups(list(addresses.values()))
+            await router.server.set_groups(list(addresses.values()))
     said = await refusal(asking)
     assert ("by themselves" in said) == bool(crash) and f"{sent} groups in a row" in said
     assert sum(len(group.submits) for group in groups) == sent
@@ -80,16 +82,16 @@ async def next_to_receive(groups: list[FakeGroup]) -> FakeGroup:
 
 
 @pytest.mark.parametrize("last_word", [CRASH, ""], ids=["known", "unknown"])
-async def test_who_was_beside_a_poisonous_request_is_answered(open_door: OpenDoor, last_word: str) -> None:
+async def test_who_was_beside_a_poisonous_request_is_answered(start_router: StartRouter, last_word: str) -> None:
     """Of the requests on the lost groups only the one that ended them is refused: the second group is enough where
     each says that it ends by itself, else it takes a third, on which it runs apart."""
     groups = [FakeGroup(name, hold_after=0, poison=POISON, last_word=last_word) for name in ("a", "b")]
-    door = await open_door(*groups)
-    _, ids = await undisturbed(open_door, ask())
-    innocent = [Stream(door, ask()) for _ in range(12)]  # some on either
+    router = await start_router(*groups)
+    _, ids = await undisturbed(start_router, ask())
+    innocent = [Stream(router, ask()) for _ in range(12)]  # some on either
     for stream in innocent:
         await stream.read()
-    asking = asyncio.ensure_future(door.generation.Generate(poisonous()))
+    asking = asyncio.ensure_future(router.generation.Generate(poisonous()))
     for group in groups:
         group.go()
     assert ("by themselves" in await refusal(asking)) == bool(last_word)
@@ -100,17 +102,17 @@ async def test_who_was_beside_a_poisonous_request_is_answered(open_door: OpenDoo
     assert tries == (2 if last_word else 3)
 
 
-async def test_streams_that_had_come_far_go_first(open_door: OpenDoor) -> None:
+async def test_streams_that_had_come_far_go_first(start_router: StartRouter) -> None:
     """After a crash its suspects run one after the other: those that had been answered before the one that had not, so
     that they are answered again before it ends the next group."""
     group = FakeGroup(hold_after=3, last_word=CRASH, poison=POISON)
-    _, ids = await undisturbed(open_door, ask())
-    door = await open_door(group)
-    streams = [Stream(door, ask()) for _ in range(5)]
+    _, ids = await undisturbed(start_router, ask())
+    router = await start_router(group)
+    streams = [Stream(router, ask()) for _ in range(5)]
     for stream in streams:
         while len(stream.ids[0]) < 3:
             await stream.read()
-    asking = asyncio.ensure_future(door.generation.Generate(poisonous()))
+    asking = asyncio.ensure_future(router.generation.Generate(poisonous()))
     await group.until(lambda: len(group.submits) == 7)  # of those that were six one is back, and stands still
     group.go()
     assert "2 groups in a row" in await refusal(asking)
@@ -121,27 +123,27 @@ async def test_streams_that_had_come_far_go_first(open_door: OpenDoor) -> None:
         assert stream.ids == ids
 
 
-async def test_a_suspect_that_comes_back_into_the_line_is_one_still(open_door: OpenDoor) -> None:
+async def test_a_suspect_that_comes_back_into_the_line_is_one_still(start_router: StartRouter) -> None:
     """A full group refuses what another one's end has made suspect: sent from the line, it is as suspect as before."""
     group, full = FakeGroup("a", hold_after=0), FakeGroup("b", refuse=(8, "full"))
-    door = await open_door(group, full)
-    _, ids = await undisturbed(open_door, ask())
-    stream = Stream(door, ask())
+    router = await start_router(group, full)
+    _, ids = await undisturbed(start_router, ask())
+    stream = Stream(router, ask())
     await group.until(lambda: len(group.submits) == 1)
     group.crash(CRASH)
     await group.until(lambda: len(group.submits) == 2)
     assert full.submits
-    link = door.router.groups.link("a")
+    link = router.server.groups.link("a")
     assert link is not None and link.tickets.suspicion == 2
     group.go()
     await stream.finish()
     assert stream.ids == ids
 
 
-async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor) -> None:
+async def test_who_leaves_as_its_turn_comes_holds_nobody_up(start_router: StartRouter) -> None:
     """Of suspects that wait for a group the first is cancelled just as there is a place: the next one gets it."""
     group = FakeGroup(hold_after=0)
-    dispatch = (await open_door(group)).router.dispatch
+    dispatch = (await start_router(group)).server.dispatch
 
     def place(delivered: int) -> "asyncio.Task[Assignment]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
@@ -158,7 +160,7 @@ async def test_who_leaves_as_its_turn_comes_holds_nobody_up(open_door: OpenDoor)
     assert first.cancelled()
 
 
-async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(open_door: OpenDoor) -> None:
+async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(start_router: StartRouter) -> None:
     """Groups that differ in their KV elements alone have turns of their own: who waits for one of them leaves the other
     to those that had begun there."""
     one = FakeGroup("a", hold_after=0)
@@ -166,7 +168,7 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(ope
     model.CopyFrom(one.model)
     model.kv_dtype = "int8"
     other = FakeGroup("b", hold_after=0, model=model)
-    dispatch = (await open_door(one, other)).router.dispatch
+    dispatch = (await start_router(one, other)).server.dispatch
 
     def place(like: GetModelResponse) -> "asyncio.Task[Assignment]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
@@ -181,10 +183,10 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(ope
     assert (await waits).ticket.group == "a"
 
 
-async def test_a_suspect_that_fits_no_group_holds_nobody_up(open_door: OpenDoor) -> None:
+async def test_a_suspect_that_fits_no_group_holds_nobody_up(start_router: StartRouter) -> None:
     """A suspect that is too large for every group that serves waits for one; a smaller one goes on meanwhile."""
     small = FakeGroup("a", hold_after=0, num_blocks=8)
-    dispatch = (await open_door(small)).router.dispatch
+    dispatch = (await start_router(small)).server.dispatch
 
     def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Assignment]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
@@ -200,11 +202,11 @@ async def test_a_suspect_that_fits_no_group_holds_nobody_up(open_door: OpenDoor)
         await large
 
 
-async def test_who_had_not_begun_has_no_part_in_it(open_door: OpenDoor) -> None:
+async def test_who_had_not_begun_has_no_part_in_it(start_router: StartRouter) -> None:
     """A group that ends names the requests that only waited there: those are no suspects, and run together at once."""
     group = FakeGroup(hold_after=0)
-    door = await open_door(group)
-    streams = [Stream(door, ask()) for _ in range(6)]
+    router = await start_router(group)
+    streams = [Stream(router, ask()) for _ in range(6)]
     for stream in streams:
         await stream.read()
     await group.until(lambda: len(group.submits) == 6)

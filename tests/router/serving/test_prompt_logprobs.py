@@ -7,36 +7,36 @@ import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, TokenIds
-from tests.router.door import OpenDoor
 from tests.router.fake_group import FakeGroup
+from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream
 
 
-async def test_a_prompts_logprobs_come_as_they_are_computed(open_door: OpenDoor) -> None:
+async def test_a_prompts_logprobs_come_as_they_are_computed(start_router: StartRouter) -> None:
     """Each part is an event of its own, in order and before the first token; Generate joins them."""
     group = FakeGroup(chunk=3, hold_after=0)
-    door = await open_door(group)
+    router = await start_router(group)
     request = GenerateRequest(
         token_ids=TokenIds(ids=range(5, 13)), sampling=SamplingParams(max_tokens=2, prompt_logprobs=0)
     )
-    stream = Stream(door, request)
+    stream = Stream(router, request)
     assert (await stream.read()).HasField("started")
     parts = [[token.token_id for token in (await stream.read()).prompt_logprobs.tokens] for _ in range(3)]
     assert parts == [[6, 7, 8], [9, 10, 11], [12]]
     group.go()
     await stream.finish()
     assert len(stream.ids[0]) == 2
-    whole = await door.generation.Generate(request)
+    whole = await router.generation.Generate(request)
     assert [token.token_id for token in whole.prompt_logprobs.tokens] == [*range(6, 13)]
     assert len(whole.choices[0].token_ids) == 2
 
 
-async def test_parts_of_a_prompts_logprobs_are_not_repeated(open_door: OpenDoor) -> None:
+async def test_parts_of_a_prompts_logprobs_are_not_repeated(start_router: StartRouter) -> None:
     """A group that dies while it computes the prompt: the next one's parts go on behind what was passed on."""
     groups = {name: FakeGroup(name, chunk=3, score_at_most=6) for name in ("a", "b")}
-    door = await open_door(*groups.values())
+    router = await start_router(*groups.values())
     sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
-    stream = Stream(door, GenerateRequest(token_ids=TokenIds(ids=range(5, 21)), sampling=sampling))
+    stream = Stream(router, GenerateRequest(token_ids=TokenIds(ids=range(5, 21)), sampling=sampling))
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     second.chunk, second.score_at_most = 4, None
@@ -52,12 +52,12 @@ async def test_parts_of_a_prompts_logprobs_are_not_repeated(open_door: OpenDoor)
     ]  # fmt: skip
 
 
-async def test_repeated_parts_are_no_delivery(open_door: OpenDoor) -> None:
+async def test_repeated_parts_are_no_delivery(start_router: StartRouter) -> None:
     """A request that ends groups at the same place of its prompt is poisonous, whatever they sent before that."""
     groups = {name: FakeGroup(name, chunk=3, score_at_most=6) for name in ("a", "b")}
-    door = await open_door(*groups.values())
+    router = await start_router(*groups.values())
     sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
-    stream = Stream(door, GenerateRequest(token_ids=TokenIds(ids=range(5, 21)), sampling=sampling))
+    stream = Stream(router, GenerateRequest(token_ids=TokenIds(ids=range(5, 21)), sampling=sampling))
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     await stream.read()

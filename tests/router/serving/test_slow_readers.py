@@ -16,8 +16,8 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.submission import MOST_WAITING, Ticket
-from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 _CHOICES, _TOKENS = 4, 3000
 _MODEL = pb.GetModelResponse(
@@ -37,27 +37,27 @@ async def plain_socket(address: str) -> AsyncIterator[socket.socket]:
         yield client
 
 
-async def is_given_up(door: Door, group: FakeGroup) -> None:
+async def is_given_up(router: RouterUnderTest, group: FakeGroup) -> None:
     """The group is told to free its blocks, and the router holds nothing any more."""
     await group.until(lambda: bool(group.aborts))
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await door.router.traffic.idle()
-    assert all(not len(link.tickets) for link in door.router.groups.links)
+        await router.server.traffic.idle()
+    assert all(not len(link.tickets) for link in router.server.groups.links)
 
 
-async def test_sse(open_door: OpenDoor) -> None:
+async def test_sse(start_router: StartRouter) -> None:
     """The connection ends once nothing has been taken for so long, and with it the stream; others go on."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
-    door = await open_door(group, http_port=0, slow_reader_seconds=1.0)
+    router = await start_router(group, http_port=0, slow_reader_seconds=1.0)
     body = json.dumps(
         {"prompt": "the lazy dog", "stream": True, "n": _CHOICES, "max_tokens": _TOKENS, "logprobs": 1, "seed": 1}
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    async with plain_socket(door.router.http_address) as client:
+    async with plain_socket(router.server.http_address) as client:
         await asyncio.get_running_loop().sock_sendall(client, head.encode() + b"\r\n\r\n" + body)
         await group.until(lambda: bool(group.submits))
-        await is_given_up(door, group)
-    await door.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
+        await is_given_up(router, group)
+    await router.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -89,27 +89,27 @@ def _request() -> pb.GenerateRequest:
     return pb.GenerateRequest(text="the lazy dog", sampling=sampling)
 
 
-async def test_grpc_over_a_socket_that_is_not_read(open_door: OpenDoor) -> None:
+async def test_grpc_over_a_socket_that_is_not_read(start_router: StartRouter) -> None:
     """What HTTP/2 lets a server send without being asked for more is all that it gets."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
-    door = await open_door(group, slow_reader_seconds=1.0)
-    async with plain_socket(f"127.0.0.1:{door.port}") as client:
+    router = await start_router(group, slow_reader_seconds=1.0)
+    async with plain_socket(f"127.0.0.1:{router.port}") as client:
         await asyncio.get_running_loop().sock_sendall(client, _call(_request().SerializeToString()))
         await group.until(lambda: bool(group.submits))
-        await is_given_up(door, group)
-    await door.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
+        await is_given_up(router, group)
+    await router.generation.Generate(pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=1)))
 
 
-async def test_grpc_reader_that_comes_back_is_told(open_door: OpenDoor) -> None:
+async def test_grpc_reader_that_comes_back_is_told(start_router: StartRouter) -> None:
     """One that reads again gets what had been sent, and then a status that says why there is no more."""
     group = FakeGroup(model=_MODEL, num_blocks=8000, hold_after=_TOKENS - 1)  # else it may have ended by then
-    door = await open_door(group, slow_reader_seconds=1.0)
+    router = await start_router(group, slow_reader_seconds=1.0)
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}", options=options) as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}", options=options) as channel:
         method = channel.unary_stream("/coatcheck.v1.Generation/GenerateStream")
         call = method(_request().SerializeToString())
         await call.read()
-        await is_given_up(door, group)
+        await is_given_up(router, group)
         with pytest.raises(grpc.aio.AioRpcError, match="nothing was taken from this stream for 1 s") as ended:
             while await call.read() is not grpc.aio.EOF:
                 pass

@@ -21,9 +21,9 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.proto.stubs.worker_pb2 import Load
 from coatcheck.router.telemetry.prometheus_page import PrometheusPage
-from tests.router.door import Door, OpenDoor
 from tests.router.fake_group import FakeGroup
 from tests.router.metric_lint import complaints
+from tests.router.router_under_test import RouterUnderTest, StartRouter
 
 STATUS = GroupStatus(
     running=2,
@@ -50,15 +50,15 @@ STATUS = GroupStatus(
 )
 
 
-def page(door: Door) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def page(router: RouterUnderTest) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every sample by its name and labels."""
-    families = text_string_to_metric_families(door.router.metrics.render().decode())
+    families = text_string_to_metric_families(router.server.metrics.render().decode())
     return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
 
 
-def value(door: Door, name: str, labels: Mapping[str, str] | None = None) -> float:
+def value(router: RouterUnderTest, name: str, labels: Mapping[str, str] | None = None) -> float:
     """One sample; it must be there."""
-    return page(door)[name, frozenset((labels or {}).items())]
+    return page(router)[name, frozenset((labels or {}).items())]
 
 
 def question(max_tokens: int = 4, **more: object) -> GenerateRequest:
@@ -69,11 +69,11 @@ def question(max_tokens: int = 4, **more: object) -> GenerateRequest:
     )
 
 
-async def test_names_are_as_prometheus_wants_them(open_door: OpenDoor) -> None:
+async def test_names_are_as_prometheus_wants_them(start_router: StartRouter) -> None:
     """The page parses; counters end in _total, units are base units and in the name, nothing else is called like it."""
-    door = await open_door(FakeGroup())
-    await door.generation.Generate(question())
-    families = list(text_string_to_metric_families(door.router.metrics.render().decode()))
+    router = await start_router(FakeGroup())
+    await router.generation.Generate(question())
+    families = list(text_string_to_metric_families(router.server.metrics.render().decode()))
     assert list(complaints(families)) == []
     assert len([family for family in families if family.name.startswith("coatcheck_")]) > 40
 
@@ -87,67 +87,67 @@ def test_the_lint_sees_what_is_wrong() -> None:
     assert "wait_ms: not in a base unit" in said and "ends in what a type adds" in said and "no sentence" in said
 
 
-async def test_what_groups_report_is_there(open_door: OpenDoor) -> None:
+async def test_what_groups_report_is_there(start_router: StartRouter) -> None:
     """Blocks by tier and use, counters, ranks, and what the inference extension asks of a server."""
     group = FakeGroup()
     group.load = Load(status=STATUS)
-    door = await open_door(group)
-    await door.generation.Generate(question())  # behind its first report on the same stream
+    router = await start_router(group)
+    await router.generation.Generate(question())  # behind its first report on the same stream
     there = {"group": "g0"}
     for use, count in (("used", 10), ("cached", 20), ("free", 34)):
-        assert value(door, "coatcheck_group_blocks", {**there, "tier": "device", "use": use}) == count
-    assert value(door, "coatcheck_group_blocks", {**there, "tier": "host", "use": "free"}) == 3
+        assert value(router, "coatcheck_group_blocks", {**there, "tier": "device", "use": use}) == count
+    assert value(router, "coatcheck_group_blocks", {**there, "tier": "host", "use": "free"}) == 3
     for name, count in (
         ("restored_blocks", 7), ("demoted_blocks", 9), ("integrity_failures", 1),
         ("preemptions", 6), ("late_compiles", 2),
     ):  # fmt: skip
-        assert value(door, f"coatcheck_group_{name}_total", there) == count
-    assert value(door, "coatcheck_group_cached_tokens_total", {**there, "tier": "host"}) == 20
+        assert value(router, f"coatcheck_group_{name}_total", there) == count
+    assert value(router, "coatcheck_group_cached_tokens_total", {**there, "tier": "host"}) == 20
     for tier, reason, count in (("device", "worth_least", 11), ("device", "over_share", 3), ("host", "worth_least", 4)):
-        assert value(door, "coatcheck_group_evicted_blocks_total", {**there, "tier": tier, "reason": reason}) == count
+        assert value(router, "coatcheck_group_evicted_blocks_total", {**there, "tier": tier, "reason": reason}) == count
     for reason, count in (("never_seen", 8), ("evicted", 5), ("other_salt", 2), ("broken", 0)):
-        assert value(door, "coatcheck_group_prefix_misses_total", {**there, "reason": reason}) == count
-    assert value(door, "coatcheck_group_moved_bytes_total", {**there, "to": "host"}) == 900
-    assert value(door, "coatcheck_group_state", {**there, "state": "serving"}) == 1
-    assert value(door, "coatcheck_rank_healthy", {**there, "rank": "0", "node": "a"}) == 1
-    assert value(door, "coatcheck_rank_steps_total", {**there, "rank": "0"}) == 12
-    assert value(door, "coatcheck_queued_requests") == 3 and value(door, "coatcheck_running_requests") == 2
-    assert value(door, "coatcheck_kv_utilization_ratio") == pytest.approx(10 / 64)
-    assert value(door, "coatcheck_kv_block_size_tokens") == 4 and value(door, "coatcheck_kv_blocks") == 64
-    assert value(door, "coatcheck_cache_config_info", {"block_size": "4", "num_gpu_blocks": "64"}) == 1
+        assert value(router, "coatcheck_group_prefix_misses_total", {**there, "reason": reason}) == count
+    assert value(router, "coatcheck_group_moved_bytes_total", {**there, "to": "host"}) == 900
+    assert value(router, "coatcheck_group_state", {**there, "state": "serving"}) == 1
+    assert value(router, "coatcheck_rank_healthy", {**there, "rank": "0", "node": "a"}) == 1
+    assert value(router, "coatcheck_rank_steps_total", {**there, "rank": "0"}) == 12
+    assert value(router, "coatcheck_queued_requests") == 3 and value(router, "coatcheck_running_requests") == 2
+    assert value(router, "coatcheck_kv_utilization_ratio") == pytest.approx(10 / 64)
+    assert value(router, "coatcheck_kv_block_size_tokens") == 4 and value(router, "coatcheck_kv_blocks") == 64
+    assert value(router, "coatcheck_cache_config_info", {"block_size": "4", "num_gpu_blocks": "64"}) == 1
 
 
-async def test_each_request_is_measured(open_door: OpenDoor) -> None:
+async def test_each_request_is_measured(start_router: StartRouter) -> None:
     """One answer of four tokens is one TTFT, one TPOT and one queue time, at most three gaps, and its tokens."""
-    door = await open_door(FakeGroup())
-    await door.generation.Generate(question())
+    router = await start_router(FakeGroup())
+    await router.generation.Generate(question())
     for name in ("ttft", "tpot", "queue", "request"):
-        assert value(door, f"coatcheck_{name}_seconds_count") == 1, name
-    assert 1 <= value(door, "coatcheck_itl_seconds_count") <= 3
-    assert value(door, "coatcheck_requests_total", {"outcome": "ok"}) == 1
-    assert value(door, "coatcheck_tokens_total", {"kind": "completion"}) == 4
-    assert value(door, "coatcheck_routing_prompts_total", {"group": "g0"}) == 1
+        assert value(router, f"coatcheck_{name}_seconds_count") == 1, name
+    assert 1 <= value(router, "coatcheck_itl_seconds_count") <= 3
+    assert value(router, "coatcheck_requests_total", {"outcome": "ok"}) == 1
+    assert value(router, "coatcheck_tokens_total", {"kind": "completion"}) == 4
+    assert value(router, "coatcheck_routing_prompts_total", {"group": "g0"}) == 1
 
 
-async def test_refusals_are_counted_by_name(open_door: OpenDoor) -> None:
+async def test_refusals_are_counted_by_name(start_router: StartRouter) -> None:
     """A request that is wrong is counted under its error's name, and is no latency."""
-    door = await open_door(FakeGroup())
+    router = await start_router(FakeGroup())
     with pytest.raises(grpc.aio.AioRpcError):
-        await door.generation.Generate(question(max_tokens=10**6))
-    assert value(door, "coatcheck_requests_total", {"outcome": "invalid_argument"}) == 1
-    assert value(door, "coatcheck_ttft_seconds_count") == 0
+        await router.generation.Generate(question(max_tokens=10**6))
+    assert value(router, "coatcheck_requests_total", {"outcome": "invalid_argument"}) == 1
+    assert value(router, "coatcheck_ttft_seconds_count") == 0
 
 
-async def test_a_lost_group_is_a_retry_or_a_failover(open_door: OpenDoor) -> None:
+async def test_a_lost_group_is_a_retry_or_a_failover(start_router: StartRouter) -> None:
     """Before its first token a request is sent again, behind it a stream goes on: each has its counter."""
     first, second = FakeGroup("g0", die_on_submit=True), FakeGroup("g1")
-    door = await open_door(first, second)
+    router = await start_router(first, second)
     for _ in range(8):
-        await door.generation.Generate(question())
+        await router.generation.Generate(question())
         if first.submits:
             break
-    assert value(door, "coatcheck_retries_total", {"group": "g0"}) == 1
-    assert ("coatcheck_failovers_total", frozenset({("group", "g0")})) not in page(door)
+    assert value(router, "coatcheck_retries_total", {"group": "g0"}) == 1
+    assert ("coatcheck_failovers_total", frozenset({("group", "g0")})) not in page(router)
 
 
 def test_a_page_of_many_groups_is_short_work() -> None:
