@@ -91,7 +91,7 @@ async def ask(client: AsyncClient, prompt: str) -> GenerationResult:
         answer.add(event, time.perf_counter())
         if event.HasField("delta"):
             console.print(event.delta.text, end="", markup=False, soft_wrap=True)
-    console.print(f"\n\n[dim]why {answer.final.routed_by}\n", soft_wrap=True)
+    console.print(f"\n\n[dim]why {answer.routed_by}\n", soft_wrap=True)
     return answer
 
 
@@ -119,7 +119,7 @@ def as_table(answers: dict[str, GenerationResult]) -> Table:
     for name in ("prompt tokens", "cached on device", "in host memory", "group", "TTFT", "tokens/s"):
         table.add_column(name, justify="right")
     for name, answer in answers.items():
-        usage, group = answer.final.usage, answer.final.group
+        usage, group = answer.usage, answer.group
         cached = (str(usage.cached_device_tokens), str(usage.cached_host_tokens))
         speed = (f"{(answer.ttft or 0) * 1000:.0f} ms", f"{answer.decode_rate or 0:.0f}")
         table.add_row(name, str(usage.prompt_tokens), *cached, group, *speed)

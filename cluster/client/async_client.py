@@ -1,26 +1,38 @@
-"""AsyncClient: our own client of the public service. A stream that loses its router goes on by itself at another.
+"""AsyncClient: generates from Python coroutines over gRPC. A stream that loses its router goes on at another one.
 
-It needs nothing from the router that was lost: a resume is the request again with the seed from Started and the token
-ids that have come so far. It does not know groups or engines, and it prints nothing.
+    async with AsyncClient("127.0.0.1:50051") as client:
+        result = await client.generate("The capital of France is", max_tokens=8)
+        async for chunk in client.stream("Once upon a time", temperature=0.7):
+            print(chunk.text, end="")
+
+A resume needs nothing from the lost router: it is the first request again, with the seed and the token ids that the
+client has already received.
 """
 
 import asyncio
-import re
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self, Unpack
 
 import grpc
 
+from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import Credentials
+from coatcheck.cluster.client.request_builder import Conversation, Prompt, RequestOptions, build_chat, build_request
+from coatcheck.cluster.client.results import GenerationChunk, GenerationResult
 from coatcheck.cluster.client.resume_state import ResumeState
-from coatcheck.cluster.config.serve_config import DEFAULT_PORT
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS, split_address
 from coatcheck.cluster.plural import counted
-from coatcheck.proto.errors import CoatcheckError, Unavailable, error_of
+from coatcheck.proto.errors import CoatcheckError, Unavailable
+from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.proto.stubs.coatcheck_pb2_grpc import GenerationStub
+from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub, GenerationStub
 
 LONGEST_TIMEOUT = 365 * 86_400.0  # seconds; gRPC treats a deadline much further away as one in the past
+API_KEY_VARIABLE = "COATCHECK_API_KEY"
 
 OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -31,71 +43,76 @@ OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-# (phrases in gRPC's message for a call that reached no server, what to tell the user). The first entry of which a
-# phrase occurs is taken. A server that ends or hangs during a handshake puts "handshake" into the message too, so only
-# OpenSSL's own reasons mean that a certificate is wrong.
-_CONNECTIONS = (
-    (
-        ("failed parsing http/2", "alpn"),
-        "{address} speaks HTTP, not gRPC: give the router's gRPC address, the first one in the line that begins with "
-        f"`ready:` (port {DEFAULT_PORT} unless --grpc-port sets another)",
-    ),
-    (
-        ("wrong_version_number",),
-        "no TLS connection to {address}: the server there does not speak TLS; leave --tls-ca out, or give another "
-        "address",
-    ),
-    (
-        ("ssl_error", "not in peer certificate"),
-        "no TLS connection to {address}: one side does not trust the other's certificate ({reason}); see --tls-ca, "
-        "--tls-cert and --tls-key",
-    ),
-    (("connection refused",), "no server answers at {address}; is `coatcheck serve` running there?"),
-    (
-        ("timed out", "endpoint closing", "handshaker shutdown"),
-        "{address} accepts the connection but does not answer: its router hangs, has just ended or is just "
-        "starting, or another program listens there",
-    ),
-    (
-        ("handshake read failed", "handshake write failed"),
-        "{address} closed the connection during the handshake: its router has just ended or is just starting; try "
-        "again",
-    ),
-    (
-        ("socket closed", "connection reset", "broken pipe"),
-        "{address} closes the connection at once: if it speaks TLS, give its authority with --tls-ca, and your "
-        "certificate with --tls-cert if it asks for one; otherwise its router has just ended: try again",
-    ),
-    (("",), "no server answers at {address}; is `coatcheck serve` running there?"),
-)
-_NOT_CONNECTED = "failed to connect"  # part of gRPC's message for a call that was never sent
-# gRPC's whole message for a call that was sent before its connection ended.
-_CONNECTION_LOST = re.compile(
-    r"(stream removed \()?((recv|send)msg:)?(socket closed|connection reset by peer|broken pipe)( \(\d+\))?\)?"
-)
-_OPENSSL_REASON = re.compile(r"OPENSSL_internal:(\w+)")
-_OWN_DEADLINE = "Deadline Exceeded"  # gRPC's message on the client's side; a router that refuses early gives a reason
+
+
+class AsyncGenerationStream:
+    """An asynchronous iterator over the chunks of one request. `result` holds what has come so far."""
+
+    def __init__(self, events: AsyncGenerator[pb.GenerateEvent, None]) -> None:
+        self.result = GenerationResult(time.perf_counter())
+        self._events = events
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> GenerationChunk:
+        async for event in self._events:
+            if (chunk := self.result.add(event, time.perf_counter())) is not None:
+                return chunk
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs. The group frees its blocks."""
+        await self._events.aclose()
+
+    async def read_all(self) -> GenerationResult:
+        """Wait for the end of the stream and return the whole result."""
+        async for _ in self:
+            pass
+        return self.result
 
 
 class AsyncClient:
-    """Speaks to any of several routers of one cluster; an async context manager that owns its channels.
+    """A client of one or several routers of one cluster; an async context manager that owns its channels.
 
-    `max_resumes` bounds how often one stream moves without having got an event in between, `patience` for how many
-    seconds in a row it looks for a router.
+    `addresses`: HOST:PORT of each router; the client moves to the next one when it loses a router. `api_key` defaults
+    to the environment variable COATCHECK_API_KEY. `tls_ca` turns TLS on: a PEM file, or "system" for the host's own
+    authorities. `tls_cert` and `tls_key`: the client's own certificate, where routers ask for one.
+
+    `max_resumes` bounds how often one stream moves to another router without a new event in between. `patience` bounds
+    the seconds for which a stream looks for a router.
+
+    Raises InvalidConfig for addresses or credentials that cannot be used.
     """
 
     def __init__(
         self,
-        addresses: Sequence[str],
-        access: Credentials | None = None,
+        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
+        credentials: Credentials | None = None,
         *,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
         max_resumes: int = 128,
         patience: float = 120.0,
     ) -> None:
-        if not addresses:
+        self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not self._addresses:
             raise ValueError("a client needs at least one address, host:port")
-        self._addresses = tuple(addresses)
-        self._access = access or Credentials()
+        for address in self._addresses:
+            split_address(address)
+        if credentials is None:
+            credentials = Credentials.build(tls_ca, tls_cert, tls_key, api_key or os.environ.get(API_KEY_VARIABLE))
+        self._credentials = credentials
         self._max_resumes = max_resumes
         self._patience = patience
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -108,17 +125,98 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends every channel and the streams on them."""
+        """Close every channel and end the streams on them."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close(None)
 
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
+        """Generate from a text or from token ids. Return the whole answer.
+
+        `sampling` fixes every sampling field. `options` sets single fields; a field that nobody sets takes the model's
+        default. `timeout` in seconds bounds the whole request.
+
+        Raises InvalidRequest, Overloaded, Unavailable or another CoatcheckError with the server's message.
+        """
+        return await self.stream(prompt, sampling, timeout=timeout, **options).read_all()
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
+        """Answer a conversation by the model's chat template: `[{"role": "user", "content": "Hello"}]`."""
+        return await self.stream_chat(messages, sampling, timeout=timeout, **options).read_all()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerationStream:
+        """The answer to a prompt, chunk by chunk, as the server makes it."""
+        request = build_request(prompt, sampling=sampling, options=options)
+        return AsyncGenerationStream(self.stream_events(request, timeout=timeout))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerationStream:
+        """The answer to a conversation, chunk by chunk."""
+        request = build_request(messages=messages, sampling=sampling, options=options)
+        return AsyncGenerationStream(self.stream_events(request, timeout=timeout))
+
+    async def explain(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[RequestOptions]
+    ) -> pb.Explanation:
+        """Which group would answer the prompt now, and each group's cost in seconds. Nothing is generated."""
+        request = build_request(prompt, options=options)
+        explanation: pb.Explanation = await self._call(AdminStub, "Explain", request, timeout)
+        return explanation
+
+    async def tokenize(self, prompt: str | Conversation, *, timeout: float | None = None) -> list[int]:
+        """The token ids of a text, or of a conversation by the model's chat template."""
+        request = pb.TokenizeRequest()
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.chat.CopyFrom(build_chat(prompt))
+        answer: pb.TokenizeResponse = await self._call(GenerationStub, "Tokenize", request, timeout)
+        return list(answer.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
+        """The text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=token_ids)
+        answer: pb.DetokenizeResponse = await self._call(GenerationStub, "Detokenize", request, timeout)
+        return answer.text
+
+    async def get_model(self, *, timeout: float | None = None) -> pb.GetModelResponse:
+        """The served model: name, context length, block size, types and sampling defaults."""
+        model: pb.GetModelResponse = await self._call(GenerationStub, "GetModel", pb.GetModelRequest(), timeout)
+        return model
+
     async def stream_events(
         self, request: pb.GenerateRequest, *, timeout: float | None = None
-    ) -> AsyncIterator[pb.GenerateEvent]:
-        """One Started, Deltas without gap or repeat, one Final, over however many routers it takes.
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """One Started, Deltas without gap or repeat, and one Final, over as many routers as the stream needs.
 
-        Raises the CoatcheckError of the status with which a router refuses, and Unavailable when none is left.
+        Raises the CoatcheckError of the status with which a router refuses, and Unavailable when no router is left.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         delivered = ResumeState(request)
@@ -126,10 +224,11 @@ class AsyncClient:
         lost_since = 0.0
         while True:
             try:
-                async for event in self._attempt(delivered.request(), deadline):
-                    if (new := delivered.take(event)) is not None:
-                        losses = 0
-                        yield new
+                async with aclosing(self._attempt(delivered.request(), deadline)) as events:
+                    async for event in events:
+                        if (new := delivered.take(event)) is not None:
+                            losses = 0
+                            yield new
                 if delivered.complete:
                     return
                 loss: CoatcheckError = Unavailable(f"{self.address} ended the stream before its end")
@@ -150,62 +249,37 @@ class AsyncClient:
             if losses >= len(self._addresses):
                 await asyncio.sleep(min(0.05 * 2 ** min(losses, 5), self._patience))
 
-    async def get_model(self, *, timeout: float | None = None) -> pb.GetModelResponse:
-        """What `address` serves; raises the CoatcheckError of its refusal."""
-        stub = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
-        try:
-            model: pb.GetModelResponse = await stub.GetModel(
-                pb.GetModelRequest(), timeout=timeout, metadata=self._access.metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise explain_error(error, self.address, timeout) from None
-        return model
-
     @property
     def address(self) -> str:
-        """The router that is asked next, or that was asked last."""
+        """The router that the next call goes to."""
         return self._addresses[self._current % len(self._addresses)]
 
     def channel(self) -> grpc.aio.Channel:
-        """The channel to `address`, opened when first needed."""
+        """The channel to `address`, opened when it is first needed."""
         if self.address not in self._channels:
-            self._channels[self.address] = self._access.channel(self.address, OPTIONS)
+            self._channels[self.address] = self._credentials.channel(self.address, OPTIONS)
         return self._channels[self.address]
 
-    async def _attempt(self, request: pb.GenerateRequest, deadline: float | None) -> AsyncIterator[pb.GenerateEvent]:
+    async def _call(self, stub_class: Any, method: str, request: object, timeout: float | None) -> Any:
+        """One unary call to `address`. Raises the CoatcheckError of its refusal."""
+        call = getattr(stub_class(self.channel()), method)
+        try:
+            return await call(request, timeout=timeout, metadata=self._credentials.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise explain_error(error, self.address, timeout) from None
+
+    async def _attempt(
+        self, request: pb.GenerateRequest, deadline: float | None
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         stub: Any = GenerationStub(self.channel())  # type: ignore[no-untyped-call]  # made by protoc
-        call = stub.GenerateStream(request, timeout=timeout, metadata=self._access.metadata)
+        call = stub.GenerateStream(request, timeout=timeout, metadata=self._credentials.metadata)
         try:
             async for event in call:
                 yield event
         finally:
             # A caller that leaves early must not leave a sequence running.
             call.cancel()
-
-
-def explain_error(error: Any, address: str, timeout: float | None) -> CoatcheckError:
-    """The error to show for a failed call to `address`. `error`: a grpc.RpcError that has a code."""
-    details = error.details() or error.code().name
-    if error.code() is grpc.StatusCode.UNAVAILABLE and (meaning := _explain_unavailable(details, address)):
-        return Unavailable(meaning)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None and _OWN_DEADLINE in details:
-        return CoatcheckError(f"gave up after {timeout:g} s")
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        details += "; here it is taken from COATCHECK_API_KEY, or --api-key"
-    return error_of(error.code().value[0], details)
-
-
-def _explain_unavailable(details: str, address: str) -> str:
-    """What to tell the user for an UNAVAILABLE call with gRPC's own message; "" if the message is the server's."""
-    said = details.lower()
-    if _CONNECTION_LOST.fullmatch(said):
-        return f"the connection to {address} was lost: its router has ended or is being restarted"
-    if _NOT_CONNECTED not in said:
-        return ""
-    meaning = next(meaning for phrases, meaning in _CONNECTIONS if any(phrase in said for phrase in phrases))
-    reason = found[1] if (found := _OPENSSL_REASON.search(details)) else "its name does not match"
-    return meaning.format(address=address, reason=reason)
 
 
 def _may_go_on(code: grpc.StatusCode, started: bool) -> bool:

@@ -11,9 +11,10 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from coatcheck.cluster.client.async_client import explain_error
+from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, access_of
-from coatcheck.cluster.commands.generate import build_sampling, put_prompt
+from coatcheck.cluster.client.request_builder import build_sampling
+from coatcheck.cluster.commands.generate import put_prompt
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub

@@ -18,6 +18,7 @@ import typer
 
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
 from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto.errors import InvalidRequest
@@ -128,17 +129,6 @@ async def _stream(
     return answer
 
 
-def build_sampling(given: dict[str, Any]) -> pb.SamplingParams:
-    """The message with the values that are not None. Raises InvalidRequest, so that wrong values never reach a
-    server."""
-    present = {name: value for name, value in given.items() if value is not None}
-    SamplingParams(**present)
-    try:
-        return pb.SamplingParams(**present)
-    except ValueError as error:
-        raise InvalidRequest(f"a number does not fit its field: {error}") from None
-
-
 def put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str | None, token_ids: bool) -> None:
     if token_ids and chat:
         raise typer.BadParameter("--token-ids and --chat exclude each other")
@@ -179,7 +169,7 @@ def _parse_bias(written: list[str] | None) -> dict[int, float] | None:
 
 
 def _labelled(answer: GenerationResult) -> str:
-    return "".join(f"[{index}] {choice.text}\n" for index, choice in sorted(answer.choices.items()))
+    return "".join(f"[{index}] {choice.text}\n" for index, choice in enumerate(answer.choices))
 
 
 def _write(text: str) -> None:

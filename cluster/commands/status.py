@@ -8,7 +8,8 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, explain_error
+from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT
+from coatcheck.cluster.client.connection_errors import explain_error
 from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.cluster.plural import counted

@@ -1,0 +1,179 @@
+"""Client: AsyncClient for code without coroutines.
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("The capital of France is", max_tokens=8).text)
+        for chunk in client.stream("Once upon a time", temperature=0.7):
+            print(chunk.text, end="")
+
+An event loop in a thread of the client's own carries every call, so several threads may share one client.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Self, TypeVar, Unpack
+
+from coatcheck.cluster.client.async_client import AsyncClient, AsyncGenerationStream
+from coatcheck.cluster.client.credentials import Credentials
+from coatcheck.cluster.client.request_builder import Conversation, Prompt, RequestOptions
+from coatcheck.cluster.client.results import GenerationChunk, GenerationResult
+from coatcheck.cluster.config.address import DEFAULT_ADDRESS
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+
+T = TypeVar("T")
+_Run = Callable[[Coroutine[Any, Any, T]], T]
+
+
+class GenerationStream:
+    """An iterator over the chunks of one request. `result` holds what has come so far."""
+
+    def __init__(self, stream: AsyncGenerationStream, run: "_Run[Any]") -> None:
+        self._stream = stream
+        self._run = run
+
+    @property
+    def result(self) -> GenerationResult:
+        """The answer as far as it has come; the whole answer after the last chunk."""
+        return self._stream.result
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GenerationChunk:
+        chunk: GenerationChunk | None = self._run(self._next_chunk())
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the request if it still runs. The group frees its blocks."""
+        self._run(self._stream.aclose())
+
+    async def _next_chunk(self) -> GenerationChunk | None:
+        return await anext(self._stream, None)
+
+
+class Client:
+    """A blocking client of one or several routers of one cluster. Its arguments are those of AsyncClient."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
+        credentials: Credentials | None = None,
+        *,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        max_resumes: int = 128,
+        patience: float = 120.0,
+    ) -> None:
+        self._client = AsyncClient(
+            addresses,
+            credentials,
+            api_key=api_key,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            max_resumes=max_resumes,
+            patience=patience,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="coatcheck-client", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every channel and end the client's thread. A closed client takes no more calls."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
+        """Generate from a text or from token ids. See AsyncClient.generate."""
+        return self._run(self._client.generate(prompt, sampling, timeout=timeout, **options))
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
+        """Answer a conversation by the model's chat template: `[{"role": "user", "content": "Hello"}]`."""
+        return self._run(self._client.chat(messages, sampling, timeout=timeout, **options))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationStream:
+        """The answer to a prompt, chunk by chunk, as the server makes it."""
+        return GenerationStream(self._client.stream(prompt, sampling, timeout=timeout, **options), self._run)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationStream:
+        """The answer to a conversation, chunk by chunk."""
+        return GenerationStream(self._client.stream_chat(messages, sampling, timeout=timeout, **options), self._run)
+
+    def explain(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[RequestOptions]
+    ) -> pb.Explanation:
+        """Which group would answer the prompt now, and each group's cost in seconds. Nothing is generated."""
+        return self._run(self._client.explain(prompt, timeout=timeout, **options))
+
+    def tokenize(self, prompt: str | Conversation, *, timeout: float | None = None) -> list[int]:
+        """The token ids of a text, or of a conversation by the model's chat template."""
+        return self._run(self._client.tokenize(prompt, timeout=timeout))
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
+        """The text of token ids."""
+        return self._run(self._client.detokenize(token_ids, timeout=timeout))
+
+    def get_model(self, *, timeout: float | None = None) -> pb.GetModelResponse:
+        """The served model: name, context length, block size, types and sampling defaults."""
+        return self._run(self._client.get_model(timeout=timeout))
+
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the client's event loop and wait for it. Ctrl-C cancels it."""
+        if self._loop.is_closed():
+            call.close()
+            raise RuntimeError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise

@@ -1,0 +1,129 @@
+"""Builds a GenerateRequest from a prompt or a conversation and sampling options."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from coatcheck.proto.errors import InvalidRequest
+from coatcheck.proto.grammar import Grammar
+from coatcheck.proto.retention import Retention
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+
+# A text, or token ids.
+Prompt = str | Sequence[int]
+# Messages as OpenAI's clients write them: {"role": "user", "content": "..."}.
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of SamplingParams, each optional. The server fills a missing field from the model's
+    generation_config.json, or else from the field's own default."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    n: int
+    logprobs: int
+    prompt_logprobs: int
+    skip_special_tokens: bool
+    include_stop: bool
+    structured: Grammar
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """Sampling options, and the options of the request itself.
+
+    `cache_salt`: prefix blocks are shared only between requests of one salt. `session_id`: equally good groups are
+    chosen by session. `priority`: lower values are served first. `retention`: how long the prompt's blocks are kept.
+    """
+
+    model: str
+    request_id: str
+    cache_salt: str
+    session_id: str
+    priority: int
+    retention: Retention
+
+
+_REQUEST_FIELDS = ("model", "request_id", "cache_salt", "session_id", "priority")
+
+
+def build_request(
+    prompt: Prompt | None = None,
+    messages: Conversation | None = None,
+    sampling: SamplingParams | None = None,
+    options: RequestOptions | None = None,
+) -> pb.GenerateRequest:
+    """The request for `prompt`, or for `messages` by the model's chat template.
+
+    `sampling` sets every field; `options` overrides single ones. Raises InvalidRequest for a value that no server
+    would take.
+    """
+    given: dict[str, Any] = {**(options or {})}
+    request = pb.GenerateRequest(**{name: given.pop(name) for name in _REQUEST_FIELDS if name in given})
+    if (retention := given.pop("retention", None)) is not None:
+        request.retention.CopyFrom(retention.to_message())
+    request.sampling.CopyFrom(build_sampling(given, sampling))
+    if messages is not None:
+        request.chat.CopyFrom(build_chat(messages))
+    elif isinstance(prompt, str):
+        request.text = prompt
+    elif prompt is not None:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(prompt)
+    return request
+
+
+def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = None) -> pb.SamplingParams:
+    """The message with `sampling`, or else only with the given options that are not None. Raises InvalidRequest."""
+    present = {name: value for name, value in given.items() if value is not None}
+    if isinstance(stop := present.get("stop"), str):
+        present["stop"] = (stop,)
+    for name in ("stop", "stop_token_ids"):
+        if name in present:
+            present[name] = tuple(present[name])
+    if "logit_bias" in present:
+        present["logit_bias"] = dict(present["logit_bias"])
+    try:
+        checked = dataclasses.replace(sampling or SamplingParams(), **present)
+        if sampling is not None:
+            return checked.to_message()
+        if (structured := present.pop("structured", None)) is not None:
+            present["structured"] = structured.to_message()
+        return pb.SamplingParams(**present)
+    except TypeError as error:
+        raise InvalidRequest(f"a sampling option cannot be used: {error}") from None
+    except ValueError as error:
+        raise InvalidRequest(f"a number does not fit its field: {error}") from None
+
+
+def build_chat(messages: Conversation) -> pb.Chat:
+    """The conversation as a message. Raises InvalidRequest for a key or a value that is not text."""
+    chat = pb.Chat()
+    for message in messages:
+        calls = [
+            pb.ToolCall(
+                id=call.get("id", ""), name=call["function"]["name"], arguments=call["function"].get("arguments", "")
+            )
+            for call in message.get("tool_calls") or ()
+        ]
+        texts = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if message.get(name)}
+        if unknown := set(message) - {"role", "content", "name", "tool_call_id", "tool_calls"}:
+            raise InvalidRequest(f"a message has the unknown key {sorted(unknown)[0]!r}")
+        try:
+            chat.messages.add(**texts, tool_calls=calls)
+        except TypeError as error:
+            raise InvalidRequest(f"a message's role, content, name and tool_call_id are texts: {error}") from None
+    return chat
