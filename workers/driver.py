@@ -22,6 +22,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.process_setup import die
+from coatcheck.workers.rank_loading import build_engine
 from coatcheck.workers.runner.memory_budget import MemoryBudget
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner
@@ -56,19 +57,7 @@ class Driver:
     ) -> None:
         on_gpu = memory.pool.device.type == "cuda"
         self._group_runner = TpRunner(runner, communicator) if communicator.size > 1 else None
-        self.engine = Engine(
-            spec,
-            self._group_runner or runner,
-            num_blocks=memory.num_blocks,
-            host_blocks=memory.host_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            max_model_len=config.max_model_len,
-            eviction=config.eviction,
-            pipeline_depth=1 if on_gpu else 0,
-            grammars=grammars,
-        )
+        self.engine = build_engine(config, spec, self._group_runner or runner, memory, grammars)
         self.engine.update_copy_costs(copies)
         self._tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
         report = GroupReport(

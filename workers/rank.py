@@ -17,9 +17,7 @@ import torch
 from coatcheck.kernels.compile_watch import CompileWatch
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as public
-from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.group_config import GroupConfig
-from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.distributed.communicator import Communicator
@@ -28,17 +26,9 @@ from coatcheck.workers.driver import Driver
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.free_memory import peak_bytes
 from coatcheck.workers.host.process_setup import die, divide_cores
-from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.cuda_block_copier import make_copier
-from coatcheck.workers.runner.cuda_graphs import graph_sizes
+from coatcheck.workers.rank_loading import load_rank
 from coatcheck.workers.runner.memory_budget import MemoryBudget
-from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import follow
-from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
-from coatcheck.workers.structured.grammar_backend import GrammarBackend
-
-_WARM_UP_TOKENS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -88,26 +78,15 @@ class Rank:
             in_order=config.deterministic,
             listener=self._listener,
         )
-        model = load_model(
-            config.model,
-            communicator=communicator,
-            dtype=config.dtype,
-            device=device,
-            max_model_len=config.max_model_len,
-            deterministic=config.deterministic,
-            progress=self._loading,
+        loaded = load_rank(
+            config,
+            communicator,
+            device,
+            ranks_on_host=self._ranks_on_host,
+            compile_watch=self.compile_watch,
+            on_bytes_loaded=self._loading,
+            on_model_loaded=lambda: self._note(phase=Phase.WARMING),
         )
-        communicator.meet()
-        self._note(phase=Phase.WARMING)
-        # Routers name the model as its operator does, and block hashes hold that name.
-        spec = dataclasses.replace(model.spec, name=config.served_model_name)
-        grammars = GrammarBackend.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
-        if device.type == "cuda":
-            self.compile_watch.start()
-        layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
-        memory = MemoryBudget.take(config, layout, communicator, device, ranks_on_host=self._ranks_on_host)
-        runner = self._build_runner(model, memory, communicator, grammars)
-        copies = self._warm_up(runner, memory)
         ranks = rank_statuses(communicator, device)
         # What is loaded stays: the collector need not walk it again in the middle of a step.
         gc.collect()
@@ -116,22 +95,22 @@ class Rank:
             if self.rank == 0:
                 leader = Driver(
                     config,
-                    spec,
-                    runner,
+                    loaded.spec,
+                    loaded.runner,
                     communicator,
-                    memory,
+                    loaded.memory,
                     ranks,
                     name=self.name,
                     host=self._host,
                     record=self._record,
-                    grammars=grammars,
-                    copies=copies,
+                    grammars=loaded.grammars,
+                    copies=loaded.copies,
                     compiled=self.compile_watch.late,
                 )
-                self._lead(leader, memory, spec)
+                self._lead(leader, loaded.memory, loaded.spec)
             else:
                 self._note(phase=Phase.SERVING)
-                follow(runner, communicator)
+                follow(loaded.runner, communicator)
         except BaseException as error:
             self._record.note(error)
             die(self.name, error)
@@ -143,40 +122,6 @@ class Rank:
         self._stopping = True
         if self._leader is not None:
             self._leader.stop()
-
-    def _build_runner(
-        self, model: Model, memory: MemoryBudget, communicator: Communicator, grammars: GrammarBackend
-    ) -> ModelRunner:
-        device = memory.pool.device
-        max_num_seqs = self.config.max_num_seqs
-        return ModelRunner(
-            model,
-            memory.layout,
-            memory.pool,
-            max_num_seqs=max_num_seqs,
-            max_model_len=min(model.spec.max_model_len, memory.tokens),
-            copier=make_copier(memory.pool, memory.host, communicator) if memory.host is not None else None,
-            grammars=grammars,
-            communicator=communicator,
-            graph_sizes=graph_sizes(max_num_seqs) if device.type == "cuda" and model.capturable else (),
-        )
-
-    def _warm_up(self, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
-        """The same first steps on every rank; returns what the copies among them took."""
-        config, copies = self.config, None
-        on_gpu = memory.pool.device.type == "cuda"
-        if on_gpu:
-            runner.warm()
-        # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
-        wanted = config.max_batch_tokens if on_gpu else _WARM_UP_TOKENS
-        room = min(runner.model.spec.max_model_len, memory.tokens)
-        for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
-            runner.launch(plan).wait()
-        for plan in copy_warm_up_plans(min(memory.host_blocks, memory.num_blocks)):
-            copies = runner.launch(plan).wait().copies or copies
-            runner.settle_copies()
-        self.compile_watch.ready()
-        return copies
 
     def _lead(self, leader: Driver, memory: MemoryBudget, spec: ModelSpec) -> None:
         """Rank 0: schedules and serves until `stop`."""

@@ -21,9 +21,7 @@ from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, Tls
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
-from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.retention import DEFAULT_TTL_SECONDS, Retention
-from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _PROMPT = partial(typer.Option, rich_help_panel="Prompt")

@@ -1,0 +1,130 @@
+"""load_rank(): a rank's model, memory and runner, ready for the first request."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.workers.core.copy_report import CopyReport
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.core.model_spec import ModelSpec
+from coatcheck.workers.core.runner_protocol import Runner
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.engine.engine import Engine
+from coatcheck.workers.kv.block_layout import BlockLayout
+from coatcheck.workers.model.model import Model, load_model
+from coatcheck.workers.runner.cuda_block_copier import make_copier
+from coatcheck.workers.runner.cuda_graphs import graph_sizes
+from coatcheck.workers.runner.memory_budget import MemoryBudget
+from coatcheck.workers.runner.model_runner import ModelRunner
+from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
+from coatcheck.workers.structured.grammar_backend import GrammarBackend
+
+_WARM_UP_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """`spec` has the name under which the model is served. `copies`: how long the copies of the warm-up took, or None
+    without a host tier."""
+
+    spec: ModelSpec
+    memory: MemoryBudget
+    runner: ModelRunner
+    grammars: GrammarBackend
+    copies: CopyReport | None
+
+
+def load_rank(
+    config: GroupConfig,
+    communicator: Communicator,
+    device: torch.device,
+    *,
+    ranks_on_host: int,
+    compile_watch: CompileWatch,
+    on_bytes_loaded: Callable[[int, int], None],
+    on_model_loaded: Callable[[], None],
+) -> LoadedRank:
+    """Load this rank's slices, allocate the KV pool and run the first steps. Every rank of a group calls it at once.
+
+    `on_bytes_loaded(done, total)` is called while weights are read, `on_model_loaded` once all ranks have read theirs.
+    Raises InvalidModel for a checkpoint that cannot be served, InvalidConfig for settings that do not fit the machine.
+    """
+    model = load_model(
+        config.model,
+        communicator=communicator,
+        dtype=config.dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        deterministic=config.deterministic,
+        progress=on_bytes_loaded,
+    )
+    communicator.meet()
+    on_model_loaded()
+    # Routers name the model as its operator does, and block hashes hold that name.
+    spec = dataclasses.replace(model.spec, name=config.served_model_name)
+    grammars = GrammarBackend.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+    if device.type == "cuda":
+        compile_watch.start()
+    layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
+    memory = MemoryBudget.take(config, layout, communicator, device, ranks_on_host=ranks_on_host)
+    runner = _build_runner(config, model, memory, communicator, grammars)
+    copies = _warm_up(config, runner, memory)
+    compile_watch.ready()
+    return LoadedRank(spec, memory, runner, grammars, copies)
+
+
+def build_engine(
+    config: GroupConfig, spec: ModelSpec, runner: Runner, memory: MemoryBudget, grammars: GrammarBackend
+) -> Engine:
+    """The engine over `runner`. On a GPU steps are pipelined one deep, because launches there are asynchronous."""
+    return Engine(
+        spec,
+        runner,
+        num_blocks=memory.num_blocks,
+        host_blocks=memory.host_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        max_model_len=config.max_model_len,
+        eviction=config.eviction,
+        pipeline_depth=1 if memory.pool.device.type == "cuda" else 0,
+        grammars=grammars,
+    )
+
+
+def _build_runner(
+    config: GroupConfig, model: Model, memory: MemoryBudget, communicator: Communicator, grammars: GrammarBackend
+) -> ModelRunner:
+    device = memory.pool.device
+    return ModelRunner(
+        model,
+        memory.layout,
+        memory.pool,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(model.spec.max_model_len, memory.tokens),
+        copier=make_copier(memory.pool, memory.host, communicator) if memory.host is not None else None,
+        grammars=grammars,
+        communicator=communicator,
+        graph_sizes=graph_sizes(config.max_num_seqs) if device.type == "cuda" and model.capturable else (),
+    )
+
+
+def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
+    """Run the same first steps on every rank. Return how long the copies among them took."""
+    copies = None
+    on_gpu = memory.pool.device.type == "cuda"
+    if on_gpu:
+        runner.warm()
+    # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
+    wanted = config.max_batch_tokens if on_gpu else _WARM_UP_TOKENS
+    room = min(runner.model.spec.max_model_len, memory.tokens)
+    for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):
+        runner.launch(plan).wait()
+    for plan in copy_warm_up_plans(min(memory.host_blocks, memory.num_blocks)):
+        copies = runner.launch(plan).wait().copies or copies
+        runner.settle_copies()
+    return copies
