@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Explanation, GenerateRequest, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.worker_pb2 import FromGroup, Load
+from coatcheck.proto.stubs.worker_pb2 import FromGroup, Load
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.routing.test_routing import PROMPT, blocks
