@@ -200,6 +200,17 @@ def test_tests_open_with_a_sentence() -> None:
     assert wrong == []
 
 
+def test_no_test_file_imports_another() -> None:
+    """What several test files share is in a helper of its own: none imports a module named test_*."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {module}"
+        for file in sources("tests")
+        for line, module in imports(file)
+        if re.fullmatch(r"(coatcheck\.)?tests\.(\w+\.)*test_\w+", module)
+    ]
+    assert wrong == []
+
+
 def test_editable_install_sees_every_room() -> None:
     """In the editable install each room's files import under the package's name."""
     import coatcheck

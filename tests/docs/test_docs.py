@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helm.exercised_page import exercised_page
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 
@@ -134,9 +136,7 @@ def test_defaults_that_depend_on_the_device() -> None:
 
 def test_metrics_exist() -> None:
     """Each metric that a page names is on the router's own page, under just that name."""
-    from tests.helm.test_monitoring import page as metrics
-
-    known = set(re.findall(r"coatcheck_\w+", metrics()))
+    known = set(re.findall(r"coatcheck_\w+", exercised_page()))
     for page in PAGES:
         named = set(re.findall(r"`[^`]*?(coatcheck_\w*\w)", page.read_text()))
         assert named <= known, f"{page.name}: {named - known}"

@@ -5,30 +5,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from coatcheck.bench.router_cases.metrics import busy_status, exercise
-from coatcheck.router.groups.group_failures import GroupFailures
-from coatcheck.router.groups.group_metrics import GroupFailureMetrics
-from coatcheck.router.groups.retry_budget import RetryBudget
-from coatcheck.router.telemetry.prometheus_page import PrometheusPage
-from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from tests.helm.chart import render
+from tests.helm.exercised_page import exercised_page
 
 ON = ("grafana.dashboard=true", "serviceMonitor.enabled=true")
-
-
-def page() -> str:
-    """/metrics of a router that has seen everything happen."""
-    registry = CollectorRegistry()
-    measures = RequestMetrics(registry)
-    exercise(measures, 1)
-    measures.moved("group-0", begun=True)
-    measures.moved("group-0", begun=False)
-    measures.resumed()
-    registry.register(GroupFailureMetrics(GroupFailures(), RetryBudget()))
-    return PrometheusPage(lambda: busy_status(2, 2), registry).render().decode()
 
 
 def queries(dashboard: dict[str, Any]) -> Iterator[str]:
@@ -47,7 +29,7 @@ def dashboard_of(*settings: str) -> dict[str, Any]:
 
 def test_every_metric_of_the_dashboard_exists() -> None:
     """Each name and each label in its queries is on the router's own page."""
-    families = text_string_to_metric_families(page())
+    families = text_string_to_metric_families(exercised_page())
     samples = [sample for family in families for sample in family.samples]
     known = {sample.name: set(sample.labels) for sample in samples} | {"job": set()}
     asked = list(queries(dashboard_of()))

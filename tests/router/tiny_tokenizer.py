@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 _TEXT = [
     "the quick brown fox jumps over the lazy dog, and the dog does not mind at all",
@@ -33,6 +33,24 @@ def byte_level_tokenizer(vocab_size: int = 600) -> Tokenizer:
         min_frequency=1,
     )
     tokenizer.train_from_iterator(_TEXT * 3, trainer)
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Like a SentencePiece model: `▁` stands for a space, and a character without a piece becomes its bytes."""
+    pieces = [
+        *("<unk>", "<s>", "</s>"),
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *("▁", "a", "b", "c", "f", "o", "x", "▁a", "▁fox", "fo", "fox", "漢"),
+    ]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("f", "o"), ("fo", "x"), ("▁", "fox"), ("▁", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
 
 

@@ -11,7 +11,7 @@ import pytest
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.servable import find_refusal
 from tests.workers.checkpoints import tiny_checkpoint
-from tests.workers.model.test_other_architectures import REFUSED, SERVED, write
+from tests.workers.model.architectures import REFUSED, SERVED, write
 
 _PLAIN = dict(tp=1, dtype="auto", max_model_len=None, deterministic_on=None)
 

@@ -27,7 +27,7 @@ from coatcheck.workers.model.meta_model import build_skeleton
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_pool
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
-from tests.workers.model.test_other_architectures import SERVED, shape_of
+from tests.workers.model.architectures import SERVED, shape_of
 from tests.workers.rank_client import read_registration
 from tests.workers.rank_group import RankGroup
 

@@ -5,8 +5,8 @@ import triton
 
 from coatcheck.kernels.attention.paged_decode import DecodeLaunch, launch_decode
 from coatcheck.kernels.attention.paged_prefill import PrefillLaunch, launch_prefill
+from tests.kernels.attention_batch import Batch, close
 from tests.kernels.caches import QUANTISED
-from tests.kernels.test_native_attention import Batch, close
 from tests.kernels.triton.agreement import SENTINEL
 
 Dtypes = tuple[torch.dtype, ...]

@@ -16,11 +16,11 @@ from coatcheck.router.text.text_offsets import prompt_offsets
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import VOCAB, FakeGroup
 from tests.router.http_router import HttpRouter, StartHttpRouter
-from tests.router.text.test_detokenizer import BYTE_FALLBACK
-from tests.router.tiny_tokenizer import byte_level_tokenizer
+from tests.router.tiny_tokenizer import byte_fallback_tokenizer, byte_level_tokenizer
 
 BEGINNING = 1  # "<s>", the special token that does not end an answer
 BYTE_LEVEL = TokenizerJson(byte_level_tokenizer(), None)
+BYTE_FALLBACK = byte_fallback_tokenizer()
 IDS = st.lists(st.sampled_from([0, BEGINNING]) | st.integers(0, VOCAB - 1), min_size=1, max_size=30)
 TEXT = st.text(st.sampled_from("abc fox 漢字かな🙂👩‍🚀é½\n"), min_size=1, max_size=20)
 

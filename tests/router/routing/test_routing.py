@@ -1,22 +1,11 @@
 """Routing end to end: events in, placement out, and an index that heals itself."""
 
-from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
-from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, KvEvent, KvEvents
+from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents
 from coatcheck.router.routing.event_trouble import EventProblem
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
-
-PROMPT = list(range(100, 140))
-
-
-def blocks(salt: str = "") -> list[KvEvent]:
-    """The prompt's blocks, as a group that has computed it would report them."""
-    chain = hash_chain(block_key(salt=salt, model="tiny", fingerprint="weights"), PROMPT, 4)
-    return [
-        KvEvent(stored=True, block_hash=block, parent_hash=parent, tier=TIER_DEVICE)
-        for parent, block in zip([b"", *chain], chain, strict=False)
-    ]
+from tests.router.routing.reported_prefix import PROMPT, blocks
 
 
 async def ask(router: RouterUnderTest, salt: str = "") -> str:

@@ -7,7 +7,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Explanation, GenerateRequest, Sa
 from coatcheck.proto.stubs.worker_pb2 import FromGroup, Load
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
-from tests.router.routing.test_routing import PROMPT, blocks
+from tests.router.routing.reported_prefix import PROMPT, blocks
 
 ASKED = (("coatcheck-explain", "1"),)
 

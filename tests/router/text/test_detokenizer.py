@@ -5,36 +5,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer
 
 from coatcheck.router.text.detokenizer import WindowDetokenizer
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import VOCAB
-from tests.router.tiny_tokenizer import byte_level_tokenizer
+from tests.router.tiny_tokenizer import byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=30)
 TEXT = st.text(st.sampled_from("abc fox 漢字かな🙂👩‍🚀é½\n"), max_size=30)
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """As SentencePiece models have it: words with a lower bar for the space, and bytes for the rest."""
-    pieces = [
-        *("<unk>", "<s>", "</s>"),
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *("▁", "a", "b", "c", "f", "o", "x", "▁a", "▁fox", "fo", "fox", "漢"),
-    ]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    merges = [("f", "o"), ("fo", "x"), ("▁", "fox"), ("▁", "a")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
-
-
 BYTE_FALLBACK = byte_fallback_tokenizer()
 
 

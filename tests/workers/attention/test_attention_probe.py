@@ -22,7 +22,7 @@ from coatcheck.workers.attention.mask_probe import UnknownPattern, window_of
 from coatcheck.workers.model.meta_model import build_skeleton
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from tests.workers.checkpoints import tiny_config
-from tests.workers.model.test_other_architectures import shape_of
+from tests.workers.model.architectures import shape_of
 
 LIMIT = 100_000
 

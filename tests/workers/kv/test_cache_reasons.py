@@ -5,7 +5,7 @@ import dataclasses
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, Tier, content_chain
 from tests.workers.collector import Collector, request
-from tests.workers.kv.test_kv_cache_manager import ask, make_engine
+from tests.workers.kv.two_tier_engine import ask, make_engine
 
 PROMPT = list(range(1, 42))
 

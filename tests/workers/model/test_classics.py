@@ -5,7 +5,7 @@ import pytest
 from coatcheck.proto.errors import NeverFits
 from tests.workers.collector import Collector, request
 from tests.workers.fake_runner import answer
-from tests.workers.kv.test_kv_cache_manager import make_engine
+from tests.workers.kv.two_tier_engine import make_engine
 
 
 @pytest.mark.parametrize("host_blocks", [0, 64])

@@ -11,7 +11,7 @@ from coatcheck.workers.core.step_output import SequenceOutput
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.request_log import RequestLog
 from coatcheck.workers.service.wire import request_from_message
-from tests.workers.kv.test_kv_cache_manager import ask, make_engine
+from tests.workers.kv.two_tier_engine import ask, make_engine
 
 
 def test_every_count_of_the_tiers_reaches_the_status() -> None:

@@ -1,0 +1,67 @@
+"""Sequences in a paged pool, and their attention by a kernel and by the float32 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from coatcheck.kernels.kv.store_kv import store_kv_reference
+from tests.kernels.caches import strided_cache
+
+
+class Batch:
+    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool, whose elements
+    are `kv` (unset: as the queries')."""
+
+    def __init__(
+        self,
+        lengths: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        size: int = 16,
+        kv: torch.dtype | None = None,
+    ) -> None:
+        torch.manual_seed(sum(q * 7 + s for q, s in lengths) + heads + dim)
+        per_seq = [-(-s // size) for _, s in lengths]
+        blocks = sum(per_seq) + 3
+        self.cache = strided_cache(blocks, kv_heads, size, dim, kv or dtype)
+        order = torch.randperm(blocks)
+        self.block_tables = torch.zeros(len(lengths), max(per_seq, default=0) + 2, dtype=torch.int32)
+        used = 0
+        for row, ((_, seq_len), count) in enumerate(zip(lengths, per_seq, strict=True)):
+            ids = order[used : used + count]
+            used += count
+            self.block_tables[row, :count] = ids
+            at = torch.arange(seq_len)
+            k, v = (torch.randn(seq_len, kv_heads, dim).to(dtype) for _ in range(2))
+            store_kv_reference(k, v, self.cache, ids[at // size] * size + at % size)
+        self.seq_lens = torch.tensor([s for _, s in lengths], dtype=torch.int32)
+        self.cu_seqlens_q = torch.tensor([0, *torch.tensor([q for q, _ in lengths]).cumsum(0)], dtype=torch.int32)
+        tokens = int(self.cu_seqlens_q[-1])
+        self.q = torch.randn(tokens, (heads + 2) * dim).to(dtype)[:, : heads * dim].unflatten(1, (heads, dim))
+        self.scale = dim**-0.5
+
+    def tables(self) -> dict[str, Any]:
+        return dict(block_tables=self.block_tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
+
+    def run(self, **options: Any) -> Tensor:
+        options = {"scale": self.scale, "max_seqlen_q": 1, **options}
+        return paged_attention(self.q, self.cache, **self.tables(), **options)
+
+    def reference(self, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+        out = torch.zeros(self.q.shape)
+        paged_attention_reference(
+            self.q, self.cache, *self.tables().values(), self.scale, sliding_window, softcap, sinks, out
+        )
+        return out
+
+
+def close(have: Tensor, want: Tensor) -> None:
+    """bfloat16 weights and one rounding at the end: a few of its units; float32: a few of its own."""
+    tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[have.dtype]
+    torch.testing.assert_close(have.float(), want, rtol=tolerance, atol=tolerance)
