@@ -16,9 +16,9 @@ import ray.util
 from coatcheck.proto.log_lines import configure_logging
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import RankProgress
-from coatcheck.workers.host.crash_record import crash_of
+from coatcheck.workers.host.crash_record import read_crash
 from coatcheck.workers.host.disk_space import describe_full_disk
-from coatcheck.workers.host.process_setup import divide_cores, settle_environment
+from coatcheck.workers.host.process_setup import divide_cores, set_thread_environment
 
 if TYPE_CHECKING:
     from coatcheck.workers.rank import Rank
@@ -43,7 +43,7 @@ class RankActor:
         self._failure: Exception | None = None
         # Ray sends both streams of this process to files in its session directory.
         configure_logging(config.log_format, rank=f"{config.name}/{rank}")
-        settle_environment(threads=divide_cores(config.threads, ranks_on_host), host=self._host)
+        set_thread_environment(threads=divide_cores(config.threads, ranks_on_host), host=self._host)
 
     def rendezvous(self) -> str:
         """On rank 0: takes a port where the ranks will meet, and returns host:port."""
@@ -89,8 +89,8 @@ class RankActor:
         return os.path.realpath("/proc/self/fd/2")
 
     def predecessor_crash(self) -> str | None:
-        """How this rank of the incarnation before has ended, if that was on this host; see crash_of."""
-        return crash_of(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
+        """How this rank of the incarnation before has ended, if that was on this host; see read_crash."""
+        return read_crash(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 
     def _record_base(self, incarnation: int) -> str:
         """The common beginning of the paths of an incarnation's crash records, in a folder of this user beside the

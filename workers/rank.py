@@ -21,7 +21,6 @@ from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.distributed.rank_facts import gather
 from coatcheck.workers.driver import Driver
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.free_memory import peak_bytes
@@ -74,8 +73,8 @@ class Rank:
             rendezvous,
             device=device,
             timeout_seconds=config.collective_timeout_seconds,
-            meeting_seconds=config.meeting_seconds,
-            in_order=config.deterministic,
+            startup_timeout_seconds=config.meeting_seconds,
+            sum_in_rank_order=config.deterministic,
             listener=self._listener,
         )
         loaded = load_rank(
@@ -159,5 +158,5 @@ def rank_statuses(communicator: Communicator, device: torch.device) -> list[publ
     mine = {"node": socket.gethostname()[:200], "pid": os.getpid(), "peak": peak_bytes(device)}
     return [
         public.RankStatus(rank=rank, healthy=True, node=fact["node"], pid=fact["pid"], peak_memory_bytes=fact["peak"])
-        for rank, fact in enumerate(gather(communicator, device, mine))
+        for rank, fact in enumerate(communicator.all_gather_json(mine))
     ]

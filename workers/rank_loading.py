@@ -17,7 +17,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.cuda_block_copier import make_copier
-from coatcheck.workers.runner.cuda_graphs import graph_sizes
+from coatcheck.workers.runner.cuda_graphs import capture_sizes
 from coatcheck.workers.runner.memory_budget import MemoryBudget
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.warm_up import copy_warm_up_plans, warm_up_plans
@@ -62,7 +62,7 @@ def load_rank(
         deterministic=config.deterministic,
         progress=on_bytes_loaded,
     )
-    communicator.meet()
+    communicator.barrier()
     on_model_loaded()
     # Routers name the model as its operator does, and block hashes hold that name.
     spec = dataclasses.replace(model.spec, name=config.served_model_name)
@@ -70,7 +70,7 @@ def load_rank(
     if device.type == "cuda":
         compile_watch.start()
     layout = BlockLayout.of(spec.layers, config.block_size, choose_kv_dtype(config.kv_dtype, spec.dtype))
-    memory = MemoryBudget.take(config, layout, communicator, device, ranks_on_host=ranks_on_host)
+    memory = MemoryBudget.allocate(config, layout, communicator, device, ranks_on_host=ranks_on_host)
     runner = _build_runner(config, model, memory, communicator, grammars)
     copies = _warm_up(config, runner, memory)
     compile_watch.ready()
@@ -109,7 +109,9 @@ def _build_runner(
         copier=make_copier(memory.pool, memory.host, communicator) if memory.host is not None else None,
         grammars=grammars,
         communicator=communicator,
-        graph_sizes=graph_sizes(config.max_num_seqs) if device.type == "cuda" and model.capturable else (),
+        capture_sizes=capture_sizes(config.max_num_seqs)
+        if device.type == "cuda" and model.supports_cuda_graphs
+        else (),
     )
 
 
@@ -126,5 +128,5 @@ def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> 
         runner.launch(plan).wait()
     for plan in copy_warm_up_plans(min(memory.host_blocks, memory.num_blocks)):
         copies = runner.launch(plan).wait().copies or copies
-        runner.settle_copies()
+        runner.wait_for_copies()
     return copies

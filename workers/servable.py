@@ -14,7 +14,7 @@ import torch
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.checkpoint.tp_shard import TpShard
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.model import build_model
 
 

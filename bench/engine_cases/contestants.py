@@ -19,7 +19,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 _BLOCK_SIZE, _NUM_BLOCKS, _MAX_SEQS, _BATCH_TOKENS = 16, 1024, 32, 2048
@@ -71,7 +71,7 @@ class Coatcheck:
     def __init__(self, checkpoint: Path) -> None:
         model = load_model(checkpoint, communicator=Communicator(), dtype="bfloat16", device="cpu")
         layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
-        pool = allocate_pool(layout, _NUM_BLOCKS, torch.device("cpu"))
+        pool = allocate_kv_pool(layout, _NUM_BLOCKS, torch.device("cpu"))
         runner = ModelRunner(model, layout, pool, max_num_seqs=_MAX_SEQS, max_model_len=model.spec.max_model_len)
         self.weight_bytes = model.spec.weight_bytes
         self.kv_bytes_per_token = layout.bytes_per_token

@@ -29,7 +29,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 _BLOCK_SIZE, _CHAT_PROMPT = 16, 64
@@ -89,7 +89,7 @@ def build(directory: Path, prompt_len: int, chats: int, max_batch_tokens: int) -
     model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
     layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
     num_blocks = (prompt_len + chats * 20_000) // _BLOCK_SIZE
-    pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=chats + 1, max_model_len=length)
     return Engine(
         model.spec,

@@ -28,7 +28,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
@@ -80,7 +80,7 @@ def build(directory: Path, chats: int) -> Engine:
     """An engine with room for the chats."""
     model = load_model(directory, communicator=Communicator(), dtype="bfloat16", device="cpu")
     layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
-    pool = allocate_pool(layout, _BLOCKS, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, _BLOCKS, torch.device("cpu"))
     spec = model.spec
     grammars = GrammarBackend.load(directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
     most = min(spec.max_model_len, _BLOCKS * _BLOCK_SIZE)

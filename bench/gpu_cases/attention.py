@@ -32,9 +32,9 @@ def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Meas
     for dtype, kv, (heads, kv_heads, dim), window, softcap in cases[:2] if quick else cases:
         batch = Batch(mixed, heads, kv_heads, dim, dtype, kv, device, window=window, softcap=softcap)
         options = f", window {window}" * (window > 0) + f", cap {softcap:g}" * (softcap > 0)
-        for one_order in (False, True):
-            error = batch.error(batch.run(one_order=one_order))
-            order = ", one order" if one_order else ""
+        for batch_invariant in (False, True):
+            error = batch.error(batch.run(batch_invariant=batch_invariant))
+            order = ", one order" if batch_invariant else ""
             yield Measurement(
                 "correct", f"{heads}/{kv_heads} heads of {dim}, {_name(dtype)} over {kv}{options}{order}", error=error,
                 target=f"error <= {_TOLERANCE[dtype]:g}", met=error <= _TOLERANCE[dtype],

@@ -11,7 +11,7 @@ from coatcheck.kernels.kv.store_kv import store_kv
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.runner.kv_memory import allocate_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, layer_caches
 
 BLOCK = 16
 
@@ -26,7 +26,7 @@ class Batch:
         torch.manual_seed(len(lengths) + dim)
         per_seq = [-(-seq_len // BLOCK) for _, seq_len in lengths]
         layout = BlockLayout.of([LayerSpec(heads, kv_heads, dim, window, softcap)], BLOCK, kv)
-        self.pool = allocate_pool(layout, sum(per_seq), device)
+        self.pool = allocate_kv_pool(layout, sum(per_seq), device)
         self.cache: KVCache = layer_caches(layout, self.pool)[0]
         self.kv_bytes = sum(seq_len for _, seq_len in lengths) * layout.bytes_per_token
         blocks = torch.randperm(sum(per_seq), dtype=torch.int32).to(device)
@@ -47,12 +47,13 @@ class Batch:
         self.q = torch.randn(int(starts[-1]), heads, dim, device=device).to(dtype)
         self.scale, self.window, self.softcap = dim**-0.5, window, softcap
 
-    def run(self, *, one_order: bool = False) -> Tensor:
+    def run(self, *, batch_invariant: bool = False) -> Tensor:
         """Through our kernels."""
         return paged_attention(
             self.q, self.cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.starts,
             max_seqlen_q=max(q for q, _ in self.lengths), scale=self.scale, sliding_window=self.window,
-            softcap=self.softcap, one_order=one_order, total_seq_len=sum(seq_len for _, seq_len in self.lengths),
+            softcap=self.softcap, batch_invariant=batch_invariant,
+            total_seq_len=sum(seq_len for _, seq_len in self.lengths),
             num_prefills=sum(q_len > 1 for q_len, _ in self.lengths),
         )  # fmt: skip
 

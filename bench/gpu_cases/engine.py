@@ -22,9 +22,8 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.cuda_block_copier import make_copier
-from coatcheck.workers.runner.cuda_graphs import graph_sizes
-from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.cuda_graphs import capture_sizes
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 BLOCK = 16
@@ -121,16 +120,16 @@ class Group:
         self.model, self.device, self.num_blocks, self.host_blocks = model, device, num_blocks, host_blocks
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.layout = BlockLayout.of(model.spec.layers, BLOCK, choose_kv_dtype(kv_dtype, model.spec.dtype))
-        pool = allocate_pool(self.layout, num_blocks, device)
-        host = allocate_host(host_blocks, self.layout.bytes_per_block, device) if host_blocks else None
-        sizes = graph_sizes(max_num_seqs) if graphs and model.capturable else ()
+        pool = allocate_kv_pool(self.layout, num_blocks, device)
+        host = allocate_host_pool(host_blocks, self.layout.bytes_per_block, device) if host_blocks else None
+        sizes = capture_sizes(max_num_seqs) if graphs and model.supports_cuda_graphs else ()
         self.runner = ModelRunner(
             model,
             self.layout,
             pool,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            graph_sizes=sizes,
+            capture_sizes=sizes,
             copier=None if host is None else make_copier(pool, host, communicator or Communicator()),
         )
         self.runner.warm()

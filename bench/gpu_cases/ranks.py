@@ -22,7 +22,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_block_copier import make_copier
-from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.kv_memory import allocate_host_pool
 from coatcheck.workers.runner.tp_runner import TpRunner, follow
 
 _GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, seed=3)
@@ -34,7 +34,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
     count, size = (8, 4096) if quick else (256, 2 << 20)
     pool = torch.randint(0, 255, (count, size), dtype=torch.uint8, device=device)
     before = pool.clone()
-    host = allocate_host(count, size, device)
+    host = allocate_host_pool(count, size, device)
     copier = make_copier(pool, host, Communicator())
     pairs = [(i, count - 1 - i) for i in range(count)]
     back = [(slot, block) for block, slot in pairs]
@@ -192,10 +192,10 @@ def as_rank(words: str) -> None:
     rank, address, path, kind, share = words.split(",")
     device = torch.device(kind)
     communicator = Communicator.join(
-        int(rank), 2, address, device=device, share_memory=bool(int(share)), over_host=True
+        int(rank), 2, address, device=device, share_memory=bool(int(share)), stage_on_host=True
     )
     model = load_model(path, communicator=communicator, dtype="float32", device=device)
-    communicator.meet()
+    communicator.barrier()
     group = _large(model, device, communicator)
     if communicator.rank:
         follow(group.runner, communicator)

@@ -27,8 +27,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.cuda_block_copier import make_copier
-from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 _BLOCK_SIZE = 16
@@ -75,8 +74,8 @@ def make_engine(model: Model, host_blocks: int) -> Engine:
     """One engine with a pool of its own."""
     layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
     device = torch.device("cpu")
-    pool = allocate_pool(layout, _NUM_BLOCKS, device)
-    host = allocate_host(host_blocks, layout.bytes_per_block, device) if host_blocks else None
+    pool = allocate_kv_pool(layout, _NUM_BLOCKS, device)
+    host = allocate_host_pool(host_blocks, layout.bytes_per_block, device) if host_blocks else None
     copier = make_copier(pool, host, Communicator()) if host is not None else None
     max_model_len = model.spec.max_model_len
     runner = ModelRunner(model, layout, pool, max_num_seqs=_CLIENTS, max_model_len=max_model_len, copier=copier)

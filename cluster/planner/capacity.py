@@ -11,9 +11,9 @@ from typing import Self
 from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.weight_count import WeightCount
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.kv_dtype import KV_DTYPES, KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_num_blocks
 
@@ -32,7 +32,7 @@ class Cache:
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self:
         """Raises InvalidConfig where tp does not divide the heads, or a kv-dtype does not suit them."""
-        part = [TpShard(0, tp).cut_layer(layer) for layer in layers]
+        part = [TpShard(0, tp).shard_layer(layer) for layer in layers]
         whole = BlockLayout.of(layers, block_size, kv_dtype)
         return cls(tuple(layers), whole, BlockLayout.of(part, block_size, kv_dtype), tp)
 
@@ -72,7 +72,7 @@ class Cache:
         shard = TpShard(0, self.tp)
         return sum(
             min(tokens, layer.sliding_window or tokens)
-            * BlockLayout.of([shard.cut_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
+            * BlockLayout.of([shard.shard_layer(layer)], self.block_size, self.whole.kv_dtype).bytes_per_token
             for layer in self.layers
         )
 

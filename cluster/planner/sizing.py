@@ -20,9 +20,9 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.weight_count import WeightCount
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128)
@@ -96,7 +96,7 @@ class Sizing:
 
     def layer_bytes(self, layer: LayerSpec, tp: int) -> float:
         """Of one token in one such layer, on each of `tp` ranks."""
-        part = TpShard(0, tp).cut_layer(layer)
+        part = TpShard(0, tp).shard_layer(layer)
         return BlockLayout.of([part], self.cache.block_size, self.cache.whole.kv_dtype).bytes_per_token
 
     def by_kv_dtype(self) -> list[tuple[str, Cache, int]]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from coatcheck.cluster.planner.model_config import ModelConfig
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.distributed.tp_shard import TpShard
 
 # Families whose MLP is two matrices, not three.
 _UNGATED: Final = frozenset(

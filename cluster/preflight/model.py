@@ -14,16 +14,16 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.preflight.config_json import check_config, with_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES, check_causal, check_known
 from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
-    check_kind,
-    choose_length,
-    no_deterministic_experts,
+    check_model_kind,
+    deterministic_experts_error,
+    limit_max_model_len,
 )
 
 # What every decoder's config.json says, under the names of most families.
@@ -59,7 +59,7 @@ def check_model(config: ServeConfig) -> None:
             raise
         return  # of a kind that `coatcheck plan` does not know
     shard = TpShard(0, config.tp)
-    layers = [shard.cut_layer(layer) for layer in shape.layers]
+    layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
         shard.vocabulary(vocabulary)
     _check_mlp(model, shard)
@@ -101,7 +101,7 @@ def _check_architecture(model: ModelConfig) -> None:
     if not model.model_type:
         raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
     check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
-    check_kind(
+    check_model_kind(
         model.name,
         model.model_type,
         is_quantised=model.values.get("quantization_config") is not None,
@@ -128,14 +128,14 @@ def _check_length(config: ServeConfig, model: ModelConfig) -> None:
         return
     kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
     numbers = {name: value for name, value in scaling.items() if _is_number(value)}
-    choose_length(config.max_model_len, made_for, {**numbers, "rope_type": kind})
+    limit_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind})
 
 
 def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
     counts = [(name, model.values.get(name)) for name in _EXPERTS]
     said = next((f"{name} {count}" for name, count in counts if _is_number(count) and count > 0), None)
     if config.deterministic and said is not None:
-        raise no_deterministic_experts(f"a mixture of experts ({said} in config.json)")
+        raise deterministic_experts_error(f"a mixture of experts ({said} in config.json)")
 
 
 def _check_mlp(model: ModelConfig, shard: TpShard) -> None:

@@ -12,8 +12,8 @@ has it, of any dtype; block_tables int32 [num_seqs, max_blocks]; seq_lens int32 
 cu_seqlens_q int32 [num_seqs + 1]; sinks [num_heads] float32. Rows of out past cu_seqlens_q[-1] are left as they were.
 
 A sequence's result never depends on its neighbours: splits over the sequence have a fixed size and are combined in
-order. With `one_order` a query's result is also the same bits in a decode and in a prefill of any length: on CPU it is
-so in any case, on a GPU the prefill kernel then takes all queries, in tiles of one size.
+order. With `batch_invariant` a query's result is also the same bits in a decode and in a prefill of any length: on CPU
+it always is, on a GPU the prefill kernel then takes all queries, in tiles of one size.
 
 CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the others),
 CPU tensors to kernels/csrc/attention_*.c, which read the pool in place, or without the library to the reference below.
@@ -56,7 +56,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    one_order: bool = False,
+    batch_invariant: bool = False,
     total_seq_len: int | None = None,
     num_prefills: int | None = None,
     out: Tensor | None = None,
@@ -70,11 +70,11 @@ def paged_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if takes_triton(cache.k):
         tables = (q, cache, block_tables, seq_lens, cu_seqlens_q)
-        if not one_order:
+        if not batch_invariant:
             launch_decode(*tables, scale, sliding_window, softcap, sinks, out, total_seq_len)
-        if max_seqlen_q > 1 or one_order:
+        if max_seqlen_q > 1 or batch_invariant:
             launch_prefill(
-                *tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, one_order, num_prefills
+                *tables, max_seqlen_q, scale, sliding_window, softcap, sinks, out, batch_invariant, num_prefills
             )  # fmt: skip
         return out
     library = native.library()

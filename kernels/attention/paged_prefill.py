@@ -171,9 +171,9 @@ def _prefill(
 def launch_prefill(
     q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
-    one_order: bool = False, num_prefills: int | None = None, *, launch: PrefillLaunch | None = None,
+    batch_invariant: bool = False, num_prefills: int | None = None, *, launch: PrefillLaunch | None = None,
 ) -> None:  # fmt: skip
-    """`one_order`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`.
+    """`batch_invariant`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`.
     `num_prefills`: so many sequences bring more than one query, the others one each; None where nobody has counted.
     `launch` overrules what is picked."""
     tokens, heads, dim = q.shape
@@ -182,9 +182,9 @@ def launch_prefill(
         return
     arch = arch_of(q.device)
     pack = pick_pack(group)
-    longest = _ANY_LENGTH if one_order else max_seqlen_q * pack
+    longest = _ANY_LENGTH if batch_invariant else max_seqlen_q * pack
     launch = launch or pick_launch(longest, dim, cache.k.shape[3], q.element_size(), cache.is_quantised, arch)
-    if one_order or num_prefills is None:
+    if batch_invariant or num_prefills is None:
         tiles = most_tiles(tokens, num_seqs, launch.block_m // pack)
     else:
         tiles = most_tiles(tokens - num_seqs + num_prefills, num_prefills, launch.block_m // pack)
@@ -196,7 +196,7 @@ def launch_prefill(
         HEADS=heads, GROUP=group, PACK=pack, DIM=dim, SIZE=cache.block_size, SEQS=_SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, SINGLE=one_order,
+        KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, SINGLE=batch_invariant,
         # In float32 always: the branch keeps the compiler from fetching more operands than there are registers for.
         CAPPED=softcap > 0 or q.dtype == torch.float32,
         num_warps=launch.num_warps, num_stages=launch.num_stages,

@@ -8,8 +8,8 @@ y [..., out_features], dense. The weight is packed once and the plain one droppe
     plain    everything else: `F.linear`
 
 In the native form a row's result is the same bits whatever other rows share the call; libraries choose their order of
-summing by the number of rows. `fixed_rows` gives them the same number at every call, padded, so that the promise holds
-in every form. The module does not know about ranks: a shard is just a weight.
+summing by the number of rows. `batch_invariant` gives them the same number at every call, padded, so that the promise
+holds in every form. The module does not know about ranks: a shard is just a weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from coatcheck.kernels import huge_pages, native
 from coatcheck.kernels.launch_check import refuse, want_device, want_dtype, want_shape
 
-# With `fixed_rows`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
+# With `batch_invariant`: enough to keep a matrix unit busy, few enough that a decode step still waits for memory first.
 ROW_TILE = 64
 
 
@@ -32,9 +32,9 @@ class PackedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, fixed_rows: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> None:
         super().__init__()
-        self.fixed_rows = fixed_rows
+        self.batch_invariant = batch_invariant
         if weight.dim() != 2:
             refuse("weight", "shape [out_features, in_features]", list(weight.shape))
         if bias is not None:
@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
             have = f"{list(x.shape)} of {x.dtype} on {x.device}"
             refuse("x", f"[..., {depth}] of {self.dtype} on {self.device}, as the weight is", have)
         if self.form != "native":
-            return self._in_tiles(x) if self.fixed_rows else self._product(x)
+            return self._in_tiles(x) if self.batch_invariant else self._product(x)
         rows = x if x.dim() == 2 and (x.stride(1) == 1 or depth == 1) else x.reshape(-1, depth).contiguous()
         count = rows.shape[0]
         y = torch.empty((*x.shape[:-1], features), dtype=self.dtype)

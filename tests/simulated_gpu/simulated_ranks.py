@@ -19,7 +19,7 @@ from tests.simulated_gpu.tensors import DEVICE
 def main() -> None:
     rank, address, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     install()
-    communicator = Communicator.join(rank, 2, address, device=DEVICE, over_host=True)
+    communicator = Communicator.join(rank, 2, address, device=DEVICE, stage_on_host=True)
     runner = make(path, DEVICE, "auto", communicator=communicator)
     if rank:
         follow(runner, communicator)

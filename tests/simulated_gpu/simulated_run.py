@@ -24,8 +24,7 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.block_copier import BlockCopier, CpuBlockCopier
 from coatcheck.workers.runner.cuda_block_copier import CudaBlockCopier
-from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner
 from tests.simulated_gpu.gpu import SimulatedGpu
@@ -58,14 +57,14 @@ def make(
     ranks = communicator or Communicator()
     model = load_model(path, communicator=ranks, dtype="float32", device=device, deterministic=deterministic)
     layout = BlockLayout.of(model.spec.layers, _SIZE, choose_kv_dtype(kv_dtype, model.spec.dtype))
-    pool = allocate_pool(layout, _BLOCKS, device)
-    host = allocate_host(_HOST_BLOCKS, layout.bytes_per_block, device)
+    pool = allocate_kv_pool(layout, _BLOCKS, device)
+    host = allocate_host_pool(_HOST_BLOCKS, layout.bytes_per_block, device)
     copier: BlockCopier = (
         CpuBlockCopier(pool, host, ranks) if device.type == "cpu" else CudaBlockCopier(pool, host, ranks, LateThread())
     )  # fmt: skip
     return ModelRunner(
-        model, layout, pool, max_num_seqs=4, max_model_len=64, graph_sizes=(2, 4) if model.capturable else (),
-        copier=copier, communicator=communicator,
+        model, layout, pool, max_num_seqs=4, max_model_len=64,
+        capture_sizes=(2, 4) if model.supports_cuda_graphs else (), copier=copier, communicator=communicator,
     )  # fmt: skip
 
 
@@ -139,9 +138,9 @@ def what_is_forgotten_is_found(fresh: Callable[[], ModelRunner], gpu: SimulatedG
     runner = fresh()
     runner.launch(StepPlan(demotes=[(0, 0)]))
     with hazard("another"):  # a block comes back from where it has not arrived
-        runner.settle_copies()
+        runner.wait_for_copies()
         runner.launch(back)
-        runner.settle_copies()
+        runner.wait_for_copies()
     gpu.host_waits = True
     runner = fresh()
     if runner.graphs.sizes:

@@ -20,7 +20,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.model.lm_head import probe_head
-from coatcheck.workers.model.meta_model import build_skeleton, read_config
+from coatcheck.workers.model.meta_model import build_meta_model, read_config
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.model.rope_scaling import choose_max_model_len
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
@@ -235,7 +235,7 @@ def verdict_on(name: str, config: Any, directory: Path) -> Verdict:
     try:
         config.save_pretrained(directory)
         if _is_whole_decoder(config):  # without weights, which a model refused may have gigabytes of
-            model = build_skeleton(config, torch.float32, torch.device("cpu"), choose_max_model_len(config, None))
+            model = build_meta_model(config, torch.float32, torch.device("cpu"), choose_max_model_len(config, None))
             probe_attention(model)
             probe_head(model)
         else:

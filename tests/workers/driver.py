@@ -9,12 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import LogitsIndices
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.kv_memory import allocate_pool, layer_caches
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool, layer_caches
 
 
 @dataclass(slots=True)
@@ -34,7 +33,7 @@ class Driver:
         self.model = model
         self.layout = BlockLayout.of(model.spec.layers, block_size, choose_kv_dtype(kv_dtype, model.spec.dtype))
         # All bits set, a NaN of every float: a read outside of a sequence's own tokens cannot go unnoticed.
-        pool = allocate_pool(self.layout, num_blocks, torch.device("cpu"))
+        pool = allocate_kv_pool(self.layout, num_blocks, torch.device("cpu"))
         pool.fill_(255)
         self.kv = layer_caches(self.layout, pool)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1

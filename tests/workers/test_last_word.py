@@ -14,7 +14,7 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams
 from coatcheck.proto.stubs.worker_pb2_grpc import WorkerStub
 from coatcheck.workers.core.group_config import GroupConfig
-from coatcheck.workers.host.crash_record import crash_of
+from coatcheck.workers.host.crash_record import read_crash
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.crashing_rank import FAULTS, LAST_FAULTS, LAST_IS_KILLED, LAST_RAISES, RAISES, CrashingRank
 from tests.workers.rank_group import RankGroup
@@ -86,8 +86,8 @@ def test_who_ends_by_itself_says_so(start: Start, tp: int, token: int, word: str
     said = last_word(group.wait_ready(), token)
     assert (said.reason if said else None) == word
     assert None not in group.exit_codes()
-    assert crash_of(base, list(range(tp)), tp) == record
-    assert crash_of(f"{base}9", list(range(tp)), tp) is None, "on another host nothing is known"
+    assert read_crash(base, list(range(tp)), tp) == record
+    assert read_crash(f"{base}9", list(range(tp)), tp) is None, "on another host nothing is known"
 
 
 def test_what_only_waited_is_named(start: Start) -> None:
@@ -103,8 +103,8 @@ def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
     base = f"{folder}/g.0"
     for rank in (0, 1):
         Path(f"{base}.rank-{rank}.crash").write_text("Fatal Python error: Aborted\n\nThread 0x1:\n" if rank else "")
-    assert crash_of(base, [0, 1], 2) is None
-    assert crash_of(base, [1], 1) == "rank 1: Aborted"
+    assert read_crash(base, [0, 1], 2) is None
+    assert read_crash(base, [1], 1) == "rank 1: Aborted"
 
 
 def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
@@ -118,5 +118,5 @@ def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, "-c", code, base := f"{tmp_path}/own/g.0"], capture_output=True, text=True)
     assert told.returncode == -signal.SIGSEGV
     path = told.stderr.strip().rpartition("its trace is in ")[2]
-    assert crash_of(base, [1], 2) == "rank 1: Segmentation fault"
+    assert read_crash(base, [1], 2) == "rank 1: Segmentation fault"
     assert "in at_fault" in Path(path).read_text()

@@ -50,4 +50,7 @@ def test_the_command_says_what_it_found(checkpoint_directory: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "coatcheck.workers.servable", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said == {"error": "InvalidModel", "message": "diffllama cannot be served: layer 0 attends more than once"}
+    assert said == {
+        "error": "InvalidModel",
+        "message": "diffllama cannot be served: layer 0 calls attention more than once",
+    }

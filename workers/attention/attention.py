@@ -1,9 +1,8 @@
-"""Attention as transformers calls it: keys and values go to the paged pool, queries read it through block tables.
+"""Attention as transformers calls it, over the paged KV pool.
 
-`attend` is registered with transformers' AttentionInterface under NAME. The name is absent from its mask interface, so
-that no mask is built: the kernel applies causality, windows and sequence boundaries. Each layer's window is the one
-that attention_probe.py found, because some models write it only into the mask. This module does not know which request
-a token belongs to.
+transformers' models look their attention function up by name in AttentionInterface. `attend` is registered there under
+NAME. It stores the new keys and values in the pool and reads the context through block tables. NAME is absent from
+transformers' mask interface, so no mask is built: the kernel applies causality, windows and sequence boundaries.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,16 @@ from coatcheck.workers.attention.attention_metadata import AttentionMetadata
 
 NAME = "coatcheck"
 
-KVPools = list[KVCache]
+KVPools = list[KVCache]  # by layer
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What one layer asks of attention, all ranks' heads together. `module` is its name in the model."""
+class AttentionLayer:
+    """The attention parameters of one layer, as attention_probe.py finds them. Head counts are of all ranks together.
+
+    module: the attention module's name in the model
+    sliding_window, softcap: 0 for none
+    """
 
     module: str
     num_heads: int
@@ -35,6 +38,11 @@ class AttentionCall:
     sliding_window: int
     softcap: float
     has_sinks: bool
+
+
+def register_attention() -> None:
+    """Register `attend` with transformers; idempotent."""
+    AttentionInterface.register(NAME, attend)
 
 
 def attend(
@@ -50,13 +58,14 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **harmless: Any,
+    **ignored: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim].
 
-    `sliding_windows`: of all layers, 0 for full attention. They replace the `sliding_window` that a layer may pass.
+    `sliding_windows`: by layer, 0 for full attention, from the probe. They replace the `sliding_window` argument,
+    because some models write their window only into the mask. `s_aux`: attention sinks, [heads].
     """
-    layer = layer_of(module)
+    layer = layer_index(module)
     cache = kv_pools[layer]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     store_kv(k, v, cache, attention_metadata.slot_mapping)
@@ -67,30 +76,25 @@ def attend(
         seq_lens=attention_metadata.seq_lens,
         cu_seqlens_q=attention_metadata.cu_seqlens_q,
         max_seqlen_q=attention_metadata.max_seqlen_q,
-        scale=scale_of(scaling, query),
+        scale=softmax_scale(scaling, query),
         sliding_window=sliding_windows[layer],
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
-        one_order=attention_metadata.one_order,
+        batch_invariant=attention_metadata.batch_invariant,
         total_seq_len=attention_metadata.total_seq_len,
         num_prefills=attention_metadata.num_prefills,
     )
     return out.unsqueeze(0), None
 
 
-def layer_of(module: nn.Module) -> int:
-    """The layer index of an attention module; raises ValueError if it has none."""
+def layer_index(module: nn.Module) -> int:
+    """The layer index of an attention module. Raises ValueError if it has none."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise ValueError("its attention modules do not say which layer they are")
+        raise ValueError("its attention modules have no layer_idx")
     return layer
 
 
-def scale_of(scaling: float | None, query: Tensor) -> float:
+def softmax_scale(scaling: float | None, query: Tensor) -> float:
     """The factor of the attention scores; 1 / sqrt(head_dim) if `scaling` is None."""
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-
-
-def register() -> None:
-    """Makes NAME known to transformers; repeating it changes nothing."""
-    AttentionInterface.register(NAME, attend)

@@ -1,10 +1,9 @@
-"""AttentionMetadata: where one step's tokens sit in the paged KV pool.
+"""AttentionMetadata and LogitsIndices: where the tokens of one step sit in the paged KV pool, and which need logits.
 
-Tensors on the rank's device, built once per step by the runner and handed through the model's kwargs.
-It does not know which request a row belongs to.
+The runner builds both once per step, with tensors on the rank's device, and passes them through the model's kwargs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,12 +12,12 @@ from torch import Tensor
 class AttentionMetadata:
     """T tokens of S sequences, flattened; sequence s owns tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1].
 
-    slot_mapping: int64 [T], block * block_size + offset of each token, -1 stores nothing
+    slot_mapping: int64 [T], block * block_size + offset of each token; -1 stores nothing
     block_tables: int32 [S, max_blocks]
-    seq_lens:     int32 [S], context length with this step's tokens
+    seq_lens:     int32 [S], context length including this step's tokens
     cu_seqlens_q: int32 [S + 1]
 
-    Rows of padding have slot -1, seq_len 0 and one token; what comes out of theirs means nothing.
+    A padding row has slot -1, seq_len 0 and one token; its output is undefined.
     """
 
     slot_mapping: Tensor
@@ -27,9 +26,28 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor
     max_seqlen_q: int
     max_seq_len: int
-    # Whether a query's result must be the same bits in a decode and in a prefill (see paged_attention.py).
-    one_order: bool = False
-    # All context lengths together do not exceed it; None where nobody has added them up.
+    # Whether a query's result has the same bits in a decode and in a prefill (see paged_attention.py).
+    batch_invariant: bool = False
+    # Upper bound of the sum of seq_lens; None if unknown.
     total_seq_len: int | None = None
-    # How many sequences bring several tokens, where the others bring one each; None where nobody has counted.
+    # Number of sequences with several tokens in this step; the others have one each. None if unknown.
     num_prefills: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsIndices:
+    """The tokens of a step that need logits; vLLM calls them logits_indices.
+
+    The last layer computes attention output and MLP for these tokens only, since nothing reads the others' hidden
+    states. In a prefill that saves most of one layer.
+
+    tokens:       int64 [R], ascending indices into the step's tokens
+    cu_seqlens_q: int32 [S + 1], how many of `tokens` the first s sequences have; at most one each
+    """
+
+    tokens: Tensor
+    cu_seqlens_q: Tensor
+
+    def select_queries(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """`metadata` with `tokens` as the only queries."""
+        return replace(metadata, cu_seqlens_q=self.cu_seqlens_q, max_seqlen_q=1)

@@ -1,13 +1,17 @@
-"""AttentionProbe: finds each layer's attention parameters, and checks that tokens mix in attention only.
+"""Finds each layer's attention parameters by running the model's own code, and refuses models that we cannot serve.
 
-A paged server computes any mixture of chunks and decodes in one pass. That is correct only for a model in which a
-token's result depends on nothing but its id, its position, and what attention reads for it. The probe runs the model's
-own code a few times with stand-in weights (stand_in.py), and raises InvalidModel with the reason if
+transformers has no description of a layer's attention: some models write the sliding window only into the mask, some
+scale the scores, some add a bias. `probe_attention` therefore replaces the attention function, runs a few tokens
+through the model with dummy weights (dummy_weights.py), and records what each layer asks for.
+
+A paged server computes prefill chunks and decodes of many requests in one pass over flattened tokens. That is correct
+only if a token's result depends on its id, its position and what attention reads for it. So the probe also compares
+passes that differ in the other tokens, and raises InvalidModel with the reason if
 
 - a layer does not call the attention function, calls it twice, or uses a feature that our kernels lack,
-- its mask is neither causal nor a sliding window (mask_pattern.py),
-- a token's queries, keys, values or result change with its neighbours: a convolution, a recurrent or delayed state, a
-  scale chosen by the longest position.
+- a layer's mask is neither causal nor a sliding window (mask_probe.py),
+- a token's queries, keys, values or hidden state change with the other tokens of the pass: a convolution, a recurrent
+  or delayed state, a RoPE scale chosen by the longest position.
 """
 
 from collections.abc import Callable
@@ -19,22 +23,22 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.attention import dummy_weights as stand_in
-from coatcheck.workers.attention.attention import NAME, AttentionCall, layer_of, scale_of
-from coatcheck.workers.attention.mask_probe import MaskRecorder, UnknownPattern, window_of
+from coatcheck.workers.attention.attention import NAME, AttentionLayer, layer_index, softmax_scale
+from coatcheck.workers.attention.dummy_weights import TokensMixed, use_dummy_weights
+from coatcheck.workers.attention.mask_probe import MaskRecorder, UnsupportedMask, find_sliding_window
 
-_PROBE: Final = "coatcheck_probe"  # like NAME not in the mask interface: no mask is built
+_PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is: no mask is built
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
-# Arguments of the attention function that change nothing in what it computes here.
-_HARMLESS: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
+# Arguments of the attention function that do not change its result here.
+_IGNORED: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 _TOLERANCE: Final = 1e-5  # relative to the largest value; rounding is below 1e-6, an effect of other tokens far above
 _MIXES: Final = (
-    "computes a token's result from other tokens outside of attention; only models whose tokens meet in attention "
+    "computes a token's result from other tokens outside of attention; only models whose tokens interact in attention "
     "alone are supported"
 )
 
 
-class _Refused(Exception):
+class _Unsupported(Exception):
     """Carries the reason out of the model's forward pass."""
 
 
@@ -47,126 +51,132 @@ class _Tokens:
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One forward pass as its attention layers saw it."""
+class _Recording:
+    """What the attention layers of one pass were called with."""
 
     names: dict[nn.Module, str]
-    tokens: int
-    masks: MaskRecorder | None = None
-    limit: int = 0  # masks are evaluated at positions below it
-    calls: dict[int, AttentionCall] = field(default_factory=dict)
+    num_tokens: int
+    max_model_len: int
+    masks: MaskRecorder | None = None  # None in a pass without masks
+    layers: dict[int, AttentionLayer] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # by layer: queries, keys and values, [tokens, features]
 
 
-def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionCall]:
-    """The attention parameters of each layer, in layer order. `model` has its parameters on meta.
+def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) -> list[AttentionLayer]:
+    """The attention parameters of each layer, in layer order. `model` has its parameters on the meta device.
 
-    `max_model_len`: masks are checked up to that context; None takes the config's. Raises InvalidModel, with the
-    reason, for a model that cannot be served.
+    `max_model_len`: masks are checked up to this context; None takes the config's. Raises InvalidModel with the reason
+    if the model cannot be served. Buffers, config and parameters are unchanged afterwards.
     """
-    AttentionInterface.register(_PROBE, _record)
-    AttentionInterface.register(_MASKED_PROBE, _record)
-    stand_in.register()
+    AttentionInterface.register(_PROBE, _record_attention)
+    AttentionInterface.register(_MASKED_PROBE, _record_attention)
     config: Any = model.config
-    limit = max_model_len or getattr(config, "max_position_embeddings", None) or 4096
+    length = max_model_len or getattr(config, "max_position_embeddings", None) or 4096
     try:
-        with stand_in.stand_in_weights(model):
-            calls = _read_calls(model, limit)
-            _check_mixing(model, limit)
-    except stand_in.TokensMixed as mixed:
+        with use_dummy_weights(model):
+            layers = _read_layers(model, length)
+            _check_tokens_are_independent(model, length)
+    except TokensMixed as mixed:
         raise InvalidModel(f"{config.model_type} cannot be served: {mixed} {_MIXES}") from None
-    except _Refused as refused:
-        raise InvalidModel(f"{config.model_type} cannot be served: {refused}") from None
-    except Exception as error:  # whatever the model's code raises is the reason
+    except _Unsupported as reason:
+        raise InvalidModel(f"{config.model_type} cannot be served: {reason}") from None
+    except Exception as error:  # the model's code may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(
-            f"{config.model_type} cannot be served: it does not take flattened tokens without a cache ({reason[:300]})"
+            f"{config.model_type} cannot be served: its code does not take flattened tokens without a cache "
+            f"({reason[:300]})"
         ) from error
     finally:
         config._attn_implementation = NAME
-    return calls
+    return layers
 
 
-def _read_calls(model: PreTrainedModel, limit: int) -> list[AttentionCall]:
-    """The attention parameters, from a pass of one sequence with transformers' own masks."""
-    tokens = 4
+def _read_layers(model: PreTrainedModel, max_model_len: int) -> list[AttentionLayer]:
+    """Run one sequence with transformers' own masks, and return what each layer asked for."""
+    num_tokens = 4
     masks = MaskRecorder()
-    AttentionMaskInterface.register(_MASKED_PROBE, masks.make)
-    seen = _Pass({module: name for name, module in model.named_modules()}, tokens, masks, limit)
+    AttentionMaskInterface.register(_MASKED_PROBE, masks.make_mask)
     model.config._attn_implementation = _MASKED_PROBE
-    _run(model, _ids(model, tokens), torch.arange(tokens), seen)
+    recording = _Recording(_module_names(model), num_tokens, max_model_len, masks)
+    _run(model, _Tokens(_some_ids(model, num_tokens), torch.arange(num_tokens)), recording)
     expected = model.config.get_text_config().num_hidden_layers
-    missing = [str(layer) for layer in range(expected) if layer not in seen.calls]
+    missing = [str(layer) for layer in range(expected) if layer not in recording.layers]
     if missing:
         named = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-        raise _Refused(f"layers {named} attend, or keep a state, outside of transformers' attention interface")
-    return [seen.calls[layer] for layer in range(expected)]
+        raise _Unsupported(f"layers {named} attend, or keep a state, outside of transformers' attention interface")
+    return [recording.layers[layer] for layer in range(expected)]
 
 
-def _check_mixing(model: PreTrainedModel, limit: int) -> None:
-    """Raises _Refused if a token's result changes with the other tokens of the pass."""
+def _check_tokens_are_independent(model: PreTrainedModel, max_model_len: int) -> None:
+    """Raise _Unsupported if a token's result changes with the other tokens of the pass."""
     model.config._attn_implementation = _PROBE
+    last = max_model_len - 1
     # Three sequences side by side, and two tokens at the end of the longest context.
-    positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, limit - 2, 0, limit - 1]).clamp(0, limit - 1)
-    ids = _ids(model, len(positions))
-    whole = _Tokens(ids, positions)
-    # In the second pass the tokens in odd rows have other ids and smaller positions; those in even rows must not
-    # change.
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, last - 1, 0, last]).clamp(0, last)
+    ids = _some_ids(model, len(positions))
+    tokens = _Tokens(ids, positions)
+    # Other ids and smaller positions in the odd rows must not change the even rows.
     rows = torch.arange(len(ids))
     odd = rows % 2 == 1
-    changed = _Tokens(torch.where(odd, ids.roll(1), ids), torch.where(odd, (positions + 3) % min(7, limit), positions))
-    _compare(model, whole, changed, rows[::2], rows[::2])
-    # A few of the tokens, in another order: no result may depend on a token's row.
+    changed = _Tokens(
+        torch.where(odd, ids.roll(1), ids), torch.where(odd, (positions + 3) % min(7, max_model_len), positions)
+    )
+    _compare_rows(model, tokens, changed, rows[::2], rows[::2])
+    # A few of the tokens in another order must not change: no result may depend on a token's row.
     for few in (torch.tensor([10, 4, 0, 7, 2]), torch.tensor([11, 9])):
-        _compare(model, whole, _Tokens(ids[few], positions[few]), few, rows[: len(few)])
+        _compare_rows(model, tokens, _Tokens(ids[few], positions[few]), few, rows[: len(few)])
 
 
-def _compare(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> None:
-    """Raises _Refused if row rows[i] of the first pass differs from row same_rows[i] of the second for some i."""
-    values, others = _observe(model, first), _observe(model, second)
-    if all(_are_equal(values[what][rows], others[what][same_rows]) for what in values):
+def _compare_rows(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> None:
+    """Raise _Unsupported if row rows[i] of the first pass differs from row same_rows[i] of the second for some i."""
+    results, others = _token_results(model, first), _token_results(model, second)
+    if all(_are_equal(results[what][rows], others[what][same_rows]) for what in results):
         return
-    where = _mixing_module(model, first, second, rows, same_rows)
-    raise _Refused(f"{where} (it has a recurrent or delayed state, or counts positions over the batch) {_MIXES}")
-
-
-def _mixing_module(model: PreTrainedModel, first: _Tokens, second: _Tokens, rows: Tensor, same_rows: Tensor) -> str:
-    """The name of the innermost module whose outputs differ although its inputs are equal."""
-    ours, theirs = _ends_of_modules(model, first), _ends_of_modules(model, second)
+    # Run both again, to name the innermost module whose outputs differ although its inputs are equal.
+    name = "one of its modules"
+    ours, theirs = _module_inputs_and_outputs(model, first), _module_inputs_and_outputs(model, second)
     for module, (before, after) in ours.items():
         same_before, same_after = theirs[module]
         if _are_equal(before[rows], same_before[same_rows]) and not _are_equal(after[rows], same_after[same_rows]):
-            return module
-    return "one of its modules"
+            name = module
+            break
+    raise _Unsupported(f"{name} (it has a recurrent or delayed state, or counts positions over the batch) {_MIXES}")
 
 
-def _ends_of_modules(model: PreTrainedModel, tokens: _Tokens) -> dict[str, tuple[Tensor, Tensor]]:
-    """By module, inner ones first: its first input and first output that have a row for every token, [tokens, features]
-    each."""
-    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
-    ends: dict[str, tuple[Tensor, Tensor]] = {}
+def _token_results(model: PreTrainedModel, tokens: _Tokens) -> dict[str, Tensor]:
+    """The inputs of every layer's attention and the last hidden states, [tokens, features] each."""
+    recording = _Recording(_module_names(model), len(tokens.ids), 0)
+    hidden = _run(model, tokens, recording)
+    return {str(layer): inputs for layer, inputs in recording.inputs.items()} | {"hidden": hidden[0]}
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        before = _rows(tokens, (*args, *kwargs.values()))
-        after = _rows(tokens, output if isinstance(output, tuple) else (output,))
+
+def _module_inputs_and_outputs(model: PreTrainedModel, tokens: _Tokens) -> dict[str, tuple[Tensor, Tensor]]:
+    """By module, inner ones first: its first input and first output with a row for every token, [tokens, features]."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = _token_rows(tokens, (*args, *kwargs.values()))
+        after = _token_rows(tokens, output if isinstance(output, tuple) else (output,))
         if before is not None and after is not None:
-            ends.setdefault(names[module], (before, after))
+            found.setdefault(f"{names[module]} ({type(module).__name__})", (before, after))
 
-    hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in names]
+    names = _module_names(model)
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in names]
     try:
-        _observe(model, tokens)
+        _token_results(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()
-    return ends
+    return found
 
 
-def _rows(tokens: _Tokens, values: tuple[Any, ...]) -> Tensor | None:
+def _token_rows(tokens: _Tokens, values: tuple[Any, ...]) -> Tensor | None:
+    """The first of `values` with shape [1, tokens, ...], as [tokens, features]."""
     count = len(tokens.ids)
     for value in values:
         if isinstance(value, Tensor) and value.shape[:2] == (1, count):
-            row: Tensor = value[0].reshape(count, -1)
-            return row
+            rows: Tensor = value[0].reshape(count, -1)
+            return rows
     return None
 
 
@@ -175,83 +185,82 @@ def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
     return bool((ours - theirs).abs().max() <= _TOLERANCE * ours.abs().max())
 
 
-def _observe(model: PreTrainedModel, tokens: _Tokens) -> dict[str, Tensor]:
-    """The inputs of every layer's attention and the last hidden states, [tokens, features] each."""
-    seen = _Pass({module: name for name, module in model.named_modules()}, len(tokens.ids))
-    hidden = _run(model, tokens.ids, tokens.positions, seen)
-    return {str(layer): inputs for layer, inputs in seen.inputs.items()} | {"hidden": hidden[0]}
+def _module_names(model: PreTrainedModel) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
 
 
-def _ids(model: PreTrainedModel, count: int) -> Tensor:
+def _some_ids(model: PreTrainedModel, count: int) -> Tensor:
     size: int = model.config.vocab_size
     return (torch.arange(count) * 7 + 3) % size
 
 
-def _run(model: PreTrainedModel, ids: Tensor, positions: Tensor, seen: _Pass) -> Tensor:
+def _run(model: PreTrainedModel, tokens: _Tokens, recording: _Recording) -> Tensor:
+    """The last hidden states, [1, tokens, features]."""
     base: Callable[..., Any] = model.base_model
-    out = base(input_ids=ids[None], position_ids=positions[None], use_cache=False, probed=seen)
+    out = base(
+        input_ids=tokens.ids[None], position_ids=tokens.positions[None], use_cache=False, probe_recording=recording
+    )
     hidden: Tensor = out.last_hidden_state
-    if hidden.shape[:2] != (1, len(ids)):
-        raise _Refused(f"it computes {hidden.shape[1]} hidden states for {len(ids)} tokens")
+    if hidden.shape[:2] != (1, len(tokens.ids)):
+        raise _Unsupported(f"it computes {hidden.shape[1]} hidden states for {len(tokens.ids)} tokens")
     return hidden
 
 
-def _record(
+def _record_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    probed: _Pass | None = None,
+    probe_recording: _Recording | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Replaces attention: records the layer's parameters, and returns for each token a function of its own q, k and
-    v."""
-    if probed is None:
-        raise _Refused("its layers do not hand our arguments down to attention")
-    strange = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS)
-    if strange:
-        raise _Refused(f"its attention takes {', '.join(strange)}, which our kernels do not")
+    """Stands in for attention: records the layer's parameters. A token's output depends on its own q, k and v only."""
+    recording = probe_recording
+    if recording is None:
+        raise _Unsupported("its layers do not pass keyword arguments on to the attention function")
+    unknown = sorted(k for k, v in others.items() if v is not None and k not in _IGNORED)
+    if unknown:
+        raise _Unsupported(f"its attention takes {', '.join(unknown)}, which our kernels do not support")
     if not getattr(module, "is_causal", True):
-        raise _Refused("its attention is not causal")
+        raise _Unsupported("its attention is not causal")
     if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-        raise _Refused(f"its keys and values differ in shape ({list(key.shape)}, {list(value.shape)})")
-    if query.shape[2] != probed.tokens or key.shape[2] != probed.tokens:
-        raise _Refused(f"its attention gets {key.shape[2]} keys of {probed.tokens} tokens")
+        raise _Unsupported(f"its keys and values differ in shape ({list(key.shape)}, {list(value.shape)})")
+    if query.shape[2] != recording.num_tokens or key.shape[2] != recording.num_tokens:
+        raise _Unsupported(f"its attention gets {key.shape[2]} keys for {recording.num_tokens} tokens")
     try:
-        layer = layer_of(module)
-        window = _window(probed, attention_mask, sliding_window, query.shape[1])
-    except (UnknownPattern, ValueError) as reason:
-        raise _Refused(str(reason)) from None
-    if layer in probed.calls:
-        raise _Refused(f"layer {layer} attends more than once")
-    probed.calls[layer] = AttentionCall(
-        module=probed.names[module],
+        layer = layer_index(module)
+        window = _read_window(recording, attention_mask, sliding_window or 0, query.shape[1])
+    except (UnsupportedMask, ValueError) as reason:
+        raise _Unsupported(str(reason)) from None
+    if layer in recording.layers:
+        raise _Unsupported(f"layer {layer} calls attention more than once")
+    recording.layers[layer] = AttentionLayer(
+        module=recording.names[module],
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
-        scale=scale_of(scaling, query),
+        scale=softmax_scale(scaling, query),
         sliding_window=window,
         softcap=softcap or 0.0,
         has_sinks=s_aux is not None,
     )
-    probed.inputs[layer] = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (query, key, value)], dim=1)
+    recording.inputs[layer] = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (query, key, value)], dim=1)
     groups = query.shape[1] // key.shape[1]
     own = query + (key - 0.5 * value).repeat_interleave(groups, dim=1)
     return own.transpose(1, 2), None
 
 
-def _window(probed: _Pass, mask: Tensor | None, named: int | None, heads: int) -> int:
-    """The layer's sliding window: the mask's, because transformers computes with that; without a mask `named`."""
-    named = named or 0
+def _read_window(recording: _Recording, mask: Tensor | None, argument: int, num_heads: int) -> int:
+    """The layer's sliding window: the mask's, because transformers computes with it; without a mask the `argument`."""
     if mask is None:
-        return named
-    if probed.masks is None:
-        raise UnknownPattern("its attention adds a bias or a mask of its own to the scores")
-    found = window_of(probed.masks.function_of(mask), probed.limit, heads)
-    return named if not found and named >= probed.limit else found
+        return argument
+    if recording.masks is None:
+        raise UnsupportedMask("its attention adds a bias or its own mask to the scores")
+    window = find_sliding_window(recording.masks.mask_function_of(mask), recording.max_model_len, num_heads)
+    return argument if not window and argument >= recording.max_model_len else window

@@ -1,9 +1,8 @@
-"""MaskPattern: finds a layer's sliding window from transformers' mask function.
+"""Finds a layer's sliding window from transformers' mask function, without building a mask of the context's size.
 
-A mask function says for any (batch, head, query position, key position) whether the query sees the key. `window_of`
-evaluates it at positions up to the longest context, so a window of 128k tokens is found without a mask of that size.
-`MaskRecorder` is a mask implementation for transformers. Each of its masks has a masked value of its own, so that it is
-recognised after a model has sliced or cast it.
+transformers describes every mask by a function of (batch, head, query position, key position) that returns whether the
+query sees the key. `MaskRecorder` is a mask implementation that keeps these functions. `find_sliding_window` evaluates
+one at a few thousand pairs of positions, up to the longest context.
 """
 
 from collections.abc import Callable
@@ -14,50 +13,55 @@ from torch import Tensor
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
-_MASKED: Final = -1e30  # times (1 + the mask's number); still distinct after a cast to bfloat16
+# The masked value of mask number n is _MASKED * (1 + n), still distinct after a cast to bfloat16.
+_MASKED: Final = -1e30
 _SAMPLES: Final = 4096
 
 
-class UnknownPattern(Exception):
+class UnsupportedMask(Exception):
     """A mask is neither causal nor a sliding window; the message says how it differs."""
 
 
 class MaskRecorder:
-    """Makes a mask for every request of a model, and keeps the mask function of each."""
+    """Makes the masks that a model requests, and finds the mask function of a mask that reaches attention.
+
+    A model may slice or cast its masks, or use several. So every mask has its own masked value, which identifies it.
+    """
 
     def __init__(self) -> None:
-        self._handed: list[tuple[Tensor, MaskFunction]] = []
+        self._masks: list[tuple[Tensor, MaskFunction]] = []
 
-    def make(
+    def make_mask(
         self, *, q_length: int, kv_length: int, mask_function: MaskFunction, batch_size: int = 1, **unused: Any
     ) -> Tensor:
-        """A causal float32 mask [batch_size, 1, q_length, kv_length]; its masked value identifies it."""
-        value = _MASKED * (1 + len(self._handed))
+        """A causal float32 mask [batch_size, 1, q_length, kv_length], whatever `mask_function` says."""
+        value = _MASKED * (1 + len(self._masks))
         mask = torch.full((q_length, kv_length), value).triu(1 + kv_length - q_length)
         mask = mask.expand(batch_size, 1, -1, -1)
-        self._handed.append((mask, mask_function))
+        self._masks.append((mask, mask_function))
         return mask
 
-    def function_of(self, mask: Tensor) -> MaskFunction:
-        """The function that stands for a mask which reached attention; raises UnknownPattern for any other mask."""
+    def mask_function_of(self, mask: Tensor) -> MaskFunction:
+        """The mask function for which `mask` was made. Raises UnsupportedMask for a mask that is not from here."""
         if mask.is_floating_point():
             number = round(mask.min().item() / _MASKED) - 1
-            if 0 <= number < len(self._handed):
-                handed, function = self._handed[number]
-                if mask.shape[-2:] == handed.shape[-2:] and torch.equal(mask.float(), handed.expand(mask.shape)):
+            if 0 <= number < len(self._masks):
+                made, function = self._masks[number]
+                if mask.shape[-2:] == made.shape[-2:] and torch.equal(mask.float(), made.expand(mask.shape)):
                     return function
-        raise UnknownPattern("its attention adds a bias or a mask of its own to the scores")
+        raise UnsupportedMask("its attention adds a bias or its own mask to the scores")
 
 
-def window_of(function: MaskFunction, limit: int, heads: int) -> int:
-    """The sliding window of a mask function over positions below `limit`: 0 for full causal attention.
+def find_sliding_window(function: MaskFunction, limit: int, heads: int) -> int:
+    """The sliding window of a mask function at positions below `limit`; 0 for full causal attention.
 
-    A token sees itself and the window - 1 tokens before it. Raises UnknownPattern for any other pattern.
+    With a window w a token sees itself and the w - 1 tokens before it. A bisection along the last query finds w; then
+    all sampled pairs must agree with it, for each of `heads` heads. Raises UnsupportedMask for any other pattern.
     """
     last = limit - 1
     if not _evaluate(function, [last], [last]).all():
-        raise UnknownPattern("its mask hides a token from itself")
-    near, far = 0, limit  # the distance back to a key that is seen, and to one that is not
+        raise UnsupportedMask("its mask hides a token from itself")
+    near, far = 0, limit  # distances back from the last query: a key at `near` is visible, one at `far` is not
     while far - near > 1:
         middle = (near + far) // 2
         if _evaluate(function, [last], [last - middle])[0]:
@@ -65,7 +69,7 @@ def window_of(function: MaskFunction, limit: int, heads: int) -> int:
         else:
             far = middle
     window = 0 if far == limit else far
-    queries, keys = _pairs(limit, window)
+    queries, keys = _sample_pairs(limit, window)
     expected = (keys <= queries) & ((keys > queries - window) if window else True)
     head = torch.arange(len(queries)) % heads
     seen = _evaluate(function, queries, keys, head)
@@ -74,18 +78,19 @@ def window_of(function: MaskFunction, limit: int, heads: int) -> int:
     wrong = int((seen != expected).nonzero()[0])
     query, key = int(queries[wrong]), int(keys[wrong])
     if key > query:
-        raise UnknownPattern(f"its attention is not causal (position {query} sees position {key})")
-    raise UnknownPattern(
-        f"its mask is neither causal nor a sliding window (position {query} "
-        f"{'sees' if seen[wrong] else 'does not see'} position {key}); chunked and other masks are not supported"
+        raise UnsupportedMask(f"its attention is not causal (position {query} attends to position {key})")
+    raise UnsupportedMask(
+        f"its attention mask is neither causal nor a sliding window (position {query} "
+        f"{'attends' if seen[wrong] else 'does not attend'} to position {key}); chunked attention and other masks are "
+        "not supported"
     )
 
 
-def _pairs(limit: int, window: int) -> tuple[Tensor, Tensor]:
-    """Pairs of query and key positions [N]: random at all magnitudes, and on both sides of the pattern's edges."""
+def _sample_pairs(limit: int, window: int) -> tuple[Tensor, Tensor]:
+    """(query positions, key positions), [N] each: random at all magnitudes, and at both edges of the window."""
     random = torch.Generator().manual_seed(limit)
 
-    def spread(count: int) -> Tensor:  # log-uniform
+    def spread(count: int) -> Tensor:  # log-uniform in 0 to limit - 1
         return (limit ** torch.rand(count, generator=random, dtype=torch.float64)).long() - 1
 
     queries = torch.cat([spread(_SAMPLES), torch.arange(min(limit, 64)), limit - 1 - spread(_SAMPLES // 4)])
@@ -99,7 +104,7 @@ def _pairs(limit: int, window: int) -> tuple[Tensor, Tensor]:
 
 
 def _evaluate(function: MaskFunction, queries: Any, keys: Any, heads: Tensor | None = None) -> Tensor:
-    """bool [N]: whether each query sees its key."""
+    """bool [N]: whether each query sees its key. Raises UnsupportedMask if the function needs more than positions."""
     q, k = torch.as_tensor(queries), torch.as_tensor(keys)
     batch = torch.zeros_like(q)
     head = batch if heads is None else heads
@@ -109,5 +114,7 @@ def _evaluate(function: MaskFunction, queries: Any, keys: Any, heads: Tensor | N
         except (RuntimeError, TypeError):  # a function written for scalars
             answer = torch.vmap(function)(batch, head, q, k)
     except (IndexError, RuntimeError, TypeError) as error:
-        raise UnknownPattern(f"its mask depends on more than positions ({str(error).splitlines()[0]})") from None
+        raise UnsupportedMask(
+            f"its attention mask depends on more than positions ({str(error).splitlines()[0]})"
+        ) from None
     return torch.as_tensor(answer, dtype=torch.bool).expand(q.shape)

@@ -19,7 +19,7 @@ from torch import Tensor
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries, stored_dtype
-from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")

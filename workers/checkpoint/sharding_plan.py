@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.attention.attention import AttentionCall
-from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
-from coatcheck.workers.checkpoint.tp_shard import TpShard
+from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
+from coatcheck.workers.distributed.tp_shard import TpShard
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ class ShardingPlan:
 def plan_sharding(
     shapes: dict[str, Shape],
     tp_plan: dict[str, str],
-    calls: list[AttentionCall],
+    calls: list[AttentionLayer],
     embedding: str,
     head: str,
     shard: TpShard,
@@ -74,7 +74,7 @@ def _grandparents(shapes: dict[str, Shape]) -> set[str]:
     return {name.rpartition(".")[0].rpartition(".")[0] for name in shapes} - {""}
 
 
-def _cut_attention(plan: ShardingPlan, shapes: dict[str, Shape], call: AttentionCall, shard: TpShard) -> None:
+def _cut_attention(plan: ShardingPlan, shapes: dict[str, Shape], call: AttentionLayer, shard: TpShard) -> None:
     """By whole heads. What it does not know it refuses: a wrong guess would serve nonsense."""
     q, kv = shard.query_heads(call), shard.kv_heads(call)
     q_rows, kv_rows = call.num_heads * call.head_dim, call.num_kv_heads * call.head_dim

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 Progress = Callable[[int, int], None]
 

@@ -1,18 +1,16 @@
-"""ShmCollectives: collectives between the ranks of one host, through memory that all of them map.
+"""ShmCollectives: collectives between the CPU ranks of one host, through a mapped file in /dev/shm.
 
-gloo's cost is a constant per call, 0.5 to 2 ms between two processes, and a layer needs two sums. The C side
-(kernels/csrc/shared_memory.c) has the protocol; this file finds out whether all ranks share a host, makes the memory,
-and says in words what went wrong. It does not know what is summed, and is no use between hosts or on GPUs.
+gloo takes 0.5 to 2 ms a call between two processes, and a layer needs two sums. The protocol is in C
+(kernels/csrc/shared_memory.c). This file checks that all ranks are on one host, creates the file, and raises PeerLost.
 """
 
 import ctypes
-import json
 import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,17 +18,18 @@ from torch import Tensor
 from coatcheck.kernels import native
 from coatcheck.workers.core.errors import PeerLost
 
-Exchange = Callable[[bytes], list[bytes]]
+AllGather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 _DIRECTORY = Path("/dev/shm")
 _CHUNK = 1 << 20  # bytes of a buffer; larger tensors go in pieces
-_LINE = 64
+_CACHE_LINE = 64  # bytes of a rank's counters
 _MAX_RANKS = 64
-_LATE, _GONE = 1, 1 + _MAX_RANKS
+# Results of the C functions: 0, or one of these plus a rank.
+_LATE, _DEAD = 1, 1 + _MAX_RANKS
 
 
 class _Shared(ctypes.Structure):
-    """The C side's `Shared`."""
+    """`Shared` of shared_memory.c."""
 
     _fields_ = (
         ("lines", ctypes.c_void_p),
@@ -47,78 +46,77 @@ class _Shared(ctypes.Structure):
 class ShmCollectives:
     """One rank's end. Every rank makes the same calls in the same order, with the same shapes and dtypes.
 
-    Any of them raises PeerLost when a rank has died or does not come within the timeout.
+    Every collective raises PeerLost if another rank has died, or is late by more than the timeout.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: list[int], timeout_seconds: float) -> None:
+        """`pids`: of all ranks, to notice one that has died; 0 for a rank in another PID namespace."""
         library = native.library()
-        assert library is not None, "met only where the library is"
+        assert library is not None, "`connect` returns None without the library"
         self._library = library
-        self._memory = memory  # kept: the addresses below point into it
+        self._memory = memory  # referenced here because the addresses below point into it
         size = len(pids)
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         padded = (ctypes.c_int64 * _MAX_RANKS)(*pids)
-        timeout = int(timeout_seconds * 1e9)
-        self._shared = _Shared(base, base + size * _LINE, rank, size, _CHUNK, timeout, padded, 0)
+        timeout_ns = int(timeout_seconds * 1e9)
+        self._shared = _Shared(base, base + size * _CACHE_LINE, rank, size, _CHUNK, timeout_ns, padded, 0)
         self._address = ctypes.addressof(self._shared)
         self._timeout_seconds = timeout_seconds
 
     @classmethod
-    def meet(cls, rank: int, size: int, exchange: Exchange, *, timeout_seconds: float) -> Self | None:
-        """Every rank's end of new memory; None on every rank where they cannot share any.
+    def connect(cls, rank: int, size: int, all_gather: AllGather, *, timeout_seconds: float) -> Self | None:
+        """Map a new file on every rank. Returns None on every rank if one of them cannot.
 
-        `exchange` hands each rank everybody's bytes, in rank order.
+        `all_gather(value)` returns every rank's value, in rank order.
         """
         memory = None
-        path = _create(size) if rank == 0 and native.library() is not None and size <= _MAX_RANKS else ""
+        path = _create_file(size) if rank == 0 and native.library() is not None and size <= _MAX_RANKS else ""
         try:
-            mine = {"host": _host(), "pid": os.getpid(), "namespace": _pid_namespace(), "path": path}
-            facts = [json.loads(words) for words in exchange(json.dumps(mine).encode())]
-            path = facts[0]["path"]
-            if path and native.library() is not None and all(fact["host"] == facts[0]["host"] for fact in facts):
-                memory = _map(path, size)
-            everybody = all(words == b"mapped" for words in exchange(b"mapped" if memory else b"not mapped"))
+            peers = all_gather({"host": _host_id(), "pid": os.getpid(), "namespace": _pid_namespace(), "path": path})
+            path = peers[0]["path"]
+            if path and native.library() is not None and all(peer["host"] == peers[0]["host"] for peer in peers):
+                memory = _map_file(path, size)
+            has_mapped = all_gather({"mapped": memory is not None})
         finally:
             if rank == 0 and path:
-                os.unlink(path)  # mappings stay; nothing is left behind however the ranks end
-        if not everybody or memory is None:
+                os.unlink(path)  # the mappings stay, and no crash can leave the file behind
+        if memory is None or not all(peer["mapped"] for peer in has_mapped):
             return None
-        same_namespace = len({fact["namespace"] for fact in facts}) == 1
-        pids = [fact["pid"] if same_namespace else 0 for fact in facts]
+        same_namespace = len({peer["namespace"] for peer in peers}) == 1
+        pids = [peer["pid"] if same_namespace else 0 for peer in peers]
         return cls(memory, rank, pids, timeout_seconds)
 
     @staticmethod
-    def takes(x: Tensor) -> bool:
-        """Whether `all_reduce` can add these up."""
+    def can_reduce(x: Tensor) -> bool:
+        """Whether `all_reduce` takes a tensor of this device, dtype and layout."""
         return x.device.type == "cpu" and x.dtype in native.TYPES and x.is_contiguous()
 
     def all_reduce(self, x: Tensor) -> None:
-        """x becomes the sum over ranks: added in rank order in float32 and rounded once, the same bits everywhere."""
-        self._done(
-            self._library.shared_all_reduce(self._address, x.data_ptr(), x.numel(), native.TYPES[x.dtype]),
-        )
+        """Write the sum over ranks into `x`: added in rank order in float32 and rounded once, so all ranks get the same
+        bits."""
+        self._check(self._library.shared_all_reduce(self._address, x.data_ptr(), x.numel(), native.TYPES[x.dtype]))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape], of a contiguous CPU tensor of any dtype."""
+        """[size, *x.shape] of a contiguous CPU tensor of any dtype."""
         out = torch.empty((self._shared.size, *x.shape), dtype=x.dtype)
         size = x.numel() * x.itemsize
-        self._done(self._library.shared_all_gather(self._address, x.data_ptr(), size, out.data_ptr()))
+        self._check(self._library.shared_all_gather(self._address, x.data_ptr(), size, out.data_ptr()))
         return out
 
     def broadcast(self, x: Tensor) -> None:
-        """x, contiguous and of the same size everywhere, becomes rank 0's; rank 0 does not wait for the others."""
-        self._done(self._library.shared_broadcast(self._address, x.data_ptr(), x.numel() * x.itemsize))
+        """Write rank 0's `x` (contiguous, of one size on all ranks) into `x`. Rank 0 does not wait for the others."""
+        self._check(self._library.shared_broadcast(self._address, x.data_ptr(), x.numel() * x.itemsize))
 
-    def _done(self, result: int) -> None:
-        if result >= _GONE:
-            raise PeerLost(f"rank {result - _GONE} has died")
+    def _check(self, result: int) -> None:
+        if result >= _DEAD:
+            raise PeerLost(f"rank {result - _DEAD} has died")
         if result >= _LATE:
-            raise PeerLost(f"rank {result - _LATE} did not come to a collective within {self._timeout_seconds} s")
+            raise PeerLost(f"rank {result - _LATE} did not reach a collective within {self._timeout_seconds} s")
 
 
-def _create(size: int) -> str:
-    """A new file of zeros whose every page is there; "" where there is no room: containers often have 64 MB."""
-    length = size * (_LINE + 2 * _CHUNK)
+def _create_file(size: int) -> str:
+    """The path of a new file of zeros with every page allocated; "" if /dev/shm is full (often 64 MB in containers)."""
+    length = size * (_CACHE_LINE + 2 * _CHUNK)
     try:
         file, path = tempfile.mkstemp(prefix="coatcheck-", dir=_DIRECTORY)
     except OSError:
@@ -133,19 +131,19 @@ def _create(size: int) -> str:
     return path
 
 
-def _map(path: str, size: int) -> mmap.mmap | None:
+def _map_file(path: str, size: int) -> mmap.mmap | None:
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
         return None
     try:
-        return mmap.mmap(file, size * (_LINE + 2 * _CHUNK))
+        return mmap.mmap(file, size * (_CACHE_LINE + 2 * _CHUNK))
     finally:
         os.close(file)
 
 
-def _host() -> str:
-    """The same for processes that may share memory, and for no others: containers of one host differ in /dev/shm."""
+def _host_id() -> str:
+    """Equal for two processes if they share a /dev/shm; containers of one host have their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat(_DIRECTORY).st_dev}"

@@ -64,7 +64,7 @@ class CrashRecord:
         return _first_crash(self._base, others, self._tp)[0] if self._base else ""
 
 
-def crash_of(base: str, ranks: list[int], tp: int) -> str | None:
+def read_crash(base: str, ranks: list[int], tp: int) -> str | None:
     """How an incarnation that is over has ended, by the records of these ranks on this host: in words where one of
     them ended by itself, "" where none did, None where that is not known."""
     words, known = _first_crash(base, ranks, tp)

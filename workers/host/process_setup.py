@@ -10,7 +10,7 @@ from typing import NoReturn
 _log = logging.getLogger(__name__)
 
 
-def settle_environment(*, threads: int, host: str) -> None:
+def set_thread_environment(*, threads: int, host: str) -> None:
     """Sets what OpenMP, gloo and NCCL read at their start. `host`: where ranks meet."""
     # Two pools that spin on shared cores stall each other for milliseconds, so every rank has its own share of them.
     os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -12,18 +12,18 @@ from transformers import PreTrainedModel
 
 from coatcheck.kernels import native
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.attention.attention import AttentionCall
+from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.model.fusion import is_fusable
-from coatcheck.workers.model.model_rules import check_deterministic_heads, no_deterministic_experts
+from coatcheck.workers.model.model_rules import check_deterministic_heads, deterministic_experts_error
 
 
 def check_deterministic(
-    model: PreTrainedModel, calls: list[AttentionCall], dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, calls: list[AttentionLayer], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises InvalidConfig for a model, dtype or machine that cannot keep the promise; says what would."""
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "experts":
-            raise no_deterministic_experts(name)
+            raise deterministic_experts_error(name)
     if device.type != "cpu":
         if not is_fusable(model, calls):
             raise InvalidConfig(

@@ -17,9 +17,8 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.layers.decoder_layers import AttentionHalf, LayerRun, MlpHalf, RunLayer, StepTables, is_native
 from coatcheck.kernels.layers.rms_norm import RmsNorm
 from coatcheck.kernels.layers.silu_mul import silu_mul
-from coatcheck.workers.attention.attention import AttentionCall
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import LogitsIndices
+from coatcheck.workers.attention.attention import AttentionLayer
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.model.packed_linears import joined, pack_linears, row_parallel
 
@@ -50,13 +49,15 @@ class DecoderLayer:
     small kernel. Where the C library can, each half of the layer is one call of it.
     """
 
-    def __init__(self, layer: Any, call: AttentionCall, spec: LayerSpec, family: Family, *, fixed_rows: bool) -> None:
+    def __init__(
+        self, layer: Any, call: AttentionLayer, spec: LayerSpec, family: Family, *, batch_invariant: bool
+    ) -> None:
         attention = layer.self_attn
         self.spec = spec
         self.scale = call.scale
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self.qkv = joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), fixed_rows=fixed_rows)
-        self.output, self.reduce = row_parallel(attention.o_proj, fixed_rows=fixed_rows)
+        self.qkv = joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
+        self.output, self.reduce = row_parallel(attention.o_proj, batch_invariant=batch_invariant)
         self.q_norm = read_norm(getattr(attention, "q_norm", None), family)
         self.k_norm = read_norm(getattr(attention, "k_norm", None), family)
         self.first_norm = needed(read_norm(layer.input_layernorm, family))
@@ -69,7 +70,7 @@ class DecoderLayer:
             second_norm = needed(read_norm(layer.post_attention_layernorm, family))
         dense = hasattr(layer.mlp, "down_proj")
         make_mlp = DenseMlp if dense else SparseMlp
-        self.mlp: DenseMlp | SparseMlp = make_mlp(layer.mlp, second_norm, fixed_rows=fixed_rows)
+        self.mlp: DenseMlp | SparseMlp = make_mlp(layer.mlp, second_norm, batch_invariant=batch_invariant)
         self.attention_half = self._native_half()
 
     def __call__(
@@ -110,7 +111,7 @@ class DecoderLayer:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotary_and_store(q, k, v, turn.cos, turn.sin, cache, metadata.slot_mapping)
         if wanted is not None:
-            q, metadata = q[wanted.tokens], wanted.narrow(metadata)
+            q, metadata = q[wanted.tokens], wanted.select_queries(metadata)
         out = paged_attention(
             q,
             cache,
@@ -121,7 +122,7 @@ class DecoderLayer:
             scale=self.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
-            one_order=metadata.one_order,
+            batch_invariant=metadata.batch_invariant,
             total_seq_len=metadata.total_seq_len,
             num_prefills=metadata.num_prefills,
         )
@@ -149,10 +150,10 @@ class DecoderLayer:
 class DenseMlp:
     """down(act(gate(h)) * up(h)) of h = norm(x + residual), and the sum."""
 
-    def __init__(self, mlp: Any, norm: RmsNorm, *, fixed_rows: bool) -> None:
+    def __init__(self, mlp: Any, norm: RmsNorm, *, batch_invariant: bool) -> None:
         self.norm = norm
-        self.gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"), fixed_rows=fixed_rows)
-        self.down, self.reduce = row_parallel(mlp.down_proj, fixed_rows=fixed_rows)
+        self.gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"), batch_invariant=batch_invariant)
+        self.down, self.reduce = row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
         native = is_native(self.gate_up, self.down)
         self.half = MlpHalf(norm, self.gate_up, self.down, self.activation) if native else None
@@ -169,8 +170,8 @@ class DenseMlp:
 class SparseMlp:
     """A mixture of experts as transformers wrote it, which wants a batch dimension."""
 
-    def __init__(self, mlp: nn.Module, norm: RmsNorm, *, fixed_rows: bool) -> None:
-        pack_linears(mlp, fixed_rows=fixed_rows)
+    def __init__(self, mlp: nn.Module, norm: RmsNorm, *, batch_invariant: bool) -> None:
+        pack_linears(mlp, batch_invariant=batch_invariant)
         self.norm = norm
         self.experts = mlp
 

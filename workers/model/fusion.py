@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from coatcheck.kernels.layers.decoder_layers import StepTables
 from coatcheck.kernels.layers.rms_norm import RmsNorm
-from coatcheck.workers.attention.attention import AttentionCall, KVPools
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import LogitsIndices
+from coatcheck.workers.attention.attention import AttentionLayer, KVPools
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.model.decoder_layer import (
     ACTIVATIONS,
@@ -80,7 +79,7 @@ class FusedBody:
         return RotaryTables(cos, sin, StepTables(cos, sin, *tables))
 
 
-def is_fusable(model: PreTrainedModel, calls: list[AttentionCall]) -> bool:
+def is_fusable(model: PreTrainedModel, calls: list[AttentionLayer]) -> bool:
     """Whether `fuse` knows the model."""
     config: Any = model.config
     sinks = any(call.has_sinks for call in calls)
@@ -88,11 +87,11 @@ def is_fusable(model: PreTrainedModel, calls: list[AttentionCall]) -> bool:
 
 
 def fuse(
-    model: PreTrainedModel, calls: list[AttentionCall], specs: Sequence[LayerSpec], *, fixed_rows: bool
+    model: PreTrainedModel, calls: list[AttentionLayer], specs: Sequence[LayerSpec], *, batch_invariant: bool
 ) -> FusedBody | None:
     """The fused body, which takes the model's weights over; None for an architecture that we do not know by heart.
 
-    `fixed_rows`: linears promise that a row's result does not depend on the others (kernels/layers/linear.py).
+    `batch_invariant`: linears promise that a row's result does not depend on the others (kernels/layers/linear.py).
     """
     config: Any = model.config
     if not is_fusable(model, calls):
@@ -103,6 +102,6 @@ def fuse(
     layers = []
     for index, (call, spec) in enumerate(zip(calls, specs, strict=True)):
         # Layer by layer, so that plain and packed weights never stand side by side for the whole model.
-        layers.append(DecoderLayer(base.layers[index], call, spec, family, fixed_rows=fixed_rows))
+        layers.append(DecoderLayer(base.layers[index], call, spec, family, batch_invariant=batch_invariant))
         base.layers[index] = nn.Identity()
     return FusedBody(base, layers, kinds, needed(read_norm(base.norm, family)))

@@ -1,9 +1,11 @@
-"""The head: a causal model's own last step, from finished hidden states to logits.
+"""LmHead: a causal model's last step, from normed hidden states to logits.
 
-Soft-caps and scalings differ between architectures and sit in the code around `lm_head`. So that code runs as it is,
-with its base model exchanged for one that hands the hidden states through. It does not know where they came from.
+Soft-caps and logit scaling differ between architectures and sit in the model's code around `lm_head`. So that code runs
+unchanged, with a base model that returns the given hidden states.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,14 +15,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.model.meta_pass import meta_pass
 
 
 class LmHead:
-    """Takes the model over: its base model is gone from it afterwards."""
+    """Removes the base model from `model` and keeps the rest."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        setattr(model, model.base_model_prefix, _FinishedBody())
+        setattr(model, model.base_model_prefix, _PassThroughBody())
         self.model: Any = model
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -30,34 +31,50 @@ class LmHead:
 
 
 @dataclass
-class _FinishedOutput(MoeModelOutputWithPast):
-    """With the fields that heads hand on to their callers besides: GPT-2's and BioGPT's, and Gemma 4's."""
+class _BodyOutput(MoeModelOutputWithPast):
+    """With the further fields that the heads of GPT-2, BioGPT and Gemma 4 copy into their output."""
 
     cross_attentions: None = None
     shared_kv_states: None = None
 
 
-class _FinishedBody(nn.Module):
+class _PassThroughBody(nn.Module):
     @property
     def decoder(self) -> Self:
         """OPT's head calls this part of its base model."""
         return self
 
-    def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _FinishedOutput:
-        return _FinishedOutput(last_hidden_state=inputs_embeds)
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=inputs_embeds)
 
 
 def probe_head(model: PreTrainedModel) -> None:
-    """Runs the head once on the meta device; raises InvalidModel where it needs more than hidden states."""
+    """Run the head once on the meta device. Raises InvalidModel if it needs more than hidden states."""
     name = model.base_model_prefix
     base, config = model.base_model, model.config
     hidden = torch.empty(1, config.hidden_size, dtype=model.dtype, device="meta")
     try:
-        with meta_pass(model):
+        with _buffers_on_meta(model), torch.inference_mode():
             shape = tuple(LmHead(model).logits(hidden).shape)
-    except Exception as error:  # whatever a foreign model's code raises when called so is the reason
+    except Exception as error:  # the model's code may raise anything
         raise InvalidModel(f"{config.model_type} cannot be served: its head needs more than hidden states") from error
     finally:
         setattr(model, name, base)
     if shape != (1, config.vocab_size):
-        raise InvalidModel(f"{config.model_type} cannot be served: its logits are {list(shape)}")
+        raise InvalidModel(
+            f"{config.model_type} cannot be served: its logits for one token have shape {list(shape)} instead of "
+            f"[1, {config.vocab_size}]"
+        )
+
+
+@contextmanager
+def _buffers_on_meta(model: nn.Module) -> Iterator[None]:
+    """Move the buffers to meta for the duration: torch refuses operations between meta tensors and a GPU's."""
+    original = {module: dict(module._buffers) for module in model.modules()}
+    try:
+        for module, buffers in original.items():
+            module._buffers.update({name: None if b is None else b.to("meta") for name, b in buffers.items()})
+        yield
+    finally:
+        for module, buffers in original.items():
+            module._buffers.update(buffers)

@@ -1,4 +1,4 @@
-"""The skeleton: transformers' own model from a config, on the meta device, with every computed buffer filled in.
+"""Builds transformers' own model from a config, on the meta device, with every computed buffer filled in.
 
 No weight is read. What cannot be served is refused here, before anything large happens. It does not know ranks.
 """
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
 from coatcheck.workers.attention import attention
 from coatcheck.workers.attention.attention_probe import probe_attention
-from coatcheck.workers.model.model_rules import check_kind
+from coatcheck.workers.model.model_rules import check_model_kind
 from coatcheck.workers.model.rope_scaling import pin_rotary
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,7 +27,7 @@ def read_config(directory: Path) -> Any:
     except Exception as error:  # whatever transformers and its validators raise at a config that cannot be
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(f"{directory}/config.json: {reason[:300]}") from error
-    check_kind(
+    check_model_kind(
         str(directory),
         config.model_type,
         is_quantised=getattr(config, "quantization_config", None) is not None,
@@ -49,12 +49,12 @@ def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
     return DTYPES[asked]
 
 
-def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
+def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
     """The model with parameters on meta, non-persistent buffers computed on `device`, rotary fixed for the length.
 
     Raises InvalidModel, with the architecture's name and the reason, if that cannot be done.
     """
-    attention.register()
+    attention.register_attention()
     try:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped

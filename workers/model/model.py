@@ -16,22 +16,21 @@ from transformers import PreTrainedModel
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.proto.generation_config import check_end_tokens, end_token_ids
-from coatcheck.workers.attention.attention import AttentionCall, KVPools
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
+from coatcheck.workers.attention.attention import AttentionLayer, KVPools
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.attention.attention_probe import probe_attention
-from coatcheck.workers.attention.wanted import LogitsIndices
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.checkpoint.weight_loader import Progress, load_weights
 from coatcheck.workers.core.model_spec import LayerSpec, ModelSpec
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.batch_invariance import check_deterministic
 from coatcheck.workers.model.fusion import FusedBody, fuse
 from coatcheck.workers.model.lm_head import LmHead, probe_head
-from coatcheck.workers.model.meta_model import build_skeleton, check_complete, choose_dtype, read_config
+from coatcheck.workers.model.meta_model import build_meta_model, check_complete, choose_dtype, read_config
 from coatcheck.workers.model.packed_linears import pack_linears, record_weight_reads
-from coatcheck.workers.model.parallel_layers import parallelise
+from coatcheck.workers.model.parallel_layers import apply_tensor_parallel
 from coatcheck.workers.model.rope_scaling import choose_max_model_len
 
 Body = Callable[[Tensor, Tensor, AttentionMetadata, KVPools, LogitsIndices | None], Tensor]
@@ -48,12 +47,12 @@ class Model:
         directory: Path,
         *,
         deterministic: bool,
-        capturable: bool = False,
+        supports_cuda_graphs: bool = False,
     ) -> None:
         self.spec = spec
         self.directory = directory  # of its checkpoint
         self.deterministic = deterministic
-        self.capturable = capturable  # whether a CUDA graph can hold its forward pass
+        self.supports_cuda_graphs = supports_cuda_graphs  # whether a CUDA graph can hold its forward pass
         self._body = body
         self._head = head
 
@@ -82,11 +81,11 @@ class TransformersBody:
     """The base model called as transformers wrote it, but for packed linears and each layer's sliding window."""
 
     def __init__(
-        self, base: nn.Module, layers: Sequence[LayerSpec], *, fixed_rows: bool, keep: Collection[nn.Module]
+        self, base: nn.Module, layers: Sequence[LayerSpec], *, batch_invariant: bool, keep: Collection[nn.Module]
     ) -> None:
         self.base = base
         self._sliding_windows = tuple(layer.sliding_window for layer in layers)
-        pack_linears(base, fixed_rows=fixed_rows, keep=keep)
+        pack_linears(base, batch_invariant=batch_invariant, keep=keep)
 
     def __call__(
         self,
@@ -113,7 +112,7 @@ class BuiltModel:
     tensor. `unpackable_linears`: linears whose weight or sizes the model's own code reads."""
 
     causal: PreTrainedModel
-    calls: list[AttentionCall]
+    calls: list[AttentionLayer]
     unpackable_linears: Collection[nn.Module]
     plan: ShardingPlan
     dtype: torch.dtype
@@ -138,7 +137,7 @@ def build_model(
     stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
     model_dtype = choose_dtype(dtype, config, stored)
     length = choose_max_model_len(config, max_model_len)
-    causal = build_skeleton(config, model_dtype, device, length)
+    causal = build_meta_model(config, model_dtype, device, length)
     with record_weight_reads(causal) as unpackable_linears:
         calls = probe_attention(causal, length)
         probe_head(causal)
@@ -202,13 +201,13 @@ def load_model(
         end_tokens = _end_tokens(directory, config)
     check_complete(causal)
     if shard.size > 1:
-        parallelise(causal, plan, calls, config.vocab_size, communicator)
+        apply_tensor_parallel(causal, plan, calls, config.vocab_size, communicator)
     layers = tuple(_layer_spec(call, shard) for call in calls)
-    body = fuse(causal, calls, layers, fixed_rows=deterministic) or TransformersBody(
-        causal.base_model, layers, fixed_rows=deterministic, keep=built.unpackable_linears
+    body = fuse(causal, calls, layers, batch_invariant=deterministic) or TransformersBody(
+        causal.base_model, layers, batch_invariant=deterministic, keep=built.unpackable_linears
     )
     head = LmHead(causal)
-    pack_linears(head.model, fixed_rows=deterministic, keep=built.unpackable_linears)
+    pack_linears(head.model, batch_invariant=deterministic, keep=built.unpackable_linears)
     spec = ModelSpec(
         name=checkpoint.name,
         architecture=type(causal).__name__,
@@ -221,8 +220,8 @@ def load_model(
         tp=shard.size,
         weight_bytes=weight_bytes,
     )
-    capturable = isinstance(body, FusedBody) and body.is_dense and communicator.capturable
-    return Model(spec, body, head, directory, deterministic=deterministic, capturable=capturable)
+    supports_cuda_graphs = isinstance(body, FusedBody) and body.is_dense and communicator.supports_cuda_graphs
+    return Model(spec, body, head, directory, deterministic=deterministic, supports_cuda_graphs=supports_cuda_graphs)
 
 
 def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
@@ -235,6 +234,6 @@ def _end_tokens(directory: Path, config: Any) -> tuple[int, ...]:
     return in_vocabulary(end_token_ids(directory)) or in_vocabulary(check_end_tokens(directory, config.eos_token_id))
 
 
-def _layer_spec(call: AttentionCall, shard: TpShard) -> LayerSpec:
+def _layer_spec(call: AttentionLayer, shard: TpShard) -> LayerSpec:
     heads, kv_heads = shard.local_heads(call)
     return LayerSpec(heads, kv_heads, call.head_dim, call.sliding_window, call.softcap)

@@ -9,7 +9,7 @@ from typing import Any
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 
 
-def check_kind(
+def check_model_kind(
     name: str, model_type: str, *, is_quantised: bool, is_multimodal: bool, is_encoder_decoder: bool
 ) -> None:
     """Raises InvalidModel for a kind of model that is not served. `is_multimodal`: it takes more than text as input."""
@@ -21,7 +21,7 @@ def check_kind(
         raise InvalidModel(f"{model_type} is an encoder-decoder; only decoder-only models are served")
 
 
-def choose_length(asked: int | None, model_len: int, scaling: Mapping[str, Any]) -> int:
+def limit_max_model_len(asked: int | None, model_len: int, scaling: Mapping[str, Any]) -> int:
     """The max_model_len to serve: `asked`, else the model's own length.
 
     `model_len`: config.json's max_position_embeddings. `scaling`: its flat rope_parameters; empty if there are none or
@@ -41,7 +41,7 @@ def choose_length(asked: int | None, model_len: int, scaling: Mapping[str, Any])
     return asked or model_len
 
 
-def no_deterministic_experts(what: str) -> InvalidConfig:
+def deterministic_experts_error(what: str) -> InvalidConfig:
     """The error for --deterministic with a mixture of experts; `what` names the experts."""
     return InvalidConfig(
         f"deterministic: {what} multiplies the tokens of one expert together, so a result depends on the other "

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from coatcheck.kernels.layers.linear import PackedLinear
 
 
-def pack_linears(module: nn.Module, *, fixed_rows: bool, keep: Collection[nn.Module] = ()) -> None:
+def pack_linears(module: nn.Module, *, batch_invariant: bool, keep: Collection[nn.Module] = ()) -> None:
     """Replaces every linear below `module`, except those in `keep`, by a packed one; its plain weight is dropped."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:  # a subclass has a forward of its own: phimoe's router is one
             if child not in keep:
-                setattr(module, name, PackedLinear(child.weight, child.bias, fixed_rows=fixed_rows))
+                setattr(module, name, PackedLinear(child.weight, child.bias, batch_invariant=batch_invariant))
         else:
-            pack_linears(child, fixed_rows=fixed_rows, keep=keep)
+            pack_linears(child, batch_invariant=batch_invariant, keep=keep)
 
 
 @contextmanager
@@ -51,18 +51,18 @@ def record_weight_reads(model: nn.Module) -> Iterator[set[nn.Module]]:
             linear.__class__ = nn.Linear
 
 
-def row_parallel(linear: Any, *, fixed_rows: bool) -> tuple[PackedLinear, Callable[[Tensor], Tensor] | None]:
+def row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLinear, Callable[[Tensor], Tensor] | None]:
     """The product of this rank's part, and what makes the whole of it: None where this rank has all."""
     if isinstance(linear, nn.Linear):
-        return PackedLinear(linear.weight, linear.bias, fixed_rows=fixed_rows), None
-    return PackedLinear(linear.linear.weight, linear.linear.bias, fixed_rows=fixed_rows), linear.reduce
+        return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant), None
+    return PackedLinear(linear.linear.weight, linear.linear.bias, batch_invariant=batch_invariant), linear.reduce
 
 
-def joined(owner: Any, whole: str, parts: tuple[str, ...], *, fixed_rows: bool) -> PackedLinear:
+def joined(owner: Any, whole: str, parts: tuple[str, ...], *, batch_invariant: bool) -> PackedLinear:
     """One product for several linears that read the same input; `whole` is its name where the model has it so."""
     if hasattr(owner, whole):
         linear = getattr(owner, whole)
-        return PackedLinear(linear.weight, linear.bias, fixed_rows=fixed_rows)
+        return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant)
     linears = [getattr(owner, name) for name in parts]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias, fixed_rows=fixed_rows)
+    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias, batch_invariant=batch_invariant)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coatcheck.workers.attention.attention import AttentionCall
+from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan
-from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
+from coatcheck.workers.distributed.tp_shard import TpShard
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """y = sum over ranks of x_r @ W_r^T, + bias once."""
 
     def __init__(self, linear: nn.Module, bias: Tensor | None, communicator: Communicator) -> None:
@@ -35,7 +35,7 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class ReducedExperts(nn.Module):
+class TensorParallelExperts(nn.Module):
     """Every rank runs all experts on its part of their inner size; the outputs are added."""
 
     def __init__(self, experts: nn.Module, communicator: Communicator) -> None:
@@ -47,7 +47,7 @@ class ReducedExperts(nn.Module):
         return self._communicator.all_reduce(self.experts(*args, **kwargs))
 
 
-class VocabEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Looks up the rows that this rank holds; the others' count as zero in the sum."""
 
     def __init__(self, embedding: nn.Module, cut: TensorSlice, communicator: Communicator) -> None:
@@ -64,7 +64,7 @@ class VocabEmbedding(nn.Module):
         return self._communicator.all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
 
-class VocabHead(nn.Module):
+class ParallelLmHead(nn.Module):
     """Every rank computes the logits of its rows; all ranks get all logits."""
 
     def __init__(self, linear: nn.Module, vocab_size: int, communicator: Communicator) -> None:
@@ -81,7 +81,7 @@ class VocabHead(nn.Module):
         return self._communicator.all_gather(logits)[..., : self.vocab_size]
 
 
-class HeadsNorm(nn.Module):
+class ParallelRmsNorm(nn.Module):
     """RMS norm over all heads of all ranks: the mean of the ranks' mean squares.
 
     It holds also where ranks share a KV head: every head is then counted equally often.
@@ -99,8 +99,8 @@ class HeadsNorm(nn.Module):
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype)
 
 
-def parallelise(
-    model: nn.Module, plan: ShardingPlan, calls: list[AttentionCall], vocab_size: int, communicator: Communicator
+def apply_tensor_parallel(
+    model: nn.Module, plan: ShardingPlan, calls: list[AttentionLayer], vocab_size: int, communicator: Communicator
 ) -> None:
     """Wraps every module that has a role; the parameters are this rank's already."""
     for call in calls:
@@ -111,20 +111,20 @@ def parallelise(
         match role:
             case Role.ROW:
                 bias, module.bias = module.bias, None
-                wrapped: nn.Module = RowLinear(module, bias, communicator)
+                wrapped: nn.Module = RowParallelLinear(module, bias, communicator)
             case Role.EXPERTS:
-                wrapped = ReducedExperts(module, communicator)
+                wrapped = TensorParallelExperts(module, communicator)
             case Role.EMBEDDING:
-                wrapped = VocabEmbedding(module, plan.cuts[f"{name}.weight"], communicator)
+                wrapped = VocabParallelEmbedding(module, plan.cuts[f"{name}.weight"], communicator)
             case Role.HEAD:
-                wrapped = VocabHead(module, vocab_size, communicator)
+                wrapped = ParallelLmHead(module, vocab_size, communicator)
             case Role.HEADS_NORM:
                 eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-                wrapped = HeadsNorm(module.weight, eps, communicator)
+                wrapped = ParallelRmsNorm(module.weight, eps, communicator)
         setattr(parent, leaf, wrapped)
 
 
-def _count_local_heads(attention: nn.Module, call: AttentionCall, shard: TpShard) -> None:
+def _count_local_heads(attention: nn.Module, call: AttentionLayer, shard: TpShard) -> None:
     """Tells an attention module how many heads it has here: phi3 splits its fused projection by these counts."""
     heads, kv_heads = shard.local_heads(call)
     # Its own copy: rotary and the other layers must go on seeing the model's real shape.

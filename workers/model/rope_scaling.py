@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.model.model_rules import choose_length
+from coatcheck.workers.model.model_rules import limit_max_model_len
 
 
 def choose_max_model_len(config: Any, asked: int | None) -> int:
-    """As `choose_length`; raises InvalidModel if the config has no max_position_embeddings."""
+    """As `limit_max_model_len`; raises InvalidModel if the config has no max_position_embeddings."""
     made_for = getattr(config, "max_position_embeddings", None)
     if not made_for:
         raise InvalidModel(f"{config.model_type}: config.json has no max_position_embeddings; add it")
-    return choose_length(asked, made_for, _flat_parameters(config))
+    return limit_max_model_len(asked, made_for, _flat_parameters(config))
 
 
 def pin_rotary(model: PreTrainedModel, max_model_len: int) -> None:

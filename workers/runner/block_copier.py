@@ -76,7 +76,7 @@ class CopyLog:
             return None
         mine = [copy.status for copy in self._copies]
         seconds = [-int(_usual(lately) * _NANO) for lately in (self._demote, self._restore)]
-        *statuses, demote, restore = self._communicator.least([*mine, *seconds])
+        *statuses, demote, restore = self._communicator.all_reduce_min([*mine, *seconds])
         agreed = tuple(map(CopyStatus, statuses))
         self._copies = [
             copy for copy, status in zip(self._copies, agreed, strict=True) if status is CopyStatus.UNDER_WAY

@@ -26,7 +26,7 @@ from coatcheck.workers.runner.host_transfer import upload
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """What is captured: steps that waste at most half of their rows, and few sizes, as each takes time and memory."""
     largest = min(max_num_seqs, _SIZES[-1])
     return (*(size for size in _SIZES if size < largest), largest)
@@ -122,7 +122,7 @@ class CudaGraphs:
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device),
             max_seqlen_q=1,
             max_seq_len=self._tokens.shape[1] - 1,
-            one_order=self._model.deterministic,
+            batch_invariant=self._model.deterministic,
             total_seq_len=self._most_tokens,
         )
         hidden = self._model.forward(self._tokens[slots, at].long(), at, metadata, self._kv)

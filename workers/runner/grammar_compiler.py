@@ -62,7 +62,7 @@ class GrammarCompiler:
                 number, made = work.popleft()
                 self._grammars.store(number, made.result())
                 self._made[queue] += 1
-        agreed = tuple(self._communicator.least(self._made))
+        agreed = tuple(self._communicator.all_reduce_min(self._made))
         self._agreed = sum(agreed)
         return agreed
 

@@ -1,36 +1,53 @@
-"""The KV pool's tensors: one rank's memory for blocks, and each layer's view of it.
-
-It knows the layout and the device; it does not know which block is whose.
-"""
+"""The tensors of one rank's KV blocks: the pool on its device, each layer's view of it, and the host tier's memory."""
 
 import math
+import weakref
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from coatcheck.kernels.kv.kv_cache import KVCache
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.kv.block_layout import BlockLayout
 
-_TORCH: Final = {
+_TORCH_DTYPES: Final = {
     KvDtype.FLOAT32: torch.float32,
     KvDtype.BFLOAT16: torch.bfloat16,
     KvDtype.FLOAT16: torch.float16,
     KvDtype.FP8: torch.float8_e4m3fn,
     KvDtype.INT8: torch.int8,
-    KvDtype.INT4: torch.uint8,
+    KvDtype.INT4: torch.uint8,  # two values a byte
 }
 
 
-def allocate_pool(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """uint8 [num_blocks, bytes_per_block], zeroed so that every page is ours from the start."""
+def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
+    """uint8 [num_blocks, bytes_per_block], zeroed, so that the kernel has allocated every page."""
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)
 
 
+def allocate_host_pool(num_blocks: int, bytes_per_block: int, device: torch.device) -> Tensor:
+    """uint8 [num_blocks, bytes_per_block] in host memory, zeroed; pinned if `device` is a GPU.
+
+    Raises InvalidConfig if the driver refuses to pin that much.
+    """
+    host = torch.empty(num_blocks, bytes_per_block, dtype=torch.uint8).zero_()
+    if device.type == "cuda":
+        # torch's own pinned memory would round every size up to a power of two.
+        runtime = torch.cuda.cudart()
+        failure = int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        if failure:
+            raise InvalidConfig(
+                f"host-kv-memory: the driver cannot pin {host.nbytes:,} bytes (CUDA error {failure}); use less"
+            )
+        weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
+    return host
+
+
 def layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
-    """Each layer's part of the pool, strided over it."""
-    dtype, size = _TORCH[layout.kv_dtype], layout.block_size
+    """Each layer's keys, values and scales as strided views of `pool`."""
+    dtype, size = _TORCH_DTYPES[layout.kv_dtype], layout.block_size
     caches = []
     for slab in layout.slabs:
         shape = (slab.num_kv_heads, size, slab.head_dim * layout.kv_dtype.bits // (8 * dtype.itemsize))
@@ -43,6 +60,6 @@ def layer_caches(layout: BlockLayout, pool: Tensor) -> list[KVCache]:
 
 
 def _view(pool: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
-    """[num_blocks, *shape] of one part of every block."""
+    """[num_blocks, *shape]: the `dtype` values that start `offset` bytes into every block."""
     typed, start, size = pool.view(dtype), offset // dtype.itemsize, math.prod(shape)
     return typed[:, start : start + size].view(-1, *shape)

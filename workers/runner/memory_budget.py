@@ -1,6 +1,7 @@
-"""MemoryBudget: the KV bytes that a rank takes at its start, on its device and in host memory; all there will ever be.
+"""MemoryBudget: the KV blocks that a rank allocates at startup, on its device and in host memory.
 
-Every rank finds out what fits beside it, and the group takes the smallest answer. It does not know what blocks are for.
+Every rank computes how many blocks fit on its machine, and the group takes the minimum. Nothing is allocated later, so
+a running group cannot run out of KV memory.
 """
 
 from dataclasses import dataclass
@@ -11,24 +12,22 @@ from torch import Tensor
 
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.distributed.rank_facts import gather
 from coatcheck.workers.host.free_memory import free_bytes, host_free_bytes
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_host_blocks, choose_num_blocks
-from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryBudget:
-    """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None where there is no host tier."""
+    """`pool` and `host` are uint8 [blocks, bytes_per_block]; `host` is None without a host tier."""
 
     layout: BlockLayout
     pool: Tensor
     host: Tensor | None
 
     @classmethod
-    def take(
+    def allocate(
         cls,
         config: GroupConfig,
         layout: BlockLayout,
@@ -37,8 +36,11 @@ class MemoryBudget:
         *,
         ranks_on_host: int,
     ) -> Self:
-        """Every rank at once. Raises InvalidConfig when the memory asked for is not there, or too little of it."""
-        fits, host_fits = choose_blocks(
+        """Agree on the numbers of blocks with all ranks, and allocate them. All ranks call this together.
+
+        Raises InvalidConfig if the configured memory is not free, or is too little for one request.
+        """
+        num_blocks, host_blocks = choose_block_counts(
             config,
             layout,
             device_bytes=free_bytes(device),
@@ -46,54 +48,54 @@ class MemoryBudget:
             on_cpu=device.type == "cpu",
             ranks_on_host=ranks_on_host,
         )
-        everyone = gather(communicator, device, {"fits": fits, "host": host_fits})
-        num_blocks, host_blocks = (min(facts[name] for facts in everyone) for name in ("fits", "host"))
-        pool = allocate_pool(layout, num_blocks, device)
-        return cls(layout, pool, allocate_host(host_blocks, layout.bytes_per_block, device) if host_blocks else None)
+        num_blocks, host_blocks = communicator.all_reduce_min([num_blocks, host_blocks])
+        pool = allocate_kv_pool(layout, num_blocks, device)
+        host = allocate_host_pool(host_blocks, layout.bytes_per_block, device) if host_blocks else None
+        return cls(layout, pool, host)
 
     @property
     def num_blocks(self) -> int:
-        """On the device."""
         return len(self.pool)
 
     @property
     def host_blocks(self) -> int:
-        """In host memory."""
         return 0 if self.host is None else len(self.host)
 
     @property
     def tokens(self) -> int:
-        """What the pool holds."""
+        """Capacity of the device pool in tokens."""
         return self.num_blocks * self.layout.block_size
 
 
-def choose_blocks(
+def choose_block_counts(
     config: GroupConfig, layout: BlockLayout, *, device_bytes: int, host_bytes: int, on_cpu: bool, ranks_on_host: int
 ) -> tuple[int, int]:
-    """What one rank would have on its device and in host memory, of what is free there.
+    """(device blocks, host blocks) of one rank, from the free bytes of its device and host.
 
-    A share is divided by all the ranks on the host. Bytes have to be there for this group's: the others may have theirs
-    already, when a group starts again beside them. Raises InvalidConfig.
+    `kv_memory` and `host_kv_memory` up to 1 are shares of what is free, divided by all ranks on the host. Above 1 they
+    are bytes, which must be free for this group's ranks only: other groups may already have allocated theirs, when
+    this group restarts beside them. Raises InvalidConfig.
     """
-    mine, block = min(config.tp, ranks_on_host), layout.bytes_per_block
-    claimants = ranks_on_host if config.kv_memory <= 1 else mine
-    fits = choose_num_blocks(
+    own_ranks, block = min(config.tp, ranks_on_host), layout.bytes_per_block
+    sharing = ranks_on_host if config.kv_memory <= 1 else own_ranks
+    num_blocks = choose_num_blocks(
         config.kv_memory,
         free_bytes=device_bytes,
-        sharing_ranks=claimants if on_cpu else 1,
+        sharing_ranks=sharing if on_cpu else 1,
         bytes_per_block=block,
         block_size=config.block_size,
         max_model_len=config.max_model_len,
     )
-    claimants = ranks_on_host if config.host_kv_memory <= 1 else mine
-    left = host_bytes - (fits * block * mine if on_cpu else 0)
-    others = fits * block * (claimants - mine) if on_cpu else 0
-    if config.kv_memory > 1 and others >= left:  # then what is theirs is not among what is free: they have it already
-        others = 0
-    host_fits = choose_host_blocks(
+    sharing = ranks_on_host if config.host_kv_memory <= 1 else own_ranks
+    # On a CPU the pools of this host's ranks come out of the same memory as the host tier.
+    left = host_bytes - (num_blocks * block * own_ranks if on_cpu else 0)
+    other_pools = num_blocks * block * (sharing - own_ranks) if on_cpu else 0
+    if config.kv_memory > 1 and other_pools >= left:  # the other groups run already: `left` excludes their pools
+        other_pools = 0
+    host_blocks = choose_host_blocks(
         config.host_kv_memory,
-        free_bytes=left - others,
-        sharing_ranks=claimants,
+        free_bytes=left - other_pools,
+        sharing_ranks=sharing,
         bytes_per_block=block,
     )
-    return fits, host_fits
+    return num_blocks, host_blocks

@@ -14,8 +14,7 @@ from torch import Tensor
 from coatcheck.kernels.attention.paged_prefill import chunk_lengths
 from coatcheck.kernels.kv.copy_blocks import copy_blocks
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
-from coatcheck.workers.attention.attention_metadata import AttentionMetadata
-from coatcheck.workers.attention.wanted import LogitsIndices
+from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.step_plan import Row, StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.kv.block_layout import BlockLayout
@@ -37,7 +36,7 @@ _LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats 
 
 class ModelRunner:
     """One rank's model, pool and mirror; `copier` where there is a host tier, `communicator` where there are other
-    ranks, so that all know which grammars all have. `graph_sizes`: of decode_graphs.py, used once they are captured."""
+    ranks, so that all know which grammars all have. `capture_sizes`: of cuda_graphs.py."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class ModelRunner:
         copier: BlockCopier | None = None,
         grammars: GrammarBackend | None = None,
         communicator: Communicator | None = None,
-        graph_sizes: Sequence[int] = (),
+        capture_sizes: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.pool = pool
@@ -64,7 +63,7 @@ class ModelRunner:
         self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
         self.graphs = CudaGraphs(
             model, self._kv, self._tokens, self._tables,
-            block_size=layout.block_size, sizes=graph_sizes, most_tokens=len(pool) * layout.block_size,
+            block_size=layout.block_size, sizes=capture_sizes, most_tokens=len(pool) * layout.block_size,
         )  # fmt: skip
         self._sampler = Sampler(max_num_seqs, self._device)
         grammars = grammars or GrammarBackend(None, "this runner was given no grammars")
@@ -100,7 +99,7 @@ class ModelRunner:
         apply_token_mask(logits, self._int64([0]), self._int32(mask))
         self.graphs.capture()
 
-    def settle_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until no copy between the tiers is under way on any rank; for all ranks together, between plans."""
         while self._copier is not None and self._copier.report() is not None:
             pass
@@ -179,7 +178,7 @@ class ModelRunner:
             cu_seqlens_q=self._int32(cu),
             max_seqlen_q=longest,
             max_seq_len=max_seq_len,
-            one_order=self.model.deterministic,
+            batch_invariant=self.model.deterministic,
             total_seq_len=sum(row.start + row.num_tokens for row in rows),
             num_prefills=sum(row.num_tokens > 1 for row in rows),
         )

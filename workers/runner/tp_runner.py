@@ -23,7 +23,7 @@ class TpRunner:
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Sends the plan, then carries out rank 0's part."""
         self._communicator.broadcast_ints(plan.encode())
-        return carry_out(plan, self._runner, self._communicator)
+        return execute_plan(plan, self._runner, self._communicator)
 
     def stop(self) -> None:
         """Sends the other ranks home."""
@@ -33,10 +33,10 @@ class TpRunner:
 def follow(runner: ModelRunner, communicator: Communicator) -> None:
     """Carries out rank 0's plans until it sends `stop`; raises when rank 0 is gone."""
     while not (plan := StepPlan.decode(communicator.broadcast_ints(None))).stop:
-        carry_out(plan, runner, communicator)
+        execute_plan(plan, runner, communicator)
 
 
-def carry_out(plan: StepPlan, runner: ModelRunner, communicator: Communicator) -> DeviceStep:
+def execute_plan(plan: StepPlan, runner: ModelRunner, communicator: Communicator) -> DeviceStep:
     """One rank's part of a step."""
     if not plan.rows and communicator.size > 1:
         communicator.all_reduce(torch.zeros(1, device=runner.pool.device))

@@ -15,17 +15,17 @@ from coatcheck.cluster.planner.model_shape import ModelShape
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 from coatcheck.cluster.planner.weight_count import WeightCount
-from coatcheck.workers.attention.attention import AttentionCall
+from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import plan_sharding
-from coatcheck.workers.checkpoint.tp_shard import TpShard
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
-from coatcheck.workers.model.meta_model import build_skeleton
+from coatcheck.workers.model.meta_model import build_meta_model
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from tests.workers.checkpoints import ARCHITECTURES, tiny_checkpoint, tiny_config
 from tests.workers.model.architectures import SERVED, shape_of
 from tests.workers.rank_client import read_registration
@@ -42,10 +42,10 @@ UNCOUNTED = {"hunyuan_v1_moe"}
 
 
 @cache
-def found(arch: str) -> tuple[Any, list[AttentionCall]]:
+def found(arch: str) -> tuple[Any, list[AttentionLayer]]:
     """The model on the meta device, and what its layers ask of attention."""
     config = tiny_config(arch) if arch in ARCHITECTURES else shape_of(arch, **SERVED[arch])
-    model = build_skeleton(config, torch.float32, torch.device("cpu"), 64)
+    model = build_meta_model(config, torch.float32, torch.device("cpu"), 64)
     return model, probe_attention(model)
 
 
@@ -62,7 +62,7 @@ def test_layers_are_those_that_the_model_asks_for(arch: str) -> None:
     for tp in (1, 2, 4):
         shard = TpShard(tp - 1, tp)
         for layer, call in zip(shape.layers, calls, strict=True):
-            part = shard.cut_layer(layer)
+            part = shard.shard_layer(layer)
             assert (part.num_heads, part.num_kv_heads) == shard.local_heads(call)
             assert (part.head_dim, part.sliding_window) == (call.head_dim, call.sliding_window)
 
@@ -97,7 +97,7 @@ def test_the_layout_is_the_ranks_own(tmp_path: Path, kv_dtype: KvDtype) -> None:
     planned = Cache.of(layers, 1, 16, kv_dtype).rank
     actual = BlockLayout.of(spec.layers, 16, kv_dtype)
     assert planned == actual
-    assert allocate_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block
+    assert allocate_kv_pool(actual, 5, torch.device("cpu")).nbytes == 5 * planned.bytes_per_block
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])

@@ -261,7 +261,7 @@ def test_an_architecture_without_tests_is_built_before_ray_starts(model: Path, t
     """A fault that only building the model shows is found before Ray starts too, and the command says why that takes
     long."""
     edit_config(model, model_type="diffllama")
-    assert refused(model, tmp_path).endswith("diffllama cannot be served: layer 0 attends more than once")
+    assert refused(model, tmp_path).endswith("diffllama cannot be served: layer 0 calls attention more than once")
 
 
 def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:

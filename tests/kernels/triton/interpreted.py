@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tests.kernels.triton.interpreted_attention import attention, long, matrix, one_order, quantised
+from tests.kernels.triton.interpreted_attention import attention, batch_invariant, long, matrix, quantised
 from tests.kernels.triton.interpreted_rows import elements, empty, rows, stores
 from tests.kernels.triton.interpreted_sampling import filters, penalties, probabilities, sampling
 from tests.kernels.triton.mended_bfloat16 import mend
@@ -17,7 +17,7 @@ def bfloat16() -> None:
     mend()
     attention((torch.bfloat16,))
     matrix(pools=(torch.bfloat16,))
-    one_order((torch.bfloat16,), torch.bfloat16)
+    batch_invariant((torch.bfloat16,), torch.bfloat16)
     quantised(torch.bfloat16, torch.bfloat16)
     stores((torch.bfloat16,))
     rows((torch.bfloat16,))
@@ -28,7 +28,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "matrix": matrix,
     "whole matrix": partial(matrix, whole=True),
     "long": long,
-    "order": one_order,
+    "order": batch_invariant,
     "elements": elements,
     "quantised": quantised,
     "stores": stores,

@@ -37,7 +37,7 @@ def attention(dtypes: Dtypes = (torch.float32, torch.float16)) -> None:
             close(out, want)
 
 
-def one_order(dtypes: Dtypes = (torch.float32, torch.float16), quantised: torch.dtype = torch.float32) -> None:
+def batch_invariant(dtypes: Dtypes = (torch.float32, torch.float16), quantised: torch.dtype = torch.float32) -> None:
     """A query has the same bits alone, in a short chunk and in a whole prompt, with neighbours and without; over int8
     as `quantised`."""
     for dtype, pool in (*zip(dtypes, dtypes, strict=True), (quantised, torch.int8)):

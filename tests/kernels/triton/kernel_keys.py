@@ -81,7 +81,7 @@ def decode(dim: int, pool: Pool, kv_heads: int, arch: Arch, *, capped: bool = Fa
     return Key(paged_decode._decode, arguments, constants, launch.num_warps, launch.num_stages)
 
 
-def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, one_order: bool = False) -> Key:
+def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, batch_invariant: bool = False) -> Key:
     launch = paged_prefill.pick_launch(4096, dim, pool.width(dim), pool.q_bytes, pool.quantised > 0, arch)
     arguments = (
         f"*{pool.q} *{pool.element} *{pool.element} {pool.pairs}*i32 *i32 *i32 *fp32 *{pool.q} "
@@ -90,7 +90,7 @@ def prefill(dim: int, pool: Pool, arch: Arch, *, capped: bool = False, one_order
     constants = dict(
         DIM=dim, SIZE=16, GROUP=4, PACK=paged_prefill.pick_pack(4), HEADS=32, SEQS=paged_prefill._SEQS,
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d, SINKS=True, CONVERT=arch.convert,
-        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped or pool.q == "fp32", SINGLE=one_order,
+        PRECISION="ieee" if pool.q == "fp32" else "tf32", CAPPED=capped or pool.q == "fp32", SINGLE=batch_invariant,
         **pool.constants,
     )  # fmt: skip
     return Key(paged_prefill._prefill, arguments, constants, launch.num_warps, launch.num_stages)
@@ -179,7 +179,7 @@ def _others() -> Iterator[tuple[str, Keys]]:
     for dim, name in ((128, "bf16"), (128, "fp8"), (128, "int4"), (256, "bf16"), (256, "int4")):
         yield f"decode, {dim}, {name}, capped", partial(decode, dim, POOLS[name], 8, capped=True)
         yield f"prefill, {dim}, {name}, capped", partial(prefill, dim, POOLS[name], capped=True)
-        yield f"prefill, {dim}, {name}, one order", partial(prefill, dim, POOLS[name], one_order=True)
+        yield f"prefill, {dim}, {name}, one order", partial(prefill, dim, POOLS[name], batch_invariant=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
 

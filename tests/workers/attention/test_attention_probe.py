@@ -18,8 +18,8 @@ from transformers.masking_utils import (
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention_probe import probe_attention
-from coatcheck.workers.attention.mask_probe import UnknownPattern, window_of
-from coatcheck.workers.model.meta_model import build_skeleton
+from coatcheck.workers.attention.mask_probe import UnsupportedMask, find_sliding_window
+from coatcheck.workers.model.meta_model import build_meta_model
 from coatcheck.workers.model.packed_linears import record_weight_reads
 from tests.workers.checkpoints import tiny_config
 from tests.workers.model.architectures import shape_of
@@ -27,22 +27,25 @@ from tests.workers.model.architectures import shape_of
 LIMIT = 100_000
 
 
-def skeleton(config: Any, max_model_len: int = 64) -> Any:
-    return build_skeleton(config, torch.bfloat16, torch.device("cpu"), max_model_len)
+def meta_model(config: Any, max_model_len: int = 64) -> Any:
+    return build_meta_model(config, torch.bfloat16, torch.device("cpu"), max_model_len)
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 4096, LIMIT - 1])
 def test_a_window_is_read_out_of_its_mask_function(window: int) -> None:
     """A sliding window of any size is found without a mask of that size."""
-    assert window_of(sliding_window_causal_mask_function(window), LIMIT, heads=4) == window
+    assert find_sliding_window(sliding_window_causal_mask_function(window), LIMIT, heads=4) == window
 
 
 @pytest.mark.parametrize("window", [LIMIT, 10 * LIMIT])
 def test_a_window_beyond_the_context_is_full_attention(window: int) -> None:
     """A window that hides nothing is none, nor is a chunk as long as the context."""
-    assert window_of(causal_mask_function, LIMIT, heads=4) == 0
-    assert window_of(sliding_window_causal_mask_function(window), LIMIT, heads=4) == 0
-    assert window_of(chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64)), LIMIT, heads=4) == 0
+    assert find_sliding_window(causal_mask_function, LIMIT, heads=4) == 0
+    assert find_sliding_window(sliding_window_causal_mask_function(window), LIMIT, heads=4) == 0
+    assert (
+        find_sliding_window(chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64)), LIMIT, heads=4)
+        == 0
+    )
 
 
 def _every_other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -74,8 +77,8 @@ def _later(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 )
 def test_any_other_mask_is_refused(function: Callable[..., Any], message: str) -> None:
     """Chunks, strides, masks of single heads, sinks, later tokens and tables are not taken for a window."""
-    with pytest.raises(UnknownPattern, match=message):
-        window_of(function, LIMIT, heads=4)
+    with pytest.raises(UnsupportedMask, match=message):
+        find_sliding_window(function, LIMIT, heads=4)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_any_other_mask_is_refused(function: Callable[..., Any], message: str) -
 )
 def test_windows_are_those_of_the_masks(model_type: str, differences: dict[str, Any], windows: list[int]) -> None:
     """A layer's window is found, also where the model writes it into its mask and tells its attention nothing."""
-    calls = probe_attention(skeleton(shape_of(model_type, **differences)), 64)
+    calls = probe_attention(meta_model(shape_of(model_type, **differences)), 64)
     assert [call.sliding_window for call in calls] == windows
 
 
@@ -119,7 +122,7 @@ class _Counted(nn.Module):
 @pytest.mark.parametrize("place", ["input_layernorm", "mlp"])
 def test_what_mixes_tokens_is_named(mixer: type[nn.Module], place: str) -> None:
     """A layer whose result depends on neighbours, before or after attention, is refused by its module's name."""
-    model = skeleton(tiny_config("llama"))
+    model = meta_model(tiny_config("llama"))
     setattr(model.model.layers[1], place, mixer())
     with pytest.raises(InvalidModel, match=f"be served: model.layers.1.{place} .{mixer.__name__}. .*other tokens"):
         probe_attention(model)
@@ -128,7 +131,7 @@ def test_what_mixes_tokens_is_named(mixer: type[nn.Module], place: str) -> None:
 def test_scales_chosen_by_the_longest_position_are_refused() -> None:
     """Rotary frequencies that follow the longest position of the batch are found where nothing has pinned them."""
     config = tiny_config("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
-    model = skeleton(config, 256)
+    model = meta_model(config, 256)
     assert len(probe_attention(model, 256)) == config.num_hidden_layers
     model.model.rotary_emb.rope_type = "dynamic"
     with pytest.raises(InvalidModel, match="model.rotary_emb"):
@@ -137,7 +140,7 @@ def test_scales_chosen_by_the_longest_position_are_refused() -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     """After a probe parameters are on meta, buffers the same objects, and attention is ours again."""
-    model = skeleton(tiny_config("qwen3-moe"))
+    model = meta_model(tiny_config("qwen3-moe"))
     before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     experts = model.config._experts_implementation
     probe_attention(model)
@@ -157,11 +160,11 @@ def test_the_model_is_left_as_it_was() -> None:
 )  # fmt: skip
 def test_a_probe_takes_seconds_at_any_size(model_type: str, differences: dict[str, Any]) -> None:
     """Half of Llama 3.1 405B, and a hybrid whose recurrence is slow here, are judged in seconds and a little memory."""
-    model = skeleton(CONFIG_MAPPING[model_type](**differences), 4096) if model_type == "llama" else None
+    model = meta_model(CONFIG_MAPPING[model_type](**differences), 4096) if model_type == "llama" else None
     began = time.process_time()
     if model is None:
         with pytest.raises(InvalidModel, match="mamba.conv1d .a convolution over 4 tokens."):
-            skeleton(CONFIG_MAPPING[model_type](**differences), 4096)
+            meta_model(CONFIG_MAPPING[model_type](**differences), 4096)
     else:
         assert len(probe_attention(model, 131072)) == 63
     assert time.process_time() - began < 60  # of this process alone: 3 s where measured, minutes if weights were made
@@ -169,18 +172,18 @@ def test_a_probe_takes_seconds_at_any_size(model_type: str, differences: dict[st
 
 def test_a_config_whose_shapes_do_not_fit_is_refused() -> None:
     """helium's output projection takes hidden_size features whatever head_dim says."""
-    model = skeleton(shape_of("helium", head_dim=128))
-    with pytest.raises(InvalidModel, match="a weight of 64 inputs is given 512"):
+    model = meta_model(shape_of("helium", head_dim=128))
+    with pytest.raises(InvalidModel, match="a weight with 64 input features gets 512"):
         probe_attention(model)
 
 
 def test_linears_whose_weight_is_read_are_found() -> None:
     """hunyuan_v1_moe's routers ask for their weight's type; llama's linears are only called."""
-    moe = skeleton(shape_of("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16))
+    moe = meta_model(shape_of("hunyuan_v1_moe", num_experts=4, moe_topk=2, head_dim=16))
     with record_weight_reads(moe) as read:
         probe_attention(moe)
     assert read == {layer.mlp.gate.wg for layer in moe.model.layers}
-    llama = skeleton(tiny_config("llama"))
+    llama = meta_model(tiny_config("llama"))
     with record_weight_reads(llama) as read:
         probe_attention(llama)
     assert not read

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
-from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
 from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.model.model import Model, load_model
 from tests.workers.checkpoints import tiny_checkpoint
 

@@ -8,26 +8,26 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
-from coatcheck.workers.attention.attention import AttentionCall
+from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
 from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan, plan_sharding
-from coatcheck.workers.checkpoint.tensor_slice import TensorSlice
-from coatcheck.workers.checkpoint.tp_shard import TpShard
-from coatcheck.workers.model.meta_model import build_skeleton
+from coatcheck.workers.distributed.tensor_slice import TensorSlice
+from coatcheck.workers.distributed.tp_shard import TpShard
+from coatcheck.workers.model.meta_model import build_meta_model
 from tests.workers.checkpoints import ARCHITECTURES, tiny_config
 
-CALL = AttentionCall("a", 8, 2, head_dim=4, scale=1.0, sliding_window=0, softcap=0.0, has_sinks=False)
+CALL = AttentionLayer("a", 8, 2, head_dim=4, scale=1.0, sliding_window=0, softcap=0.0, has_sinks=False)
 
 
 @cache
-def skeleton(arch: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[AttentionCall]]:
-    model = build_skeleton(tiny_config(arch), torch.float32, torch.device("cpu"), 64)
+def read_meta_model(arch: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[AttentionLayer]]:
+    model = build_meta_model(tiny_config(arch), torch.float32, torch.device("cpu"), 64)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return shapes, model.tp_plan, probe_attention(model)
 
 
 def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
-    shapes, tp_plan, calls = skeleton(arch)
+    shapes, tp_plan, calls = read_meta_model(arch)
     arguments = dict(shapes=shapes, tp_plan=tp_plan, calls=calls, embedding="model.embed_tokens", head="lm_head")
     return plan_sharding(**(arguments | changes), shard=TpShard(rank, size))
 
@@ -36,7 +36,7 @@ def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_ranks_together_hold_everything(arch: str, size: int) -> None:
     """Every element is held by some rank; only K and V rows are held by more than one, and equally often."""
-    shapes, _, _ = skeleton(arch)
+    shapes, _, _ = read_meta_model(arch)
     plans = [plan(arch, rank, size) for rank in range(size)]
     for name, shape in shapes.items():
         cuts = [p.cuts.get(name) for p in plans]
@@ -56,7 +56,7 @@ def test_ranks_together_hold_everything(arch: str, size: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_large_tensors_are_all_cut(arch: str) -> None:
     """Every matrix but an expert router is cut: a rank's memory shrinks with the group."""
-    shapes, _, _ = skeleton(arch)
+    shapes, _, _ = read_meta_model(arch)
     whole = {name for name, shape in shapes.items() if len(shape) > 1} - plan(arch, 0, 2).cuts.keys()
     assert all(name.endswith("mlp.gate.weight") for name in whole)
 
@@ -95,7 +95,7 @@ def test_norm_over_all_heads_needs_the_group() -> None:
 def test_tp_that_does_not_divide_is_refused(size: int, changes: dict[str, Any], message: str) -> None:
     """A group size that divides nothing is refused with what it should divide."""
     config = tiny_config("llama", **changes)
-    model = build_skeleton(config, torch.float32, torch.device("cpu"), 64)
+    model = build_meta_model(config, torch.float32, torch.device("cpu"), 64)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     with pytest.raises(InvalidConfig, match=message):
         plan("llama", 0, size, shapes=shapes, tp_plan=model.tp_plan, calls=probe_attention(model))
@@ -107,7 +107,7 @@ def test_unknown_splits_are_refused() -> None:
         plan("llama", 0, 2, tp_plan={})
     with pytest.raises(InvalidModel, match="split as 'diagonal', which we do not know"):
         plan("llama", 0, 2, tp_plan={"model.layers.*.mlp.up_proj": "diagonal"})
-    shapes = skeleton("llama")[0] | {"model.layers.0.self_attn.gate.weight": (8, 64)}
+    shapes = read_meta_model("llama")[0] | {"model.layers.0.self_attn.gate.weight": (8, 64)}
     with pytest.raises(InvalidModel, match="self_attn.gate.weight .* not a tensor that we can split by heads"):
         plan("llama", 0, 2, shapes=shapes)
 
@@ -125,4 +125,4 @@ def test_attention_that_does_not_come_to_us_is_refused(model_type: str) -> None:
     """State outside of the attention interface, or attention that is not causal, is refused with the reason."""
     config = CONFIG_MAPPING[model_type](num_hidden_layers=2, vocab_size=99, pad_token_id=0)
     with pytest.raises(InvalidModel, match=f"{model_type} cannot be served"):
-        probe_attention(build_skeleton(config, torch.float32, torch.device("cpu"), 64))
+        probe_attention(build_meta_model(config, torch.float32, torch.device("cpu"), 64))

@@ -23,7 +23,8 @@ def speak(communicator: Communicator, _: Any) -> dict[str, Any]:
     said["last"] = communicator.all_gather(mine).tolist()
     said["first"] = communicator.all_gather(mine, dim=0).tolist()
     said["sum"] = communicator.all_reduce(mine).tolist()
-    said["least"] = communicator.least([5, communicator.rank, -communicator.rank])
+    said["minimum"] = communicator.all_reduce_min([5, communicator.rank, -communicator.rank])
+    said["json"] = communicator.all_gather_json({"rank": communicator.rank})
     said["transport"] = communicator.transport
     said["float16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.float16)).tolist()
     said["bfloat16"] = communicator.all_reduce(torch.full((5,), 0.5, dtype=torch.bfloat16)).tolist()
@@ -41,14 +42,15 @@ def test_ranks_hear_the_same(share_memory: bool) -> None:
         assert said["first"] == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
         assert said["sum"] == [[3.0] * 3] * 2
         assert said["bfloat16"] == [1.0] * 5
-        assert said["least"] == [5, 0, -1]
+        assert said["minimum"] == [5, 0, -1]
+        assert said["json"] == [{"rank": 0}, {"rank": 1}]
 
 
 def be_late(communicator: Communicator, seconds: float) -> str:
     """Rank 1 loads for longer than a collective may take."""
     if communicator.rank == 1:
         time.sleep(seconds)
-    communicator.meet()
+    communicator.barrier()
     said = communicator.all_reduce(torch.ones(1)).tolist()
     if communicator.rank == 1:
         time.sleep(seconds)
@@ -87,4 +89,5 @@ def test_group_of_one_never_starts_torch_distributed() -> None:
     assert alone.all_reduce(x) is x
     assert alone.all_gather(x) is x
     assert alone.broadcast_ints(array("i", [1, 2])).tolist() == [1, 2]
+    assert alone.all_gather_json({"rank": 0}) == [{"rank": 0}]
     assert not torch.distributed.is_initialized()

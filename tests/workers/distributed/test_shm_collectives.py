@@ -74,7 +74,7 @@ def test_ranks_may_be_late_at_any_call() -> None:
 def leave(communicator: Communicator, _: Any) -> list[str]:
     """What lies in the shared directory once everybody has met."""
     assert communicator.transport == "shared memory"
-    communicator.meet()
+    communicator.barrier()
     return [path.name for path in Path("/dev/shm").glob("coatcheck-*") if path.stat().st_uid == os.getuid()]
 
 
@@ -87,14 +87,13 @@ def test_nothing_is_left_behind() -> None:
 
 def test_ranks_of_different_hosts_do_not_share() -> None:
     """Where one rank's host differs, or has no room, every rank is told so, and the file is gone."""
-    made: list[str] = []
+    paths: list[str] = []
 
-    def elsewhere(words: bytes) -> list[bytes]:
-        if words == b"not mapped":
-            return [words, words]
-        made.append(words.decode())
-        return [words, words.replace(b'"host": "', b'"host": "another ')]
+    def elsewhere(value: dict[str, Any]) -> list[dict[str, Any]]:
+        if "path" not in value:
+            return [value, value]
+        paths.append(value["path"])
+        return [value, value | {"host": "another host"}]
 
-    assert ShmCollectives.meet(0, 2, elsewhere, timeout_seconds=1.0) is None
-    path = made[0].partition('"path": "')[2].partition('"')[0]
-    assert path.startswith("/dev/shm/") and not os.path.exists(path)
+    assert ShmCollectives.connect(0, 2, elsewhere, timeout_seconds=1.0) is None
+    assert paths[0].startswith("/dev/shm/") and not os.path.exists(paths[0])

@@ -18,8 +18,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import CpuBlockCopier
-from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 
@@ -45,8 +44,8 @@ def make(model: Model) -> Make:
 
     def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0, host_blocks: int = 0) -> Engine:
         layout, seconds = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32), count()
-        pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
-        host = allocate_host(host_blocks, layout.bytes_per_block, pool.device) if host_blocks else None
+        pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
+        host = allocate_host_pool(host_blocks, layout.bytes_per_block, pool.device) if host_blocks else None
         copier = CpuBlockCopier(pool, host, Communicator()) if host is not None else None
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, copier=copier)
         return Engine(

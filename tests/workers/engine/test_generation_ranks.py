@@ -14,7 +14,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
@@ -39,7 +39,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
     """Rank 0's tokens and logprobs of every choice; the other ranks follow."""
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
-    pool = allocate_pool(layout, 60, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
     if communicator.rank:
         follow(runner, communicator)

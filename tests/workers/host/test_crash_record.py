@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.workers.host.crash_record import CrashRecord, crash_of
+from coatcheck.workers.host.crash_record import CrashRecord, read_crash
 
 _STRANGER = 65534
 _KEEP = "import sys; from coatcheck.workers.host.crash_record import CrashRecord; CrashRecord(sys.argv[1], 0, 1).keep()"
-_READ = "import sys; from coatcheck.workers.host.crash_record import crash_of; print(crash_of(sys.argv[1], [0], 1))"
+_READ = "import sys; from coatcheck.workers.host.crash_record import read_crash; print(read_crash(sys.argv[1], [0], 1))"
 _SECONDS = 60  # what would block, blocks for ever
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -38,7 +38,7 @@ def test_a_record_is_nobody_elses(logs: Path) -> None:
     run(_KEEP, base)
     (record,) = base.parent.iterdir()
     assert stat.S_IMODE(base.parent.stat().st_mode) == 0o700 and stat.S_IMODE(record.stat().st_mode) == 0o600
-    assert crash_of(str(base), [0], 1) == ""
+    assert read_crash(str(base), [0], 1) == ""
 
 
 def test_a_record_of_a_former_cluster_is_replaced(logs: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_record_of_a_former_cluster_is_replaced(logs: Path) -> None:
     run(_KEEP, base)
     next(base.parent.iterdir()).write_text("ValueError: of the former one")
     run(_KEEP, base)
-    assert crash_of(str(base), [0], 1) == ""
+    assert read_crash(str(base), [0], 1) == ""
 
 
 def test_a_link_empties_no_file(logs: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_link_empties_no_file(logs: Path, tmp_path: Path) -> None:
     told = run(_KEEP, logs / "g.0")
     assert victim.read_text() == "precious"
     assert "no record is kept of how this rank ends" in told.stderr
-    assert crash_of(str(logs / "g.0"), [0], 1) is None, "what a stranger wrote is not believed"
+    assert read_crash(str(logs / "g.0"), [0], 1) is None, "what a stranger wrote is not believed"
 
 
 def test_a_linked_folder_is_not_used(logs: Path, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_linked_folder_is_not_used(logs: Path, tmp_path: Path) -> None:
     (logs / "coatcheck").symlink_to(elsewhere)
     run(_KEEP, logs / "coatcheck" / "g.0")
     assert precious.read_text() == "precious"
-    assert crash_of(str(logs / "coatcheck" / "g.0"), [0], 1) is None
+    assert read_crash(str(logs / "coatcheck" / "g.0"), [0], 1) is None
 
 
 def test_a_fifo_does_not_block(logs: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_strangers_folder_is_not_used(logs: Path) -> None:
     told = run(_KEEP, folder / "g.0")
     assert f"{folder} belongs to user {_STRANGER}, not to user 0" in told.stderr
     assert [file.name for file in folder.iterdir()] == ["g.1.rank-0.crash"]
-    assert crash_of(str(folder / "g.1"), [0], 1) is None
+    assert read_crash(str(folder / "g.1"), [0], 1) is None
 
 
 def test_a_full_disk_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from coatcheck.workers.core.kv_dtype import KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.kv.pool_size import choose_num_blocks
-from coatcheck.workers.runner.memory_budget import choose_blocks
+from coatcheck.workers.runner.memory_budget import choose_block_counts
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_group_starts_again_beside_those_that_have_their_memory() -> None:
 
     def choose(free: int, **settings: float) -> tuple[int, int]:
         config = GroupConfig("g", "m", "m", tp=2, **settings)  # type: ignore[arg-type]
-        return choose_blocks(config, layout, device_bytes=free, host_bytes=free, on_cpu=True, ranks_on_host=4)
+        return choose_block_counts(config, layout, device_bytes=free, host_bytes=free, on_cpu=True, ranks_on_host=4)
 
     sizes = {"kv_memory": 1.0 * gib, "host_kv_memory": 2.0 * gib}
     assert choose(7 * gib, **sizes) == (gib // block, 2 * gib // block)  # the other group's 6 GiB are gone already

@@ -16,8 +16,7 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.block_copier import CpuBlockCopier
-from coatcheck.workers.runner.host_memory import allocate_host
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import DeviceStep, ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
@@ -47,8 +46,8 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
     path, vandal, kv_dtype = argument
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, kv_dtype)
-    pool = allocate_pool(layout, BLOCKS, torch.device("cpu"))
-    copier = CpuBlockCopier(pool, allocate_host(HOST_BLOCKS, layout.bytes_per_block, pool.device), communicator)
+    pool = allocate_kv_pool(layout, BLOCKS, torch.device("cpu"))
+    copier = CpuBlockCopier(pool, allocate_host_pool(HOST_BLOCKS, layout.bytes_per_block, pool.device), communicator)
     kind = Vandal if communicator.rank == vandal else ModelRunner
     runner = kind(model, layout, pool, max_num_seqs=4, max_model_len=256, copier=copier)
     if communicator.rank:

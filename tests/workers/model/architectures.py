@@ -63,12 +63,12 @@ SERVED: dict[str, dict[str, Any]] = {
 REFUSED = {
     "bloom": "outside of transformers' attention interface",
     "deepseek_v3": "keys and values differ in shape",
-    "diffllama": "attends more than once",
+    "diffllama": "calls attention more than once",
     "falcon_h1": "layers.0.mamba.conv1d .a convolution over 4 tokens. computes a token's result from other tokens",
     "falcon": "its attention does not go through transformers' attention interface",
-    "llama4_text": "its mask is neither causal nor a sliding window",
+    "llama4_text": "its attention mask is neither causal nor a sliding window",
     "mamba": "a convolution over 4 tokens",
-    "nemotron": "do not hand our arguments down",
+    "nemotron": "do not pass keyword arguments on to the attention function",
     "qwen3_next": "layers.0.linear_attn.conv1d .a convolution over 4 tokens. computes a token's result from other",
     "zaya": "qkv_proj.conv_qk_depthwise .a convolution over 2 tokens. computes a token's result from other tokens",
 }

@@ -17,9 +17,9 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.batch_invariance import check_deterministic
-from coatcheck.workers.model.meta_model import build_skeleton, read_config
+from coatcheck.workers.model.meta_model import build_meta_model, read_config
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
@@ -40,7 +40,11 @@ class Group:
         self.model = model
         self.layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
         self.runner = ModelRunner(
-            model, self.layout, allocate_pool(self.layout, 80, torch.device("cpu")), max_num_seqs=8, max_model_len=256
+            model,
+            self.layout,
+            allocate_kv_pool(self.layout, 80, torch.device("cpu")),
+            max_num_seqs=8,
+            max_model_len=256,
         )
         self.group = TpRunner(self.runner, communicator) if communicator.size > 1 else self.runner
 
@@ -123,7 +127,7 @@ def test_a_gpu_takes_what_is_fused_and_refuses_the_rest(tmp_path: Path) -> None:
     gpu, dtype = torch.device("cuda"), torch.bfloat16
     for arch, taken in (("llama", True), ("olmo2", False)):
         config = read_config(tiny_checkpoint(arch, tmp_path / arch))
-        causal = build_skeleton(config, dtype, torch.device("cpu"), 64)
+        causal = build_meta_model(config, dtype, torch.device("cpu"), 64)
         calls = probe_attention(causal)
         with nullcontext() if taken else pytest.raises(InvalidConfig, match="olmo2 is not one"):
             check_deterministic(causal, calls, dtype, gpu)
@@ -147,7 +151,7 @@ def test_float16_on_cpu_is_refused(checkpoint_directory: Path) -> None:
 def test_rows_in_tiles_do_not_know_each_other(dtype: torch.dtype) -> None:
     """With fixed rows, a library's product of one row is the same bits in any company."""
     torch.manual_seed(0)
-    linear = PackedLinear(torch.randn(200, 130).to(dtype), torch.randn(200).to(dtype), fixed_rows=True)
+    linear = PackedLinear(torch.randn(200, 130).to(dtype), torch.randn(200).to(dtype), batch_invariant=True)
     if linear.form == "native":
         linear.form, linear._weight = "plain", torch.randn(200, 130).to(dtype)
     x = torch.randn(3 * ROW_TILE + 5, 130).to(dtype)

@@ -22,7 +22,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 SIZES = (2, 4, 8)
@@ -38,9 +38,9 @@ Said = dict[str, list[int]]
 def make_runner(model: Model, sizes: Sequence[int], kv_dtype: str = "auto", num_blocks: int = 24) -> ModelRunner:
     """Over a pool whose bits are all set, a NaN of every float."""
     layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
-    pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
     pool.fill_(255)
-    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, graph_sizes=sizes)
+    return ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=64, capture_sizes=sizes)
 
 
 def load(path: Path, dtype: str = "float32") -> Model:

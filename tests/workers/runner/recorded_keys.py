@@ -20,7 +20,7 @@ from coatcheck.kernels import arch
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.cuda_graphs import graph_sizes
+from coatcheck.workers.runner.cuda_graphs import capture_sizes
 from tests.workers.runner.padded_steps import load, make_runner
 
 _SEQS, _LEN, _BLOCKS = 8, 64, 24
@@ -84,7 +84,7 @@ def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], 
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
     model = load(path, dtype)
-    runner = make_runner(model, graph_sizes(_SEQS) if model.capturable else (), kv_dtype, _BLOCKS)
+    runner = make_runner(model, capture_sizes(_SEQS) if model.supports_cuda_graphs else (), kv_dtype, _BLOCKS)
     runner.warm()
     warmed, recorder.keys = recorder.keys, set()
     for plan in any_plans(7):

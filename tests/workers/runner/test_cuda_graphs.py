@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.workers.core.step_plan import Row
-from coatcheck.workers.runner.cuda_graphs import graph_sizes, pick_size
+from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_size
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
 
@@ -23,7 +23,7 @@ from tests.workers.runner.padded_steps import load, make_runner, padded_beside_p
 @given(max_num_seqs=st.integers(1, 1000), count=st.integers(1, 300))
 def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
     """Sizes ascend to what may run at once, 256 at most, and waste at most half of a step's rows."""
-    sizes = graph_sizes(max_num_seqs)
+    sizes = capture_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
     rows = [Row(slot, 5, 1, sample=True) for slot in range(count)]
     size = pick_size(rows, sizes, 10**9)
@@ -73,10 +73,11 @@ def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path
 
 def test_only_fused_dense_models_are_captured(checkpoint_directory: Path) -> None:
     """Experts that ask the host, and modules that we do not know by heart, go without graphs."""
-    capturable = {
-        arch: load(tiny_checkpoint(arch, checkpoint_directory)).capturable for arch in ("llama", "mixtral", "olmo2")
+    supports_cuda_graphs = {
+        arch: load(tiny_checkpoint(arch, checkpoint_directory)).supports_cuda_graphs
+        for arch in ("llama", "mixtral", "olmo2")
     }
-    assert capturable == {"llama": True, "mixtral": False, "olmo2": False}
+    assert supports_cuda_graphs == {"llama": True, "mixtral": False, "olmo2": False}
 
 
 @pytest.mark.parametrize(

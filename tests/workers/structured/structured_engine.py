@@ -17,7 +17,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.launched_step import DeviceStep
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
@@ -82,7 +82,7 @@ def engines_of(model: Model) -> Make:
         told: list[bytes] | None = None,
     ) -> Engine:
         layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
-        pool = allocate_pool(layout, num_blocks, torch.device("cpu"))
+        pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
         grammars = kind.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
         runner = ModelRunner(model, layout, pool, max_num_seqs=16, max_model_len=256, grammars=grammars)
         return Engine(

@@ -18,7 +18,7 @@ from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_COMPILING
@@ -237,7 +237,7 @@ def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     grammars = GrammarBackend.load(tmp_path, vocab_size=600, eos_token_ids=[EOS])
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
-    pool = allocate_pool(layout, 60, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars)
     engine = Engine(model.spec, runner, num_blocks=60, block_size=8, max_num_seqs=8, grammars=grammars)
     engine.submit_request(EngineRequest("r", PROMPT, params(Grammar("regex", "abQ|abQd"), n=2)))

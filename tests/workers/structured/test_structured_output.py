@@ -16,7 +16,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
-from coatcheck.workers.runner.kv_memory import allocate_pool
+from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner, follow
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
@@ -109,7 +109,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
     grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
-    pool = allocate_pool(layout, 60, torch.device("cpu"))
+    pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(
         model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars, communicator=communicator
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.workers.checkpoint.tensor_slice import Range
 from coatcheck.workers.core.model_spec import LayerSpec
+from coatcheck.workers.distributed.tensor_slice import Range
 
 
 class Heads(Protocol):
@@ -63,7 +63,7 @@ class TpShard:
         (q0, q1), (k0, k1) = self.query_heads(layer), self.kv_heads(layer)
         return (q1 - q0) // layer.head_dim, (k1 - k0) // layer.head_dim
 
-    def cut_layer(self, layer: LayerSpec) -> LayerSpec:
+    def shard_layer(self, layer: LayerSpec) -> LayerSpec:
         """This rank's part of a layer that is given with all ranks' heads."""
         heads, kv_heads = self.local_heads(layer)
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads)

@@ -5,7 +5,7 @@ import torch
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.kv.pool_size import choose_host_blocks
-from coatcheck.workers.runner.host_memory import allocate_host
+from coatcheck.workers.runner.kv_memory import allocate_host_pool
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_a_host_tier_that_cannot_be_is_refused(host_kv_memory: float, free: int,
 
 def test_host_memory_is_zeroed_rows() -> None:
     """One row a block, nothing in it."""
-    memory = allocate_host(3, 128, torch.device("cpu"))
+    memory = allocate_host_pool(3, 128, torch.device("cpu"))
     assert memory.shape == (3, 128) and memory.dtype == torch.uint8 and not memory.any()
