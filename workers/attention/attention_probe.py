@@ -78,8 +78,8 @@ def probe_attention(model: PreTrainedModel, max_model_len: int | None = None) ->
             _check_tokens_are_independent(model, length)
     except TokensMixed as mixed:
         raise InvalidModel(f"{config.model_type} cannot be served: {mixed} {_MIXES}") from None
-    except _Unsupported as reason:
-        raise InvalidModel(f"{config.model_type} cannot be served: {reason}") from None
+    except _Unsupported as refusal:
+        raise InvalidModel(f"{config.model_type} cannot be served: {refusal}") from None
     except Exception as error:  # the model's code may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(
