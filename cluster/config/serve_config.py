@@ -1,14 +1,12 @@
-"""ServeConfig: what an operator may say to `coatcheck serve`, by flags or by a YAML file of the same names.
+"""ServeConfig: the settings of `coatcheck serve`, from flags or from a YAML file with the same names.
 
-Frozen, checked here, unknown names refused. Flags override the file. It knows neither Ray nor torch, so that a wrong
-word is answered at once.
+This module imports neither Ray nor torch, so that a wrong setting is refused at once.
 """
 
-import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from coatcheck.cluster.config.exposure import check_exposure
 from coatcheck.cluster.config.setting_values import (
@@ -18,107 +16,206 @@ from coatcheck.cluster.config.setting_values import (
     parse_memory,
     parse_otlp_endpoint,
 )
+from coatcheck.cluster.config.settings import Settings, setting
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.log_lines import LogFormat
 
-DEFAULT_PORT = 50051
-DEFAULT_HTTP_PORT = 8000
-# Of the memory that a rank finds free, what its KV pool takes; the rest is for activations, and on a CPU for everybody
-# else.
-FREE_SHARE = {"cpu": 0.1, "cuda": 0.85}
+DEFAULT_PORT: Final = 50051
+DEFAULT_HTTP_PORT: Final = 8000
+# The KV pool's share of the memory that a rank finds free. Activations need the rest, and on a CPU other programs.
+FREE_SHARE: Final = {"cpu": 0.1, "cuda": 0.85}
+# A larger step computes prompts no faster, and delays every running decode for as long as it takes.
+BATCH_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
 
-class ServeConfig(BaseModel):
-    """`groups` tensor-parallel groups of `tp` ranks each, behind one router."""
+class ServeConfig(Settings):
+    """`groups` tensor-parallel groups of `tp` ranks each, behind a router."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model: str = Field(min_length=1, description="A checkpoint directory or a hub id.")
 
-    model: str = Field(min_length=1)
-    served_model_name: str | None = Field(None, min_length=1, max_length=256, pattern=r"\S")
-    groups: int = Field(1, ge=1, le=4096)
-    tp: int = Field(1, ge=1, le=1024)
-    ray_address: str | None = Field(None, min_length=1)
-    # Seconds that Ray may take to start, or to answer at `ray_address`.
-    ray_start_timeout: float = Field(120.0, gt=0, le=3600, allow_inf_nan=False)
-    grpc_host: str = Field("127.0.0.1", min_length=1)
-    grpc_port: int = Field(DEFAULT_PORT, ge=0, le=65535)
-    http_host: str = Field("127.0.0.1", min_length=1)
-    # Unset: the usual port, or any free one where gRPC takes any.
-    http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = None
-    # A Ray resource: the router runs only where a node offers it.
-    router_resource: str | None = Field(None, min_length=1)
-    router_per_node: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = "auto"
-    kv_dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"], BeforeValidator(parse_kv_dtype)] = (
-        "auto"
+    served_model_name: str | None = setting(
+        "Model",
+        "The model's name for clients.",
+        None,
+        in_words="the directory's name or the hub id",
+        min_length=1,
+        max_length=256,
+        pattern=r"\S",
     )
-    eviction: Literal["cost", "lru"] = "cost"
-    block_size: Literal[8, 16, 32, 64, 128] = 16
-    # Unset: FREE_SHARE of the device.
-    kv_memory: Annotated[float | None, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = None
-    host_kv_memory: Annotated[float, BeforeValidator(parse_memory), Field(ge=0, lt=2**60)] = 0.0
-    max_num_seqs: int = Field(256, ge=1, le=2**16)
-    # With the router, while no group has room.
-    max_queued: int = Field(1024, ge=0, le=2**20)
-    # Unset: as many groups as --groups or `coatcheck scale` says, whatever the load.
-    max_groups: int | None = Field(None, ge=1, le=4096)
-    # What requests may wait, in seconds, before another group is wanted.
-    queue_target: float = Field(2.0, gt=0, le=3600, allow_inf_nan=False)
-    # How long nobody has waited and some group was idle, in seconds, before one fewer is wanted: its cache goes, too.
-    scale_in_after: float = Field(600.0, gt=0, le=86400, allow_inf_nan=False)
-    max_batch_tokens: int | None = Field(None, ge=1, le=2**20)
-    max_model_len: int | None = Field(None, ge=2, lt=2**31)
-    deterministic: bool = False
-    # Sampling of fields that requests leave unset. "auto": from the model's generation_config.json; "none": our own
-    # defaults. The file's eos_token_id is used either way.
-    generation_config: Literal["auto", "none"] = "auto"
-    log_format: LogFormat = "text"
-    # A collector's gRPC address (OTLP); unset: no traces.
-    otlp_endpoint: Annotated[str | None, BeforeValidator(parse_otlp_endpoint)] = None
-    # Files on the router's host: its certificate and key, the authority of clients', the tenants and their keys.
-    tls_cert: str | None = Field(None, min_length=1)
-    tls_key: str | None = Field(None, min_length=1)
-    tls_client_ca: str | None = Field(None, min_length=1)
-    api_keys: str | None = Field(None, min_length=1)
-    # Listens beyond loopback for everybody.
-    insecure: bool = False
+    device: Literal["auto", "cpu", "cuda"] = setting("Model", "cpu, cuda, or auto: GPUs if there are any.", "auto")
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
+        "Model", "float32, bfloat16, float16, or auto: the checkpoint's dtype.", "auto"
+    )
+    max_model_len: int | None = setting(
+        "Model",
+        "Most tokens in a sequence, prompt and answer together.",
+        None,
+        in_words="the model's",
+        ge=2,
+        lt=2**31,
+    )
+    generation_config: Literal["auto", "none"] = setting(
+        "Model",
+        "Sampling fields that a request leaves unset. auto: from the model's generation_config.json. none: temperature "
+        "1 and no filter. Stop ids come from that file either way.",
+        "auto",
+    )
+    deterministic: bool = setting(
+        "Model",
+        "A request gets the same bits whatever runs beside it, whether it is cached, chunked or preempted. Not for "
+        "mixtures of experts.",
+        False,
+    )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _numbers_are_numbers(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """To Python true is 1; to whoever wrote it, it is not."""
-        switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
-        for name, value in settings.items():
-            if isinstance(value, bool) and name in cls.model_fields.keys() - switches:
-                raise ValueError(f"{name.replace('_', '-')} is {value}; it is no switch: give it a value")
-        return settings
+    groups: int = setting("Groups", "Tensor-parallel groups. Each serves a copy of the model.", 1, ge=1, le=4096)
+    tp: int = setting("Groups", "Ranks in each group: GPUs that share one copy.", 1, ge=1, le=1024)
+    max_groups: int | None = setting(
+        "Groups",
+        "Most groups. A group is added after requests have waited longer than --queue-target for 10 s. A group is "
+        "removed, down to --groups, after --scale-in-after.",
+        None,
+        in_words="as many as --groups",
+        ge=1,
+        le=4096,
+    )
+    queue_target: float = setting(
+        "Groups",
+        "With --max-groups: seconds that requests may wait before a group is added.",
+        2.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+    )
+    scale_in_after: float = setting(
+        "Groups",
+        "With --max-groups: seconds without a waiting request and with an idle group before a group is removed.",
+        600.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
 
-    @model_validator(mode="after")
-    def _bounds_agree(self) -> Self:
-        if self.max_groups is not None and self.max_groups < self.groups:
-            raise ValueError(f"max-groups is {self.max_groups}, and groups {self.groups}; it must be at least that")
-        return self
+    kv_memory: Annotated[float | None, BeforeValidator(parse_memory)] = setting(
+        "Memory",
+        "KV pool of each rank: bytes (4GiB), or a share of the memory that is free once the weights are loaded (0.5).",
+        None,
+        in_words=f"{FREE_SHARE['cpu']} on CPUs, {FREE_SHARE['cuda']} on GPUs",
+        gt=0,
+        lt=2**60,
+    )
+    kv_dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8", "int8", "int4"], BeforeValidator(parse_kv_dtype)] = (
+        setting(
+            "Memory",
+            "Type of the KV pool: bf16, fp16, or fp8, int8, int4 with a scale per token and head. auto: as --dtype.",
+            "auto",
+        )
+    )
+    host_kv_memory: Annotated[float, BeforeValidator(parse_memory)] = setting(
+        "Memory",
+        "Host memory of each rank for prefix blocks that leave the KV pool: bytes, or a share of the free memory.",
+        0.0,
+        ge=0,
+        lt=2**60,
+    )
+    eviction: Literal["cost", "lru"] = setting(
+        "Memory",
+        "The cached block that is evicted first. cost: the one least likely to be used again soon, learned from the "
+        "load. lru: the least recently used one.",
+        "cost",
+    )
+    block_size: Literal[8, 16, 32, 64, 128] = setting("Memory", "Tokens in a KV block: 8, 16, 32, 64 or 128.", 16)
+
+    max_num_seqs: int = setting("Limits", "Most sequences that run at once in a group.", 256, ge=1, le=2**16)
+    max_batch_tokens: int | None = setting(
+        "Limits",
+        "Most tokens that a step computes. Longer prompts are computed in chunks between decodes.",
+        None,
+        in_words=f"{BATCH_TOKENS['cpu']} on CPUs, {BATCH_TOKENS['cuda']} on GPUs",
+        ge=1,
+        le=2**20,
+    )
+    max_queued: int = setting(
+        "Limits",
+        "Most requests that wait in the router while no group has room. Further requests get RESOURCE_EXHAUSTED (HTTP "
+        "429) and the time after which to try again.",
+        1024,
+        ge=0,
+        le=2**20,
+    )
+
+    grpc_host: str = setting("Router", "Address where the router listens for gRPC.", "127.0.0.1", min_length=1)
+    grpc_port: int = setting("Router", "Port for gRPC. 0: any free port.", DEFAULT_PORT, ge=0, le=65535)
+    http_host: str = setting("Router", "Address where the router listens for HTTP.", "127.0.0.1", min_length=1)
+    http_port: Annotated[int | Literal["none"] | None, BeforeValidator(parse_http_port)] = setting(
+        "Router",
+        "Port for HTTP. 0: any free port, also the default if --grpc-port is 0. none: no HTTP.",
+        None,
+        in_words=str(DEFAULT_HTTP_PORT),
+    )
+    router_resource: str | None = setting(
+        "Router",
+        "A Ray resource. The router runs only on nodes that have it.",
+        None,
+        in_words="any node",
+        min_length=1,
+    )
+    router_per_node: bool = setting("Router", "A router on each node, instead of one in all.", False)
+
+    api_keys: str | None = setting(
+        "Security",
+        "A file of tenants and hashes of their keys. `coatcheck keys new NAME` writes it. Read again on change.",
+        None,
+        min_length=1,
+    )
+    tls_cert: str | None = setting(
+        "Security",
+        "The router's certificate for gRPC and HTTP: a PEM file on its host. Read again on change.",
+        None,
+        min_length=1,
+    )
+    tls_key: str | None = setting("Security", "The private key of --tls-cert: a PEM file.", None, min_length=1)
+    tls_client_ca: str | None = setting(
+        "Security", "Clients need a certificate that this authority signed: mutual TLS.", None, min_length=1
+    )
+    insecure: bool = setting(
+        "Security", "Listen beyond loopback without asking clients for keys or certificates.", False
+    )
+
+    ray_address: str | None = setting(
+        "Ray", "An existing Ray cluster: HOST:PORT or auto.", None, in_words="a Ray of its own", min_length=1
+    )
+    ray_start_timeout: float = setting(
+        "Ray",
+        "Seconds that Ray may take to start, or to answer at --ray-address. A busy machine may need more.",
+        120.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+    )
+
+    log_format: LogFormat = setting(
+        "Logs and traces",
+        "How router and ranks log: text, or json, one object a line with the request's id.",
+        "text",
+    )
+    otlp_endpoint: Annotated[str | None, BeforeValidator(parse_otlp_endpoint)] = setting(
+        "Logs and traces",
+        "The OTLP collector for traces, such as http://127.0.0.1:4317. Needs `pip install 'coatcheck[otel]'`.",
+        None,
+    )
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
-        """Flags (None: not given) over the file's settings; raises InvalidConfig that names the setting."""
-        settings = read_settings(file.expanduser()) if file else {}
-        given = {name for name, value in flags.items() if value is not None}
-        settings |= {name: flags[name] for name in given}
-        for name in settings:
-            if name not in cls.model_fields:
-                raise InvalidConfig(f"{file}: unknown setting {name!r}; {_suggest(name, list(cls.model_fields))}")
-        try:
-            config = cls(**settings)
-        except ValidationError as error:
-            said = [
-                explain(item) if file is None or _setting(item) in given else f"{file}: {explain(item)}"
-                for item in error.errors()
-            ]
-            raise InvalidConfig("; ".join(said)) from None
+        """See Settings.build. Also raises InvalidConfig if anybody could reach the router."""
+        config = super().build(flags, file)
         check_exposure(config)
         return config
+
+    @model_validator(mode="after")
+    def _check_max_groups(self) -> Self:
+        if self.max_groups is not None and self.max_groups < self.groups:
+            raise ValueError(f"max-groups is {self.max_groups}, and groups {self.groups}; it must be at least that")
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings that were given. Later settings then have their defaults; see contract.py."""
@@ -126,7 +223,7 @@ class ServeConfig(BaseModel):
 
     @property
     def http_listen_port(self) -> int | None:
-        """0: any free port; None: no HTTP."""
+        """The port for HTTP. 0: any free port. None: no HTTP."""
         if self.http_port == "none":
             return None
         if self.http_port is None:
@@ -135,7 +232,7 @@ class ServeConfig(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The name that requests give: as configured, else the directory's name or the hub id."""
+        """The model's name in requests: as configured, else the directory's name or the hub id."""
         if self.served_model_name:
             return self.served_model_name
         path = Path(self.model).expanduser()
@@ -143,24 +240,19 @@ class ServeConfig(BaseModel):
 
     @property
     def model_source(self) -> str:
-        """Where other processes, in other working directories, find the model: an absolute path or the hub id."""
+        """The model's absolute path, for processes with other working directories, or its hub id."""
         path = Path(self.model).expanduser()
         return str(path.resolve()) if path.is_dir() else self.model
 
     @property
     def group_names(self) -> list[str]:
-        """The groups, by name."""
         return group_names(self.groups)
 
     def check_model_directory(self) -> None:
-        """Raises InvalidConfig for what plainly is no checkpoint, long before a rank would find out."""
+        """Raise InvalidConfig if `model` is a path and no checkpoint directory. A hub id is not checked."""
         path = Path(self.model).expanduser()
-        # A hub id is OWNER/NAME; where OWNER is a directory here, a file's name is mistyped.
-        owner = Path(path.parts[0]) if len(path.parts) > 1 else None
-        looks_local = path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1
-        looks_local = looks_local or (owner is not None and owner.is_dir())
         if not path.exists():
-            if looks_local:
+            if self._looks_like_a_path(path):
                 raise InvalidConfig(f"model directory {self.model} does not exist; give a directory or a hub id")
             return
         if not path.is_dir():
@@ -168,44 +260,12 @@ class ServeConfig(BaseModel):
         if not (path / "config.json").is_file():
             raise InvalidConfig(f"model directory {self.model} has no config.json; is it a transformers checkpoint?")
 
+    def _looks_like_a_path(self, path: Path) -> bool:
+        """A hub id is OWNER/NAME. If OWNER is a directory here, the name after it is mistyped."""
+        if path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1:
+            return True
+        return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+
 
 def group_names(groups: int) -> list[str]:
-    """Of so many."""
     return [f"group-{index}" for index in range(groups)]
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    """A YAML file's settings, dashes in names as underscores; raises InvalidConfig."""
-    import yaml  # here: only a run with --config pays for it
-
-    try:
-        loaded = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise InvalidConfig(f"{file}: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # the latter also of numbers with thousands of digits
-        raise InvalidConfig(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise InvalidConfig(f"{file} must hold settings, one `name: value` a line")
-    return {str(name).replace("-", "_"): value for name, value in loaded.items()}
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-
-
-def explain(item: Any) -> str:
-    """One of pydantic's errors, in the words of the flags."""
-    if not item["loc"]:
-        return str(item["msg"]).removeprefix("Value error, ")
-    name = _setting(item).replace("_", "-")
-    message = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    if item["type"] == "missing":
-        return f"{name} is missing; give it as an argument or in the file"
-    return f"{name} is {item['input']!r}; {message}"
-
-
-def _setting(item: Any) -> str:
-    return str(item["loc"][0]) if item["loc"] else ""

@@ -3,47 +3,20 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from coatcheck.cluster.config.settings import with_flags
 from coatcheck.cluster.planner.plan_settings import PlanSettings
 from coatcheck.cluster.planner.sizing import Sizing
 
 
+@with_flags(PlanSettings)
 def plan(
-    model: Annotated[str, typer.Argument(help="A model's directory, its config.json, or a hub id.")],
-    tp: Annotated[int | None, typer.Option(help="Ranks of a group, one GPU each. Default 1.")] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="What a rank finds free on its GPU at its start. Default 80GiB.")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(help="As for serve: bytes of each rank's pool, or a share of what weights leave. Default 0.85."),
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Bytes of all weights, where the count from config.json is not right.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence, prompt and answer. Default: 8192, or what the model has.")
-    ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Sequences at once. Default 16.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="As for serve. Default auto: the config's.")] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="auto (default: the model's), bf16, fp16, fp8, int8 or int4.")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16 (default), 32, 64, 128.")] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Memory bandwidth of a GPU. Default 3.35TB/s, an H100's.")
-    ] = None,
-    lengths: Annotated[
-        Path | None, typer.Option(help="A trace of real lengths (.csv, .jsonl, .gz). Default: evenly spread.")
-    ] = None,
-    latent: Annotated[
-        bool, typer.Option(help="Of a model with latent attention (MLA): its cache is latent, or holds every head.")
-    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes and seconds.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    **flags: Any,
 ) -> None:
     """Say beforehand how much of MODEL's KV cache fits, from its config.json alone.
 
@@ -67,8 +40,6 @@ def plan(
 
     coatcheck plan my-model --lengths trace.csv.gz --plot plan.png
     """
-    flags = dict(locals())
-    as_json, plot = flags.pop("as_json"), flags.pop("plot")
     sizing = Sizing.of(PlanSettings.build(flags))
     if plot is not None:
         from coatcheck.cluster.planner.plan_plot import plot_sizing

@@ -1,30 +1,29 @@
-"""PlanSettings: what an operator may say to `coatcheck plan`, in the words of `coatcheck serve`.
-
-Frozen, checked here.
-"""
+"""PlanSettings: the settings of `coatcheck plan`. Those that `coatcheck serve` has too have the same names."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from coatcheck.cluster.config.serve_config import FREE_SHARE, explain
+from coatcheck.cluster.config.serve_config import FREE_SHARE
 from coatcheck.cluster.config.setting_values import parse_dtype, parse_kv_dtype, parse_memory
-from coatcheck.proto.errors import InvalidConfig
+from coatcheck.cluster.config.settings import Settings, setting
+
+_PANEL: Final = "Options"
 
 
 def parse_bytes(value: object) -> float:
-    """Bytes from '80GiB'; no share of anything."""
-    return _above_one(value, "write bytes, such as 80GiB")
+    """Bytes from '80GiB'. Shares are refused."""
+    return _parse_above_one(value, "write bytes, such as 80GiB")
 
 
 def parse_bandwidth(value: object) -> float:
-    """Bytes a second from '3.35TB/s' or '900GB'."""
+    """Bytes per second from '3.35TB/s' or '900GB'."""
     written = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    return _above_one(written, "write bytes a second, such as 3.35TB/s")
+    return _parse_above_one(written, "write bytes a second, such as 3.35TB/s")
 
 
-def _above_one(written: object, hint: str) -> float:
+def _parse_above_one(written: object, hint: str) -> float:
     try:
         number = parse_memory(written)
     except ValueError:
@@ -34,32 +33,51 @@ def _above_one(written: object, hint: str) -> float:
     return float(number)
 
 
-class PlanSettings(BaseModel):
-    """`context` None: the model's own length, 8,192 at most. Memory and bandwidth are one GPU's.
+class PlanSettings(Settings):
+    """Memory and bandwidth are those of one GPU."""
 
-    `latent` False: a model with latent attention stores every head's keys and values.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    model: str = Field(min_length=1)
-    tp: int = Field(1, ge=1, le=1024)
-    gpu_memory: Annotated[float, BeforeValidator(parse_bytes)] = 80 * 2.0**30
-    kv_memory: Annotated[float, BeforeValidator(parse_memory), Field(gt=0, lt=2**60)] = FREE_SHARE["cuda"]
-    weights: Annotated[float | None, BeforeValidator(parse_bytes)] = None
-    context: int | None = Field(None, ge=1, lt=2**31)
-    concurrency: int = Field(16, ge=1, le=2**20)
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = "auto"
-    kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = "auto"
-    block_size: Literal[8, 16, 32, 64, 128] = 16
-    bandwidth: Annotated[float, BeforeValidator(parse_bandwidth)] = 3.35e12
-    lengths: Path | None = None
-    latent: bool = True
-
-    @classmethod
-    def build(cls, flags: dict[str, Any]) -> Self:
-        """From flags (None: not given); raises InvalidConfig that names the setting."""
-        try:
-            return cls(**{name: value for name, value in flags.items() if value is not None})
-        except ValidationError as error:
-            raise InvalidConfig("; ".join(explain(item) for item in error.errors())) from None
+    model: str = Field(min_length=1, description="A model's directory, its config.json, or a hub id.")
+    tp: int = setting(_PANEL, "Ranks in a group, one GPU each.", 1, ge=1, le=1024)
+    gpu_memory: Annotated[float, BeforeValidator(parse_bytes)] = setting(
+        _PANEL, "Memory of a GPU that is free when a rank starts.", 80 * 2.0**30, in_words="80GiB"
+    )
+    kv_memory: Annotated[float, BeforeValidator(parse_memory)] = setting(
+        _PANEL,
+        "KV pool of each rank: bytes, or a share of the memory that is free once the weights are loaded.",
+        FREE_SHARE["cuda"],
+        gt=0,
+        lt=2**60,
+    )
+    weights: Annotated[float | None, BeforeValidator(parse_bytes)] = setting(
+        _PANEL, "Bytes of all weights.", None, in_words="counted from config.json"
+    )
+    context: int | None = setting(
+        _PANEL,
+        "Tokens in a sequence, prompt and answer together.",
+        None,
+        in_words="8192, or the model's maximum if that is smaller",
+        ge=1,
+        lt=2**31,
+    )
+    concurrency: int = setting(_PANEL, "Sequences that run at once.", 16, ge=1, le=2**20)
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(parse_dtype)] = setting(
+        _PANEL, "float32, bfloat16, float16, or auto: the dtype in config.json.", "auto"
+    )
+    kv_dtype: Annotated[str, BeforeValidator(parse_kv_dtype)] = setting(
+        _PANEL, "bf16, fp16, fp8, int8, int4, or auto: as --dtype.", "auto"
+    )
+    block_size: Literal[8, 16, 32, 64, 128] = setting(_PANEL, "Tokens in a KV block: 8, 16, 32, 64 or 128.", 16)
+    bandwidth: Annotated[float, BeforeValidator(parse_bandwidth)] = setting(
+        _PANEL, "Memory bandwidth of a GPU.", 3.35e12, in_words="3.35TB/s, an H100's"
+    )
+    lengths: Path | None = setting(
+        _PANEL,
+        "A trace of real sequence lengths (.csv, .jsonl, .gz).",
+        None,
+        in_words="evenly spread from one token to --context",
+    )
+    latent: bool = setting(
+        _PANEL,
+        "For a model with latent attention (MLA): the cache stores latents, or the keys and values of every head.",
+        True,
+    )

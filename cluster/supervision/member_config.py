@@ -1,14 +1,11 @@
 """MemberConfig: what each group and each router of a cluster is told, from what its operator said."""
 
 from coatcheck.cluster.config.exposure import absolute
-from coatcheck.cluster.config.serve_config import FREE_SHARE, ServeConfig
+from coatcheck.cluster.config.serve_config import BATCH_TOKENS, FREE_SHARE, ServeConfig
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.proto.plane_certificate import PlaneCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.workers.core.group_config import GroupConfig
-
-# A larger step computes prompts no faster, and holds every running decode up for as long as it takes.
-_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 def group_config(
@@ -28,7 +25,7 @@ def group_config(
         kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
         host_kv_memory=config.host_kv_memory,
         max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens or _BATCH_TOKENS[placement.device],
+        max_batch_tokens=config.max_batch_tokens or BATCH_TOKENS[placement.device],
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         log_format=config.log_format,

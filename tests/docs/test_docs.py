@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.config.settings import default_in_words, flag_name
+from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
+from coatcheck.cluster.supervision.member_config import group_config, router_config
 from tests.helm.exercised_page import exercised_page
 
 ROOT = Path(__file__).parents[2]
@@ -69,69 +73,32 @@ def test_commands_and_flags_exist(page: Path) -> None:
         assert set(used) <= flags_of(command), f"{page.name}: {one}"
 
 
-def settings_table() -> dict[str, str]:
-    """Flag -> default, as the table of README has them."""
-    rows = {}
-    for flags, defaults in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE):
-        names, values = re.findall(r"`(--[\w-]+)`", flags), defaults.strip()
-        each = values.split(", ") if len(names) > 1 else [values]
-        assert len(each) == len(names), f"{flags}: one default for each flag"
-        rows |= dict(zip(names, each, strict=True))
-    return rows
-
-
-# What the table says of settings whose default is no value of their own.
-UNSET = {
-    "--served-model-name": "the directory's name or hub id",
-    "--ray-address": "a Ray of its own",
-    "--http-port": "8000",
-    "--router-resource": "any node",
-    "--kv-memory": "by device",
-    "--max-groups": "off",
-    "--max-batch-tokens": "512 on CPUs, 2048 on GPUs",
-    "--max-model-len": "the model's",
-    "--otlp-endpoint": "none",
-    "--tls-cert": "none",
-    "--tls-key": "none",
-    "--tls-client-ca": "none",
-    "--api-keys": "none",
-}
+def settings_table() -> str:
+    """The rows of README's table of settings, as ServeConfig gives them."""
+    fields = ServeConfig.model_fields.items()
+    return "".join(
+        f"| `{flag_name(name)}` | {default_in_words(field)} | {field.description} |\n"
+        for name, field in fields
+        if not field.is_required()
+    )
 
 
 def test_the_settings_table_is_what_serve_takes() -> None:
-    """README lists each setting of `coatcheck serve`, no other, with the default that it has."""
-    from coatcheck.cluster.config.serve_config import ServeConfig
-
-    fields = {f"--{name.replace('_', '-')}": field for name, field in ServeConfig.model_fields.items()}
-    del fields["--model"]  # the argument
-    table = settings_table()
-    assert table.keys() == fields.keys()
-    assert {flag for flag, field in fields.items() if field.default is None} == set(UNSET)
-    for flag, said in table.items():
-        default = fields[flag].default
-        if isinstance(default, bool):
-            assert said == ("on" if default else "off"), flag
-        elif default is None:
-            assert said == UNSET[flag], flag
-        else:
-            assert said == (f"{default:g}" if isinstance(default, float) else str(default)), flag
+    """README lists each setting of `coatcheck serve`, no other, with the default and the description of --help."""
+    table = re.search(r"\| flag \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
+    assert table is not None and table[1] == settings_table()
+    help_of = {param.name: param.help for param in command_of("serve").params if hasattr(param, "help")}
+    assert help_of["tp"] == "Ranks in each group: GPUs that share one copy. Default: 1."
 
 
 def test_defaults_that_depend_on_the_device() -> None:
     """Without a setting, steps and KV pools have the sizes that the table gives."""
-    from coatcheck.cluster.config.serve_config import ServeConfig
-    from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
-    from coatcheck.cluster.supervision.member_config import group_config, router_config
-
-    config = ServeConfig(model="some/model")
+    config, fields = ServeConfig(model="some/model"), ServeConfig.model_fields
     on_cpu, on_gpu = (group_config(config, "group-0", RankPlacement(device, {}, ())) for device in ("cpu", "cuda"))
-    said = f"{on_cpu.max_batch_tokens} on CPUs, {on_gpu.max_batch_tokens} on GPUs"
-    assert said == UNSET["--max-batch-tokens"]
-    assert f"`{on_cpu.kv_memory}` on CPUs, `{on_gpu.kv_memory}` on GPUs" in (ROOT / "README.md").read_text()
-    help_of = {param.name: param.help for param in command_of("serve").params if hasattr(param, "help")}
-    assert f"Default {said}." in help_of["max_batch_tokens"]
-    assert f"Default {on_cpu.kv_memory} on CPUs, {on_gpu.kv_memory} on GPUs." in help_of["kv_memory"]
-    assert str(router_config(config, "router-0", 1).http_port) == UNSET["--http-port"]
+    for name in ("max_batch_tokens", "kv_memory"):
+        in_words = f"{getattr(on_cpu, name)} on CPUs, {getattr(on_gpu, name)} on GPUs"
+        assert default_in_words(fields[name]) == in_words
+    assert default_in_words(fields["http_port"]) == str(router_config(config, "router-0", 1).http_port)
 
 
 def test_metrics_exist() -> None:

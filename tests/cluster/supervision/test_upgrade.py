@@ -18,10 +18,13 @@ ROOT = Path(__file__).parents[3]
 _ROOMS = ("proto", "kernels", "workers", "router", "cluster")
 
 
-_FLAG, _MORE = r"(?m)^    deterministic: bool = False$", "    made_up: int = 7\n    deterministic: bool = False"
 _EVOLUTION = (
-    ("cluster/config/serve_config.py", _FLAG, _MORE),
-    ("workers/core/group_config.py", _FLAG, _MORE),
+    (
+        "cluster/config/serve_config.py",
+        r"(?m)^    deterministic: ",
+        '    made_up: int = setting("Model", "", 7)\n\\g<0>',
+    ),
+    ("workers/core/group_config.py", r"(?m)^    deterministic: ", "    made_up: int = 7\n\\g<0>"),
     ("cluster/supervision/member_config.py", r"(max_num_seqs=config\.max_num_seqs),", r"\1 + config.made_up - 7,"),
     ("workers/driver.py", r"(tp=spec\.tp),", r"\1 + config.made_up - 7,"),
 )

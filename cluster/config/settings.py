@@ -1,0 +1,168 @@
+"""Settings: a pydantic model whose fields are a command's flags, the keys of its YAML file and the rows of its table.
+
+A field is written once, with `setting(panel, description, default, **bounds)`. From the fields come
+
+    the flags        with_flags(ServeConfig), a decorator of the Typer command
+    the values       ServeConfig.build(flags, file), which refuses unknown names and wrong values
+    --help           the description and the default
+    README's table   the same two; a test compares them
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Self, get_args
+
+import typer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from coatcheck.proto.errors import InvalidConfig
+
+
+def setting(panel: str, description: str, default: Any, *, in_words: str = "", **bounds: Any) -> Any:
+    """A field of Settings.
+
+    panel: the heading in --help. in_words: the default as users read it, where str(default) says too little.
+    """
+    extra: dict[str, Any] = {"panel": panel, "in_words": in_words}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
+class Settings(BaseModel):
+    """What a user gives to a command. Frozen; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
+        """Flags override the settings of `file`. A flag that is None was not given.
+
+        Raises InvalidConfig. Its message names each wrong setting, and the file if the value came from there.
+        """
+        settings = read_settings(file.expanduser()) if file else {}
+        given = {name: value for name, value in flags.items() if value is not None}
+        settings |= given
+        for name in settings:
+            if name not in cls.model_fields:
+                raise InvalidConfig(f"{file}: unknown setting {name!r}; {_suggest(name, list(cls.model_fields))}")
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            messages = []
+            for item in error.errors():
+                is_from_file = file is not None and _setting_name(item) not in given
+                messages.append(f"{file}: {_describe_error(item)}" if is_from_file else _describe_error(item))
+            raise InvalidConfig("; ".join(messages)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_switches_as_values(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """YAML's true is 1 to pydantic: `groups: true` would be one group."""
+        switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
+        for name, value in settings.items():
+            if isinstance(value, bool) and name in cls.model_fields.keys() - switches:
+                raise ValueError(f"{name.replace('_', '-')} is {value}; it is no switch: give it a value")
+        return settings
+
+
+def with_flags(settings: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a Typer command so that its **flags hold one flag for each field of `settings`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters
+        parameters = [
+            *(_parameter(name, field, has_file="config" in own) for name, field in settings.model_fields.items()),
+            *(parameter for parameter in own.values() if parameter.kind is not parameter.VAR_KEYWORD),
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(name: str, field: FieldInfo, *, has_file: bool) -> inspect.Parameter:
+    """The parameter that Typer reads. A required setting is an argument; the file may hold it if `has_file`."""
+    kind: Any = _flag_type(field)
+    if field.is_required():
+        option: Any = typer.Argument(help=field.description)
+    else:
+        names = [flag_name(name)] if field.default is False else []  # Typer would add --no-NAME
+        text = str(field.description)
+        if kind is not bool:
+            text += f" Default: {default_in_words(field)}."
+        text = text.replace("[", r"\[")  # rich reads [otel] as a style
+        option = typer.Option(*names, help=text, rich_help_panel=_extra(field)["panel"])
+    default: Any = inspect.Parameter.empty if field.is_required() and not has_file else None
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+
+
+def flag_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flag_type(field: FieldInfo) -> type:
+    """What Typer parses. It leaves text alone if a validator of the field parses it."""
+    if any(isinstance(item, BeforeValidator) for item in field.metadata):
+        return str
+    values = (field.annotation, *get_args(field.annotation))
+    for kind in (bool, int, float):
+        if kind in values or any(isinstance(value, kind) for value in values):
+            return kind
+    return str
+
+
+def default_in_words(field: FieldInfo) -> str:
+    """The default of a setting as --help and README show it."""
+    if text := _extra(field)["in_words"]:
+        return text
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if field.default is None:
+        return "none"
+    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+
+
+def _extra(field: FieldInfo) -> dict[str, str]:
+    assert isinstance(field.json_schema_extra, dict), "a setting is written with setting()"
+    return {name: str(value) for name, value in field.json_schema_extra.items()}
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings of a YAML file. Dashes in names become underscores. Raises InvalidConfig."""
+    import yaml  # only a command with --config needs it
+
+    try:
+        loaded = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise InvalidConfig(f"{file}: {error.strerror or error}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
+        raise InvalidConfig(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise InvalidConfig(f"{file} must hold settings, one `name: value` a line")
+    return {str(name).replace("-", "_"): value for name, value in loaded.items()}
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+def _describe_error(item: Any) -> str:
+    """One of pydantic's errors, with the setting's name as its flag has it."""
+    message = str(item["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
+    if not item["loc"]:
+        return message
+    name = _setting_name(item).replace("_", "-")
+    if item["type"] == "missing":
+        return f"{name} is missing; give it as an argument or in the file"
+    return f"{name} is {item['input']!r}; {message}"
+
+
+def _setting_name(item: Any) -> str:
+    return str(item["loc"][0]) if item["loc"] else ""
