@@ -64,7 +64,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
     host[3, 100] ^= 1
     copier.start(StepPlan(restores=back))
     statuses = _settle(copier, count)
-    broken = [index for index, status in enumerate(statuses) if status is CopyStatus.BROKEN]
+    broken = [index for index, status in enumerate(statuses) if status is CopyStatus.CORRUPT]
     right = [slot for slot, _ in back].index(3)
     yield Measurement(
         "tiers",
@@ -83,7 +83,7 @@ def _settle(copier: BlockCopier, count: int) -> list[CopyStatus]:
     while len(statuses) < count:
         assert time.monotonic() < deadline, "copies do not end"
         report = copier.report()
-        statuses += [] if report is None else [s for s in report.statuses if s is not CopyStatus.UNDER_WAY]
+        statuses += [] if report is None else [s for s in report.statuses if s is not CopyStatus.IN_PROGRESS]
     return statuses
 
 

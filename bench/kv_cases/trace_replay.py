@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coatcheck.bench.setup.public_traces import CONVERSATION, SYNTHETIC
-from coatcheck.workers.kv.block_pool import BlockPool, max_ghosts
-from coatcheck.workers.kv.eviction import Eviction
-from coatcheck.workers.kv.eviction_policy import order_of
-from coatcheck.workers.kv.prefix_registry import PrefixRegistry
+from coatcheck.workers.kv.block_pool import BlockPool
+from coatcheck.workers.kv.eviction import Evictor
+from coatcheck.workers.kv.eviction_policy import create_policy
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 
 CAPACITIES = (250, 1000, 3000, 10000)
 TRACES = tuple(file.removesuffix(".jsonl.gz") for file in (CONVERSATION, SYNTHETIC))
@@ -55,25 +55,25 @@ def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
 
 def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | None = None, start: int = 0) -> Hits:
     """Every arrival through a pool of so many blocks; only those from number `start` on are counted."""
-    book = PrefixRegistry(ghosts or max_ghosts(capacity))
-    pool = BlockPool(capacity, Eviction(book, order_of(eviction, book.table), capacity))
+    registry = PrefixRegistry(ghosts or choose_max_ghosts(capacity))
+    pool = BlockPool(capacity, Evictor(registry, create_policy(eviction, registry.reuse_table), capacity))
     hits = asked = 0
     saved = cost = 0.0
     for number, arrival in enumerate(trace):
         names = [struct.pack("<Q", block) for block in arrival.blocks]
-        book.advance(arrival.seconds)
-        book.want(names)
+        registry.advance_clock(arrival.seconds)
+        registry.record_request(names)
         found: list[int] = []
         for name in names:
-            block = pool.lookup(name)
+            block = pool.get_cached_block(name)
             if block is None:
                 break
             found.append(block)
-        pool.share(found)
-        computed = pool.allocate(len(names) - len(found))
+        pool.share_blocks(found)
+        computed = pool.allocate_blocks(len(names) - len(found))
         for depth, block in enumerate(computed, len(found)):
-            pool.register(block, names[depth], names[depth - 1] if depth else b"", depth)
-        pool.release([*found, *computed])
+            pool.register_block(block, names[depth], names[depth - 1] if depth else b"", depth)
+        pool.release_blocks([*found, *computed])
         pool.drain_events()
         if number >= start:
             hits += len(found)

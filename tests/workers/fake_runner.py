@@ -139,7 +139,7 @@ class FakeRunner:
         statuses = []
         for copy in self._copies:
             copy.steps_left -= 1
-            statuses.append(CopyStatus.UNDER_WAY if copy.steps_left >= 0 else self._finish(copy))
+            statuses.append(CopyStatus.IN_PROGRESS if copy.steps_left >= 0 else self._finish(copy))
         self._copies = deque(copy for copy in self._copies if copy.steps_left >= 0)
         return CopyReport(tuple(statuses), *self._measured.values()) if statuses else None
 
@@ -150,6 +150,6 @@ class FakeRunner:
             return CopyStatus.DONE
         self.restored += 1
         if copy.slot in self.broken:
-            return CopyStatus.BROKEN
+            return CopyStatus.CORRUPT
         self.pool[copy.block] = list(self.host[copy.slot])
         return CopyStatus.DONE

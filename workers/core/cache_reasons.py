@@ -1,6 +1,6 @@
-"""PrefixMiss: why a prompt's prefix was not found where it ends, and why blocks are evicted.
+"""Why a prompt's prefix was not cached, and why blocks were evicted.
 
-Plain values. For the operator, not for clients: that another tenant has asked for the same tokens is nobody's business.
+For operators only. Clients must not learn that another tenant asked for the same tokens.
 """
 
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ class Tier(Enum):
 
 
 class EvictionReason(Enum):
-    """Why this block and no other; the public contract counts by these names."""
+    """Why this block was evicted and no other. The public contract uses these names."""
 
-    UNWANTED = 1  # its request said that it will not be wanted again
-    WORTH_LEAST = 2
-    OVER_SHARE = 3  # its tenant held more than others that are short of their fair share
-    NOTHING_ELSE = 4  # what was left was sheltered or retained
+    UNWANTED = 1  # a request said that it is not needed again
+    WORTH_LEAST = 2  # first in the order of the eviction policy
+    OVER_SHARE = 3  # its tenant held more than others that are below their fair share
+    NOTHING_ELSE = 4  # only sheltered and retained blocks were left
 
 
 class MissReason(Enum):
-    """Why it was not there; the public contract counts by these names."""
+    """Why a block was not in the cache. The public contract uses these names."""
 
-    NEVER_SEEN = 1  # or so long ago that nothing is remembered of it
+    NEVER_SEEN = 1  # or so long ago that its record is gone
     EVICTED = 2
-    OTHER_SALT = 3  # the same tokens were asked for under another salt only
-    BROKEN = 4  # its bytes came back wrong from host memory
-    RECOMPUTED = 5  # host memory has it, but computing it is sooner
+    OTHER_SALT = 3  # requests with another salt asked for the same tokens
+    BROKEN = 4  # its checksum did not match when it was restored
+    RECOMPUTED = 5  # the host tier has it, but computing it is faster
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionMark:
-    """When a block left the last tier that held it, which that was, and why."""
+    """When and why a block left the last tier that held it. `at`: seconds of the engine's clock."""
 
     at: float
     tier: Tier
@@ -44,18 +44,21 @@ class EvictionMark:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMiss:
-    """The block of this index had to be computed, and those after it, though they might have been found."""
+    """Block `index` of a prompt was the first that had to be computed. `seconds_ago`: since its eviction."""
 
     index: int
     reason: MissReason
     evicted: EvictionMark | None = None
-    seconds_ago: float = 0.0  # it was evicted
+    seconds_ago: float = 0.0
 
 
 def content_chain(token_ids: tuple[int, ...], block_size: int) -> list[int]:
-    """Of each full block, a number for it and all before it, whoever asks: only good enough to explain a miss."""
-    chain, before = list[int](), 0
+    """For each full block, a hash of its tokens and all before them, without salt.
+
+    The hash is not collision-resistant. It serves only to explain misses.
+    """
+    chain, parent = list[int](), 0
     for end in range(block_size, len(token_ids) + 1, block_size):
-        before = hash((before, token_ids[end - block_size : end]))
-        chain.append(before)
+        parent = hash((parent, token_ids[end - block_size : end]))
+        chain.append(parent)
     return chain

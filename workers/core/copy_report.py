@@ -1,22 +1,22 @@
-"""CopyReport: what all ranks of a group together say of the copies that plans have asked of them."""
+"""CopyReport: the progress of the copies between tiers, over all ranks of a group."""
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 
 class CopyStatus(IntEnum):
-    """Of one copy: the group's is the least of its ranks'."""
+    """The status of one copy. Over a group it is the minimum of its ranks'."""
 
-    UNDER_WAY = 0
-    BROKEN = 1  # what was read is not what had been written
+    IN_PROGRESS = 0
+    CORRUPT = 1  # the checksum of the bytes read is not that of the bytes written
     DONE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """`statuses`: one for each copy asked for and not yet reported as ended, oldest first.
+    """`statuses`: of every copy that was planned and has not been reported as ended, oldest first.
 
-    The seconds are those of one block on the slowest rank, lately; 0 where none was copied that way.
+    `demote_seconds`, `restore_seconds`: recent time per block on the slowest rank; 0 if none was copied that way.
     """
 
     statuses: tuple[CopyStatus, ...]

@@ -1,5 +1,5 @@
-"""PeerLost: what a collective raises when another rank has died, or did not come in time. It imports no torch."""
+"""PeerLost: what a collective raises when another rank has died or did not answer in time."""
 
 
 class PeerLost(RuntimeError):
-    """It says nothing against the rank that raises it, nor against what it was computing."""
+    """Neither the rank that raises it nor the request that it computes is at fault."""

@@ -34,11 +34,11 @@ from coatcheck.workers.engine.in_flight import InFlight
 from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler, SchedulerConfig
 from coatcheck.workers.engine.straggler_signal import StragglerSignal
-from coatcheck.workers.kv.block_pool import BlockPool, max_ghosts
-from coatcheck.workers.kv.eviction import Eviction
-from coatcheck.workers.kv.eviction_policy import order_of
+from coatcheck.workers.kv.block_pool import BlockPool
+from coatcheck.workers.kv.eviction import Evictor
+from coatcheck.workers.kv.eviction_policy import create_policy
 from coatcheck.workers.kv.host_pool import HostPool
-from coatcheck.workers.kv.prefix_registry import PrefixRegistry
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
 
@@ -68,11 +68,11 @@ class Engine:
         # What the pool can hold alone bounds a sequence as the model's context does.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
-        self.book = PrefixRegistry(max_ghosts(num_blocks + host_blocks))
-        # Each tier has an order of its own; what they learn is shared.
-        on_device, on_host = (order_of(eviction, self.book.table) for _ in range(2))
-        pool = BlockPool(num_blocks, Eviction(self.book, on_device, num_blocks, Tier.DEVICE))
-        host = HostPool(host_blocks, Eviction(self.book, on_host, host_blocks, Tier.HOST)) if host_blocks else None
+        self._prefix_registry = registry = PrefixRegistry(choose_max_ghosts(num_blocks + host_blocks))
+        # Each tier has a policy of its own; the reuse rates that they use are shared.
+        on_device, on_host = (create_policy(eviction, registry.reuse_table) for _ in range(2))
+        pool = BlockPool(num_blocks, Evictor(registry, on_device, num_blocks, Tier.DEVICE))
+        host = HostPool(host_blocks, Evictor(registry, on_host, host_blocks, Tier.HOST)) if host_blocks else None
         self.scheduler = Scheduler(config, pool, host)
         self.throughput = Throughput()
         self._slowness = StragglerSignal(spec.attention_crossover)
@@ -83,7 +83,7 @@ class Engine:
             block_size=block_size,
             max_model_len=self.max_model_len,
             grammars=grammars or GrammarBackend(None, "structured output is not served here"),
-            book=self.book,
+            book=self._prefix_registry,
             clock=clock,
         )
         self._clock = clock
@@ -109,7 +109,7 @@ class Engine:
         choices = self._intake.take(request, self._grammars.ready_id(request.sampling.structured))
         if request.retention is not None:
             prompt_blocks = len(request.prompt_token_ids) // self.block_size
-            self.scheduler.tiers.touch(choices[0].block_hashes[:prompt_blocks])
+            self.scheduler.tiers.requeue_blocks(choices[0].block_hashes[:prompt_blocks])
         self._sequences[request.request_id] = choices
         for sequence in choices:
             self._deadlines.note(sequence)
@@ -125,7 +125,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Plans and launches a step, then reports the oldest one in flight."""
         started = self._clock()
-        self.book.advance(started)
+        self._prefix_registry.advance_clock(started)
         self._drop_overdue(started)
         plan, sequences = self.scheduler.schedule()
         self._grammars.fill_plan(plan)
@@ -146,12 +146,12 @@ class Engine:
             waiting=len(waiting),
             blocks_total=pool.total,
             blocks_used=pool.used,
-            blocks_cached=pool.cold,
+            blocks_cached=pool.cached,
             queued_prefill_tokens=sum(count for count in unplanned if count > 1),
             preemptions=self.scheduler.num_preemptions,
             slowness=self._slowness.value,
             **self.throughput.counts(),
-            **self.scheduler.tiers.counts(),
+            **self.scheduler.tiers.stats(),
         )
 
     def unstarted_requests(self) -> set[str]:
@@ -162,10 +162,8 @@ class Engine:
 
     def update_copy_costs(self, copies: CopyReport | None) -> None:
         """Takes how fast ranks copy (None: as before) and compute into what copies are weighed by."""
-        tiers, lately = self.scheduler.tiers, self.throughput
-        if tiers.host is not None:
-            rate = lately.prefill_tokens_per_second
-            tiers.prices = tiers.prices.now(copies, tokens_per_second=rate, step=lately.step_seconds)
+        rate, step_seconds = self.throughput.prefill_tokens_per_second, self.throughput.step_seconds
+        self.scheduler.tiers.update_copy_cost(copies, tokens_per_second=rate, step_seconds=step_seconds)
 
     def snapshot_blocks(self) -> list[KvEvent]:
         """Every prefix block held; events drained before it are part of it."""

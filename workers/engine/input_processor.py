@@ -47,9 +47,9 @@ class InputProcessor:
         if grammar is not None:
             self.check_grammar(request, grammar)
         chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
-        self._book.advance(self._clock())
+        self._book.advance_clock(self._clock())
         contents = content_chain(request.prompt_token_ids, self.block_size)
-        self._book.want(chain, request.owner, request.retention, contents)
+        self._book.record_request(chain, request.owner, request.retention, contents)
         return self._sequences(request, chain)
 
     def _check(self, request: EngineRequest) -> None:

@@ -39,13 +39,13 @@ class RowPlanner:
         for index in range(start // size, (start + count - 1) // size + 1):
             known = index < len(sequence.block_table)
             if not known:
-                sequence.block_table += self._pool.allocate(1)
+                sequence.block_table += self._pool.allocate_blocks(1)
             elif not self._pool.is_writable(shared := sequence.block_table[index]):
-                (sequence.block_table[index],) = self._pool.allocate(1)
+                (sequence.block_table[index],) = self._pool.allocate_blocks(1)
                 plan.copies.append((shared, sequence.block_table[index]))
-                self._pool.release([shared])
+                self._pool.release_blocks([shared])
                 known = False
-            self._tiers.before_write(sequence.block_table[index], plan)
+            self._tiers.demote_before_write(sequence.block_table[index], plan)
             if known:
                 continue
             plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))

@@ -47,7 +47,6 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._prefixes = PrefixLookup(self.tiers, config.block_size)
-        self._promises = self._prefixes.promises
         self._merged: list[TableWrite] = []
         self._steps = 0
 
@@ -90,20 +89,21 @@ class Scheduler:
             block_hash = sequence.block_hashes[index]
             parent = sequence.block_hashes[index - 1] if index else b""
             block = sequence.block_table[index]
-            known = self.pool.lookup(block_hash)  # its own, where it was found behind one that had to be restored
+            # Known already if the block was found in the cache behind one that had to be restored.
+            known = self.pool.get_cached_block(block_hash)
             if known != block:
-                known = self.pool.register(block, block_hash, parent, index, sequence.request.owner)
+                known = self.pool.register_block(block, block_hash, parent, index, sequence.request.owner)
             if known != block:
-                self.pool.share([known])
-                self.pool.release([block])
+                self.pool.share_blocks([known])
+                self.pool.release_blocks([block])
                 sequence.block_table[index] = known
                 self._merged.append(TableWrite(sequence.slot, index, known))
-            self._promises.end(sequence, [block_hash])
+            self._prefixes.remove_pending(sequence, [block_hash])
             sequence.num_registered = index + 1
 
     def settle(self, report: CopyReport) -> None:
         """Takes the ranks' report on copies between the tiers; sequences whose blocks have all come may be planned."""
-        for sequence, broken_at in self.tiers.settle(report):
+        for sequence, broken_at in self.tiers.record_copies(report):
             if broken_at is None:
                 sequence.num_computed = sequence.num_scheduled
                 self.register(sequence)
@@ -177,7 +177,7 @@ class Scheduler:
     def _cheapest_victim(self, needy: Sequence) -> Sequence:
         """The younger sequence whose blocks are had back cheapest; the needy one itself if none is younger."""
         younger = [s for s in self.running if s.arrival > needy.arrival]
-        return min(younger, key=lambda s: (self.tiers.loss(s), _backwards(s.arrival)), default=needy)
+        return min(younger, key=lambda s: (self.tiers.preemption_cost(s), _backwards(s.arrival)), default=needy)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         # Decodes are planned oldest first and victims are younger, so a victim has no row in this plan yet.
@@ -198,9 +198,9 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._merged = [write for write in self._merged if write.slot != sequence.slot]
-        self._promises.end(sequence, sequence.block_hashes[sequence.num_registered :])
-        self.tiers.forget(sequence)
-        self.pool.release(sequence.block_table)
+        self._prefixes.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
+        self.tiers.cancel_restores(sequence)
+        self.pool.release_blocks(sequence.block_table)
         sequence.block_table = []
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -214,7 +214,7 @@ class Scheduler:
             # Before the leader runs, and while its prompt is computed, waiting is cheaper than computing it twice.
             # A leader that still prefills (it was resumed) must not find its last block shared under its hands.
             return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1 or leader.num_restoring > 0
-        return self._prefixes.is_promised(sequence, beside_decodes=beside_decodes)
+        return self._prefixes.is_prefix_pending(sequence, beside_decodes=beside_decodes)
 
     def _admit(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
         """Gives the sequence a slot and blocks for all its tokens, if there are so many beside what runs."""
@@ -226,16 +226,16 @@ class Scheduler:
             found += sequence.leader.block_table[: -(-sequence.prompt_len // size)]
             computed = sequence.prompt_len - 1
         else:
-            found = self._prefixes.find(sequence, beside_decodes=beside_decodes)
+            found = self._prefixes.find_cached_blocks(sequence, beside_decodes=beside_decodes)
             computed = len(found) * size
         shared = [block for block in found if block is not None]
         fresh = -(-len(sequence.token_ids) // size) - len(shared)
         spare = len(self.running) + int(forked)  # one block each that decodes may need next, one to copy on write
-        woken = sum(self.pool.is_cold(block) for block in shared)
+        woken = sum(self.pool.is_unused(block) for block in shared)
         if fresh + woken + (spare if self.running else 0) > self.pool.num_available:
             return False
-        self.pool.share(shared)
-        taken = iter(self.pool.allocate(fresh))
+        self.pool.share_blocks(shared)
+        taken = iter(self.pool.allocate_blocks(fresh))
         table = [next(taken) if block is None else block for block in found]
         sequence.block_table = [*table, *taken]
         sequence.slot = self._free_slots.pop()
@@ -246,10 +246,10 @@ class Scheduler:
             sequence.num_computed = sequence.num_registered * size
         for index, block in enumerate(found):
             if block is None:
-                self.tiers.restore(sequence, index)
-        self._prefixes.count_cached(sequence, computed, None if forked else len(found))
-        self._promises.make(
-            sequence, sequence.block_hashes[sequence.num_registered : self._prefixes.cacheable(sequence)]
+                self.tiers.queue_restore(sequence, index)
+        self._prefixes.record_cached_tokens(sequence, computed, None if forked else len(found))
+        self._prefixes.add_pending(
+            sequence, sequence.block_hashes[sequence.num_registered : self._prefixes.count_cacheable_blocks(sequence)]
         )
         self._insert_running(sequence)
         self._rows.announce(sequence, plan)

@@ -1,178 +1,171 @@
-"""BlockPool: who holds which block of the KV pool, and which blocks hold a known prefix.
+"""BlockPool: reference counts of the KV pool's blocks, and which blocks hold which prefix.
 
-Blocks are numbers here. A block is *used* (reference count above 0), *cold* (nobody holds it, but its prefix may be
-wanted again) or *free*. Its eviction says which cold block is given away; `release` takes a sequence's blocks deepest
-first, so that a suffix can go before the prefix that it needs. What an evicted prefix leaves in its block (a
-*leftover*) can still be copied elsewhere until whoever has the block now writes to it. It does not know what a block's
-bytes are, on how many ranks they lie, nor which sequence holds it.
+A block is *used* (reference count above 0), *cached* (no reference, but its prefix can be found and may be evicted) or
+*free*. Callers release the blocks of a sequence together, so that its last block becomes evictable first. The KV of an
+evicted prefix stays in its block until the block's next owner writes to it; until then the host tier can still copy it.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from coatcheck.workers.core.cache_reasons import EvictionReason, Tier
 from coatcheck.workers.core.step_output import KvEvent
-from coatcheck.workers.kv.eviction import Eviction
-from coatcheck.workers.kv.eviction_policy import LeastRecentlyUsed
-from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
-
-# A record is some 500 bytes, a block a megabyte or more: what was evicted is remembered much longer than it was held.
-_GHOSTS_PER_BLOCK: Final = 64
-_MOST_GHOSTS: Final = 1 << 18
+from coatcheck.workers.kv.eviction import Evictor
+from coatcheck.workers.kv.eviction_policy import LRUPolicy
+from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry, choose_max_ghosts
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPoolStats:
-    """Blocks by state; `evictions` counts cold blocks given away since the start, by why."""
+    """Blocks by state. `evictions`: since the start."""
 
     total: int
     used: int
-    cold: int
+    cached: int
     free: int
     evictions: Mapping[EvictionReason, int]
 
 
-def max_ghosts(num_blocks: int) -> int:
-    """How many records a book for tiers of so many blocks should keep of blocks that nobody holds."""
-    return max(2 * num_blocks, min(_GHOSTS_PER_BLOCK * num_blocks, _MOST_GHOSTS))
-
-
 class BlockPool:
-    """Reference-counted blocks 0 to num_blocks - 1 with a prefix cache over the full ones.
+    """Blocks 0 to `num_blocks` - 1. `evictor`: None for one of its own with LRU order."""
 
-    `eviction` is this tier's own; its book of records may be shared with other tiers.
-    """
-
-    def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
+    def __init__(self, num_blocks: int, evictor: Evictor | None = None) -> None:
         self.num_blocks = num_blocks
-        if eviction is None:
-            eviction = Eviction(PrefixRegistry(max_ghosts(num_blocks)), LeastRecentlyUsed(), num_blocks)
-        self._cold = eviction
-        self.book = self._cold.book
-        self._refs = [0] * num_blocks
-        self._names: list[Prefix | None] = [None] * num_blocks
+        if evictor is None:
+            evictor = Evictor(PrefixRegistry(choose_max_ghosts(num_blocks)), LRUPolicy(), num_blocks)
+        self._evictor = evictor
+        self.registry = evictor.registry
+        self._ref_counts = [0] * num_blocks
+        self._prefixes: list[Prefix | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        # In order of eviction. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
-        self._leftovers: OrderedDict[int, Prefix] = OrderedDict()
+        # Blocks that still hold the KV of an evicted prefix, in the order of eviction. An OrderedDict, because a plain
+        # dict scans all deleted slots to find its first key.
+        self._evicted: OrderedDict[int, Prefix] = OrderedDict()
         self._events: list[KvEvent] = []
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give: free ones and cold ones."""
-        return len(self._free) + len(self._cold)
+        """Blocks that `allocate_blocks` can give: free and cached ones."""
+        return len(self._free) + len(self._evictor)
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has seen that so many are available."""
-        assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
-        return [self._take() for _ in range(count)]
+    def allocate_blocks(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. Evicts cached blocks if free ones run out.
 
-    def lookup(self, block_hash: bytes) -> int | None:
-        """The block that holds this prefix, or None."""
+        `count` must not exceed `num_available`.
+        """
+        assert count <= self.num_available, f"{count} blocks requested, {self.num_available} available"
+        return [self._allocate_block() for _ in range(count)]
+
+    def get_cached_block(self, block_hash: bytes) -> int | None:
+        """The block that holds this prefix, used or not, or None."""
         return self._by_hash.get(block_hash)
 
-    def is_cold(self, block: int) -> bool:
-        """Whether nobody holds the block now."""
-        return self._refs[block] == 0
+    def is_unused(self, block: int) -> bool:
+        return self._ref_counts[block] == 0
 
     def is_shared(self, block: int) -> bool:
-        """Whether more than one holds the block."""
-        return self._refs[block] > 1
+        return self._ref_counts[block] > 1
 
     def is_writable(self, block: int) -> bool:
-        """Whether its one holder may write it: shared blocks and named ones are copied first."""
-        return self._refs[block] == 1 and self._names[block] is None
+        """Whether the block's owner may write to it. Shared blocks and prefix blocks must be copied first."""
+        return self._ref_counts[block] == 1 and self._prefixes[block] is None
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Adds one reference to each."""
+    def share_blocks(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each."""
         for block in blocks:
-            name = self._names[block]
-            if name is not None and self._refs[block] == 0:
-                self._cold.remove(name)
-            self._refs[block] += 1
+            prefix = self._prefixes[block]
+            if prefix is not None and self._ref_counts[block] == 0:
+                self._evictor.remove_block(prefix)
+            self._ref_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Gives up one reference to each; give a sequence's blocks in order, they are taken deepest first."""
+    def release_blocks(self, blocks: Iterable[int]) -> None:
+        """Drop one reference from each. `blocks` are in the order of their sequence."""
         for block in reversed(list(blocks)):
-            assert self._refs[block] > 0, f"block {block} released but not held"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                name = self._names[block]
-                if name is None:
+            assert self._ref_counts[block] > 0, f"block {block} released but not held"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                prefix = self._prefixes[block]
+                if prefix is None:
                     self._free.append(block)
                 else:
-                    self._cold.insert(name)
+                    self._evictor.add_block(prefix)
 
-    def register(self, block: int, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> int:
-        """Names a full, computed block. Returns the block that holds this prefix: another one if it was there first."""
-        assert self._names[block] is None, f"block {block} already has a name"
+    def register_block(
+        self, block: int, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = ""
+    ) -> int:
+        """Make a full, computed block findable. Return the block that holds this prefix: the first registered."""
+        assert self._prefixes[block] is None, f"block {block} already has a prefix"
         known = self._by_hash.setdefault(block_hash, block)
         if known == block:
-            self._names[block] = self.book.name(block_hash, parent_hash, depth, tenant)
+            self._prefixes[block] = self.registry.record_computed(block_hash, parent_hash, depth, tenant)
             self._events.append(KvEvent(True, block_hash, parent_hash, Tier.DEVICE))
         return known
 
-    def touch(self, block_hash: bytes) -> None:
-        """Something else is asked of this prefix: if nobody holds its block, it stands in line anew."""
+    def requeue_block(self, block_hash: bytes) -> None:
+        """Queue the block for eviction again, as its retention claims have changed. No effect on used blocks."""
         block = self._by_hash.get(block_hash)
-        name = self._names[block] if block is not None else None
-        if name is not None and name in self._cold:
-            self._cold.remove(name)
-            self._cold.insert(name)
+        prefix = self._prefixes[block] if block is not None else None
+        if prefix is not None and prefix in self._evictor:
+            self._evictor.remove_block(prefix)
+            self._evictor.add_block(prefix)
 
-    def take_leftover(self, block: int) -> Prefix | None:
-        """The evicted prefix whose bytes still lie in the block; ask before every write, it is told only once."""
-        return self._leftovers.pop(block, None)
+    def pop_evicted_prefix(self, block: int) -> Prefix | None:
+        """The evicted prefix whose KV is still in the block, or None. Call this before every write to the block."""
+        return self._evicted.pop(block, None)
 
-    def first_leftover(self) -> int | None:
-        """The block that has had a leftover for longest."""
-        return next(iter(self._leftovers), None)
+    def oldest_evicted_block(self) -> int | None:
+        """The block that has held the KV of an evicted prefix for longest, or None."""
+        return next(iter(self._evicted), None)
 
     def drain_events(self) -> list[KvEvent]:
-        """What was stored and removed since the last call, in order."""
+        """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def snapshot(self) -> list[KvEvent]:
-        """Every prefix block held, parents before children wherever the parent is held."""
+        """A stored event for each prefix block, parents before children."""
         return [
-            KvEvent(True, name.block_hash, name.parent_hash, Tier.DEVICE)
+            KvEvent(True, prefix.block_hash, prefix.parent_hash, Tier.DEVICE)
             for block in self._by_hash.values()
-            if (name := self._names[block]) is not None
+            if (prefix := self._prefixes[block]) is not None
         ]
 
     def stats(self) -> BlockPoolStats:
-        """Counts as of now."""
         used = self.num_blocks - self.num_available
-        return BlockPoolStats(self.num_blocks, used, len(self._cold), len(self._free), dict(self._cold.by_reason))
+        evictions = dict(self._evictor.num_evictions)
+        return BlockPoolStats(self.num_blocks, used, len(self._evictor), len(self._free), evictions)
 
     def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
-        """Raises AssertionError unless every block is in exactly one state and held as often as `tables` say."""
-        held = Counter(block for table in tables for block in table)
+        """Raise AssertionError unless every block is in one state and has as many references as `tables` hold it."""
+        holders = Counter(block for table in tables for block in table)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        cold = {block for block, name in enumerate(self._names) if name is not None and name in self._cold}
-        self._cold.check(name for block in cold if (name := self._names[block]) is not None)
-        for block, refs in enumerate(self._refs):
-            name = self._names[block]
-            assert refs == held[block], f"block {block}: {refs} references, {held[block]} holders"
-            assert (refs == 0) == (block in free or block in cold), f"block {block}: {refs} references, wrong list"
-            assert name is None or self._by_hash[name.block_hash] == block, f"block {block}: its name leads elsewhere"
-            assert not (block in free and name), f"block {block} is free but named"
-            assert not (name and block in self._leftovers), f"block {block} was written over a leftover"
-        named = sum(name is not None for name in self._names)
-        assert len(self._by_hash) == named, "a hash names no block"
+        cached = {
+            block: prefix
+            for block, prefix in enumerate(self._prefixes)
+            if prefix is not None and prefix in self._evictor
+        }
+        self._evictor.check(cached.values())
+        for block, refs in enumerate(self._ref_counts):
+            prefix = self._prefixes[block]
+            assert refs == holders[block], f"block {block}: {refs} references, {holders[block]} holders"
+            assert (refs == 0) == (block in free or block in cached), f"block {block}: {refs} references, wrong list"
+            assert prefix is None or self._by_hash[prefix.block_hash] == block, f"block {block}: found under no hash"
+            assert not (block in free and prefix), f"block {block} is free and has a prefix"
+            assert not (prefix and block in self._evicted), f"block {block} holds two prefixes"
+        num_prefixes = sum(prefix is not None for prefix in self._prefixes)
+        assert len(self._by_hash) == num_prefixes, "a hash has no block"
 
-    def _take(self) -> int:
+    def _allocate_block(self) -> int:
         if self._free:
             block = self._free.pop()
         else:
-            name = self._cold.pop()
-            block = self._by_hash.pop(name.block_hash)
-            self._names[block] = None
-            self._leftovers[block] = name
-            self._events.append(KvEvent(False, name.block_hash, b"", Tier.DEVICE))
-        self._refs[block] = 1
+            prefix = self._evictor.evict_block()
+            block = self._by_hash.pop(prefix.block_hash)
+            self._prefixes[block] = None
+            self._evicted[block] = prefix
+            self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.DEVICE))
+        self._ref_counts[block] = 1
         return block

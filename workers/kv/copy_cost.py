@@ -1,8 +1,8 @@
-"""CopyCost: what moving a block between the tiers costs beside computing it again, as measured lately.
+"""CopyCost: the measured time to copy a block between the tiers, against the time to compute it again.
 
-Pure: a scheduler asks it whether a prefix is restored or recomputed, whether an evicted block is worth keeping, whose
-preemption loses least, and how many blocks a step may move. What has not been measured yet (0) counts as free of
-charge on the copying side, so that the first copies are made, and measured. It does not know blocks or requests.
+The scheduler uses it to choose between restoring and recomputing a prefix, between demoting and dropping an evicted
+block, and the cheapest sequence to preempt; and to limit the copies of a step. A copy that has not been measured (0)
+counts as free, so that the first copies are made and measured.
 """
 
 from dataclasses import dataclass, replace
@@ -10,14 +10,18 @@ from typing import Final, Self
 
 from coatcheck.workers.core.copy_report import CopyReport
 
-_SHARE_BESIDE_DECODES: Final = 0.15  # of a decode step's time: what copies may add to other streams' waits
-_ALONE_SECONDS: Final = 0.02  # a longer step would keep a request that arrives meanwhile waiting
-_UNMEASURED_BLOCKS: Final = 8
+# The share of a decode step's time that copies may take. 15% raises the p99 of inter-token latency by 1.4 times, 25%
+# by 1.5 (bench/LOG.md).
+_SHARE_BESIDE_DECODES: Final = 0.15
+# Without decodes, the seconds of copies in a step. A longer step would delay a request that arrives meanwhile.
+_MAX_SECONDS_ALONE: Final = 0.02
+_UNMEASURED_BLOCKS_PER_STEP: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """Seconds: a block's way out and back on the slowest rank, a token's prefill, a decode step; 0 is not measured."""
+    """Seconds, 0 if not measured: `demote` and `restore` of one block on the slowest rank, `prefill` of one token,
+    `step` of a decode step."""
 
     block_size: int
     demote: float = 0.0
@@ -25,37 +29,37 @@ class CopyCost:
     prefill: float = 0.0
     step: float = 0.0
 
-    def now(self, copies: CopyReport | None, *, tokens_per_second: float, step: float) -> Self:
-        """The prices after a step, by the rate of prefill; None where the ranks have said nothing new of copies."""
+    def updated(self, copies: CopyReport | None, *, tokens_per_second: float, step: float) -> Self:
+        """The costs after a step. `copies`: None if the ranks reported no copies. `tokens_per_second`: of prefill."""
         measured = replace(self, prefill=1 / tokens_per_second if tokens_per_second else 0.0, step=step)
         if copies is None:
             return measured
         return replace(measured, demote=copies.demote_seconds, restore=copies.restore_seconds)
 
-    def restores(self, num_blocks: int, *, queued: int, beside_decodes: bool) -> bool:
-        """Whether so many blocks, behind those already queued, are here sooner than they are computed again."""
+    def is_restore_faster(self, num_blocks: int, *, num_queued: int, beside_decodes: bool) -> bool:
+        """Whether restoring `num_blocks`, after `num_queued` restores, takes less time than computing them."""
         if not self.prefill:
             return True
-        seconds = (queued + num_blocks) * self.restore
-        if beside_decodes:  # it has only its share of each step, and the tokens after it wait for the step to end
+        seconds = (num_queued + num_blocks) * self.restore
+        if beside_decodes:  # copies get a share of each step, and the restored sequence starts with the next step
             seconds = seconds / _SHARE_BESIDE_DECODES + self.step
         return seconds < num_blocks * self.block_size * self.prefill
 
     @property
-    def keeps(self) -> bool:
-        """Whether a block that leaves the device is worth its way out and back."""
+    def is_demotion_worthwhile(self) -> bool:
+        """Whether copying a block out and back takes less time than computing it."""
         return not self.prefill or self.demote + self.restore < self.block_size * self.prefill
 
-    def loss(self, num_tokens: int) -> float:
-        """Seconds that it takes to have so many tokens' blocks back, by whichever way is cheaper."""
+    def recovery_seconds(self, num_tokens: int) -> float:
+        """The time to get the KV of `num_tokens` back after a preemption, by the faster way."""
         by_copy = num_tokens // self.block_size * (self.demote + self.restore)
         tail = num_tokens % self.block_size * self.prefill
         return min(by_copy + tail, num_tokens * self.prefill)
 
-    def blocks_per_step(self, *, beside_decodes: bool) -> int:
-        """How many blocks a step may move without its decodes, or a request that arrives meanwhile, noticing much."""
+    def max_blocks_per_step(self, *, beside_decodes: bool) -> int:
+        """The number of blocks that a step may copy."""
         block = max(self.demote, self.restore)
         if not block:
-            return _UNMEASURED_BLOCKS
-        seconds = self.step * _SHARE_BESIDE_DECODES if beside_decodes and self.step else _ALONE_SECONDS
+            return _UNMEASURED_BLOCKS_PER_STEP
+        seconds = self.step * _SHARE_BESIDE_DECODES if beside_decodes and self.step else _MAX_SECONDS_ALONE
         return max(1, int(seconds / block))

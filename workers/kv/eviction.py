@@ -1,227 +1,250 @@
-"""Eviction: which of a tier's cold blocks goes next.
+"""Evictor: which evictable block of a tier is evicted next.
 
-Each tier owns one: it inserts a block's record when nobody holds the block any more, removes it when somebody does
-again, and pops the next to go when it needs room. A block goes only after all that hang on it here (a suffix is worth
-nothing without its prefix), so only *leaves* stand in line. There are four lines, emptied in this order:
+A block is *evictable* while no sequence and no copy uses it. Each tier (device pool, host pool) has an evictor. A block
+is evicted only after the blocks that follow it in the same prompt, because a suffix is useless without its prefix. So
+only *leaves*, evictable blocks without evictable children, are candidates. They stand in four queues, emptied in this
+order:
 
-    unwanted    leaves that will not be needed again, as a request has said (priority 0), oldest first
-    ordinary    in the order of an `EvictionPolicy`: what is worth least, or was used longest ago, goes first
-    sheltered   leaves of tenants that hold less than their fair share, set aside as their turn came
-    retained    leaves that a request asked to keep, lowest priority first; at most a share of the tier
+    unwanted    a request said that it is not needed again (retention priority 0); oldest first
+    ordinary    all others, in the order of an `EvictionPolicy`
+    sheltered   ordinary blocks of tenants below their fair share of the tier; set aside when the policy names them
+    retained    a request asked to keep it; lowest priority first. At most RETAINED_SHARE of the tier is retained
 
-It does not know where blocks lie, nor what makes one worth more than another.
+The shelter keeps a tenant that floods the cache from evicting everybody else's prefixes.
 """
 
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, Tier
-from coatcheck.workers.kv.eviction_policy import EvictionPolicy, Leaf, LeafHeap, LeastRecentlyUsed
+from coatcheck.workers.kv.eviction_policy import Candidate, CandidateHeap, EvictionPolicy, LRUPolicy
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
-# A tenant that asked for anything lately keeps this part of an equal share of what is cold.
+# A tenant is sheltered while it has at most this part of an equal share of the evictable blocks, and until it has made
+# no request for this many seconds.
 SHELTERED_SHARE: Final = 0.5
 SHELTER_SECONDS: Final = 600.0
-# What requests may ask to be retained of a tier; beyond it they lose the lowest priority's claim.
+# The share of a tier's blocks that requests can retain. Beyond it the lowest priorities become ordinary.
 RETAINED_SHARE: Final = 0.25
 
 
-class Eviction:
-    """The cold blocks of a tier of `capacity` blocks. Operations take O(log) of their number, amortised."""
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """An evictable block. `candidate` is None while it has evictable children."""
 
-    def __init__(self, book: PrefixRegistry, order: EvictionPolicy, capacity: int, tier: Tier = Tier.DEVICE) -> None:
-        self.book = book
-        self.by_reason: Counter[EvictionReason] = Counter()
-        self._order = order
+    prefix: Prefix
+    order: int
+    candidate: Candidate | None = None
+
+
+class Evictor:
+    """The evictable blocks of a tier of `capacity` blocks. Operations take amortised O(log) of their number."""
+
+    def __init__(
+        self, registry: PrefixRegistry, policy: EvictionPolicy, capacity: int, tier: Tier = Tier.DEVICE
+    ) -> None:
+        self.registry = registry
+        self.num_evictions: Counter[EvictionReason] = Counter()
         self._tier = tier
-        self._retainable = int(capacity * RETAINED_SHARE)
-        self._cold: dict[bytes, Prefix] = {}
-        self._stamps: dict[bytes, int] = {}
-        self._inserted = 0
-        self._children: Counter[bytes] = Counter()  # cold blocks that hang on this one
-        self._leaves: dict[bytes, Leaf] = {}
-        self._tenants: Counter[str] = Counter()  # cold blocks
-        self._unwanted = LeastRecentlyUsed()
-        self._sheltered: dict[str, deque[Leaf]] = {}
-        self._exposed_at = 0.0
-        self._retained: set[bytes] = set()
-        self._kept = LeafHeap()  # retained leaves, by priority and until when
-        self._expiries: list[tuple[float, bytes]] = []
+        self._max_retained = int(capacity * RETAINED_SHARE)
+        self._entries: dict[bytes, _Entry] = {}
+        self._num_added = 0
+        self._children: Counter[bytes] = Counter()  # evictable children, by the parent's hash
+        self._tenants: Counter[str] = Counter()  # evictable blocks
+        self._unwanted = LRUPolicy()
+        self._ordinary = policy
+        self._sheltered: dict[str, deque[Candidate]] = {}  # by tenant
+        self._retained = CandidateHeap()  # by (priority, until when)
+        self._retained_hashes: set[bytes] = set()  # of leaves and of blocks with children
+        self._expiries: list[tuple[float, bytes]] = []  # a heap of when retentions end; may hold outdated entries
+        self._shelter_checked_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._cold)
+        return len(self._entries)
 
     def __contains__(self, prefix: Prefix) -> bool:
-        return self._cold.get(prefix.block_hash) is prefix
+        entry = self._entries.get(prefix.block_hash)
+        return entry is not None and entry.prefix is prefix
 
-    def insert(self, prefix: Prefix) -> None:
-        """It may go from now on; a sequence's blocks are given deepest first."""
+    def add_block(self, prefix: Prefix) -> None:
+        """The block is evictable now. Add the blocks of a sequence deepest first."""
         block_hash = prefix.block_hash
-        assert block_hash not in self._cold, "inserted twice"
-        self._cold[block_hash] = prefix
-        self._inserted += 1
-        self._stamps[block_hash] = self._inserted
+        assert block_hash not in self._entries, "added twice"
+        self._num_added += 1
+        entry = self._entries[block_hash] = _Entry(prefix, self._num_added)
         self._tenants[prefix.tenant] += 1
-        if prefix.claims.in_force(self.book.now)[0]:
-            self._retained.add(block_hash)
+        if prefix.claims.in_force(self.registry.now)[0]:
+            self._retained_hashes.add(block_hash)
             self._schedule_expiry(prefix)
         if prefix.parent_hash:
             self._children[prefix.parent_hash] += 1
-            if (parent := self._leaves.pop(prefix.parent_hash, None)) is not None:
-                parent.void = True
-        self._line_up(prefix)
+            if (parent := self._entries.get(prefix.parent_hash)) is not None:
+                self._cancel_candidate(parent)
+        if block_hash not in self._children:
+            self._add_candidate(entry)
 
-    def remove(self, prefix: Prefix) -> None:
-        """It may not go any more: it is held again, or gone."""
-        block_hash = prefix.block_hash
-        del self._cold[block_hash], self._stamps[block_hash]
-        self._retained.discard(block_hash)
+    def remove_block(self, prefix: Prefix) -> None:
+        """The block is in use again, or evicted."""
+        entry = self._entries.pop(prefix.block_hash)
+        self._retained_hashes.discard(prefix.block_hash)
+        self._cancel_candidate(entry)
         self._tenants[prefix.tenant] -= 1
         if not self._tenants[prefix.tenant]:
             del self._tenants[prefix.tenant]
             self._sheltered.pop(prefix.tenant, None)
-        if (leaf := self._leaves.pop(block_hash, None)) is not None:
-            leaf.void = True
         if prefix.parent_hash:
             self._children[prefix.parent_hash] -= 1
             if not self._children[prefix.parent_hash]:
                 del self._children[prefix.parent_hash]
-                if (parent := self._cold.get(prefix.parent_hash)) is not None:
-                    self._line_up(parent)
+                if (parent := self._entries.get(prefix.parent_hash)) is not None:
+                    self._add_candidate(parent)
 
-    def pop(self) -> Prefix:
-        """Takes out the one to go next; there is at least one."""
-        self._expire()
-        self._cap_retained()
-        if self.book.now >= self._exposed_at + 1:
-            self._exposed_at = self.book.now
-            self._expose()
-        leaf, reason = self._next()
-        self.by_reason[reason] += 1
-        self.remove(leaf.prefix)
-        leaf.prefix.evicted = EvictionMark(self.book.now, self._tier, reason)
-        return leaf.prefix
+    def evict_block(self) -> Prefix:
+        """Remove and return the block to evict next. There must be an evictable block."""
+        now = self.registry.now
+        self._end_expired_retentions()
+        self._limit_retained()
+        if now >= self._shelter_checked_at + 1:
+            self._shelter_checked_at = now
+            self._end_shelters()
+        candidate, reason = self._pop_candidate()
+        self.num_evictions[reason] += 1
+        self.remove_block(candidate.prefix)
+        candidate.prefix.eviction = EvictionMark(now, self._tier, reason)
+        return candidate.prefix
 
-    def check(self, held: Iterable[Prefix]) -> None:
-        """Raises AssertionError unless exactly these blocks are cold and every leaf stands in line."""
-        expected = {prefix.block_hash: prefix for prefix in held}
-        assert expected == self._cold, "the eviction has other blocks than the tier"
-        children = Counter(prefix.parent_hash for prefix in self._cold.values() if prefix.parent_hash)
+    def check(self, evictable: Iterable[Prefix]) -> None:
+        """Raise AssertionError unless exactly the blocks `evictable` are here and every leaf is a candidate."""
+        expected = {prefix.block_hash: prefix for prefix in evictable}
+        assert expected == {block_hash: entry.prefix for block_hash, entry in self._entries.items()}, "other blocks"
+        children = Counter(prefix.parent_hash for prefix in expected.values() if prefix.parent_hash)
         assert children == self._children, "children miscounted"
-        leaves = {block_hash for block_hash in self._cold if block_hash not in children}
-        assert leaves == set(self._leaves), "a leaf is not in line, or a block with children is"
-        assert not any(leaf.void for leaf in self._leaves.values()), "a void leaf is in line"
-        assert self._tenants == Counter(prefix.tenant for prefix in self._cold.values()), "tenants miscounted"
-        assert self._retained <= set(self._cold), "a retained block is not here"
-        assert self._retained <= {block_hash for _, block_hash in self._expiries}, "a retained block is so for ever"
+        leaves = {block_hash for block_hash in expected if block_hash not in children}
+        candidates = {name: entry.candidate for name, entry in self._entries.items() if entry.candidate is not None}
+        assert leaves == set(candidates), "a leaf is no candidate, or a block with children is one"
+        assert not any(candidate.is_cancelled for candidate in candidates.values()), "a leaf's candidate is cancelled"
+        assert self._tenants == Counter(prefix.tenant for prefix in expected.values()), "tenants miscounted"
+        assert self._retained_hashes <= set(expected), "a retained block is not here"
+        assert self._retained_hashes <= {block_hash for _, block_hash in self._expiries}, "a retention never ends"
 
-    def _line_up(self, prefix: Prefix) -> None:
-        if prefix.block_hash in self._children:
-            return
-        leaf = self._leaves[prefix.block_hash] = Leaf(prefix, self._stamps[prefix.block_hash])
-        if prefix.block_hash in self._retained:
-            self._kept.push(prefix.claims.in_force(self.book.now), leaf)
-        elif prefix.claims.is_unwanted(self.book.now):
-            self._unwanted.push(leaf)
+    # Candidates and their queues
+
+    def _add_candidate(self, entry: _Entry) -> None:
+        """Put a leaf into the queue where it belongs now."""
+        prefix = entry.prefix
+        candidate = entry.candidate = Candidate(prefix, entry.order)
+        if prefix.block_hash in self._retained_hashes:
+            self._retained.push(prefix.claims.in_force(self.registry.now), candidate)
+        elif prefix.claims.is_unwanted(self.registry.now):
+            self._unwanted.push(candidate)
         else:
-            self._order.push(leaf)
-        line = self._sheltered.get(prefix.tenant)
-        if line and not self._is_sheltered(prefix.tenant):  # it has grown: the one set aside first is in line again
-            self._put_back(line, 1)
+            self._ordinary.push(candidate)
+        set_aside = self._sheltered.get(prefix.tenant)
+        if set_aside and not self._is_sheltered(prefix.tenant):
+            # The tenant has grown above its share by one block, so one of its blocks can go.
+            self._return_to_ordinary(set_aside, 1)
 
-    def _next(self) -> tuple[Leaf, EvictionReason]:
-        while (leaf := self._unwanted.pop()) is not None:
-            if leaf.prefix.claims.is_unwanted(self.book.now):
-                return leaf, EvictionReason.UNWANTED
-            self._line_up(leaf.prefix)  # asked for after all, though not from here; or that was long ago
+    def _cancel_candidate(self, entry: _Entry) -> None:
+        if entry.candidate is not None:
+            entry.candidate.is_cancelled = True
+            entry.candidate = None
+
+    def _pop_candidate(self) -> tuple[Candidate, EvictionReason]:
+        while (candidate := self._unwanted.pop()) is not None:
+            if candidate.prefix.claims.is_unwanted(self.registry.now):
+                return candidate, EvictionReason.UNWANTED
+            self._add_candidate(self._entries[candidate.prefix.block_hash])  # requested again since
         reason = EvictionReason.WORTH_LEAST
-        while (next_leaf := self._order.pop()) is not None or self._expose():
-            if next_leaf is None:
-                continue
-            if not self._is_sheltered(next_leaf.prefix.tenant):
-                return next_leaf, reason
+        while (candidate := self._ordinary.pop()) is not None or self._end_shelters():
+            if candidate is None:
+                continue  # a shelter ended just now, so there are ordinary candidates again
+            if not self._is_sheltered(candidate.prefix.tenant):
+                return candidate, reason
             reason = EvictionReason.OVER_SHARE
-            self._set_aside(next_leaf)
-        if any(self._put_back(line) for line in self._sheltered.values()):
-            next_leaf = self._order.pop()  # whatever is not sheltered is retained
-            assert next_leaf is not None
-            return next_leaf, EvictionReason.NOTHING_ELSE
-        if (leaf := self._kept.pop()) is not None:
-            return leaf, EvictionReason.NOTHING_ELSE
-        raise AssertionError("pop of an empty tier")
+            self._set_aside(candidate)
+        if any(self._return_to_ordinary(set_aside) for set_aside in self._sheltered.values()):
+            candidate = self._ordinary.pop()
+        else:
+            candidate = self._retained.pop()
+        assert candidate is not None, "evict_block of a tier without evictable blocks"
+        return candidate, EvictionReason.NOTHING_ELSE
 
-    def _set_aside(self, leaf: Leaf) -> None:
-        tenant = leaf.prefix.tenant
-        line = self._sheltered.setdefault(tenant, deque())
-        line.append(leaf)
-        if len(line) > 2 * self._tenants[tenant] + 64:  # most are void: its blocks are used again and again
-            self._sheltered[tenant] = deque(leaf for leaf in line if not leaf.void)
-
-    def _expose(self) -> int:
-        """Puts tenants that are sheltered no longer in line again; how many leaves that makes."""
-        exposed = [tenant for tenant in self._sheltered if not self._is_sheltered(tenant)]
-        return sum(self._put_back(self._sheltered.pop(tenant)) for tenant in exposed)
+    # Shelter: tenants below their fair share
 
     def _is_sheltered(self, tenant: str) -> bool:
-        """Whether the tenant holds so little that others must give way."""
         if len(self._tenants) == 1:
             return False
-        share = SHELTERED_SHARE * len(self._cold) / len(self._tenants)
-        return self._tenants[tenant] <= share and self.book.idle_seconds(tenant) < SHELTER_SECONDS
+        max_blocks = SHELTERED_SHARE * len(self._entries) / len(self._tenants)
+        return self._tenants[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < SHELTER_SECONDS
 
-    def _put_back(self, line: deque[Leaf], at_most: int | None = None) -> int:
-        """How many of the leaves set aside stand in the ordinary line again."""
+    def _set_aside(self, candidate: Candidate) -> None:
+        tenant = candidate.prefix.tenant
+        queue = self._sheltered.setdefault(tenant, deque())
+        queue.append(candidate)
+        if len(queue) > 2 * self._tenants[tenant] + 64:  # most are cancelled
+            self._sheltered[tenant] = deque(candidate for candidate in queue if not candidate.is_cancelled)
+
+    def _end_shelters(self) -> int:
+        """Return the candidates of tenants that are not sheltered any more to the ordinary queue. Count them."""
+        tenants = [tenant for tenant in self._sheltered if not self._is_sheltered(tenant)]
+        return sum(self._return_to_ordinary(self._sheltered.pop(tenant)) for tenant in tenants)
+
+    def _return_to_ordinary(self, set_aside: deque[Candidate], limit: int | None = None) -> int:
+        """Move up to `limit` candidates, the first set aside first. Return how many moved."""
         count = 0
-        while line and (at_most is None or count < at_most):
-            leaf = line.popleft()
-            if not leaf.void:
-                self._order.push(leaf)
+        while set_aside and (limit is None or count < limit):
+            candidate = set_aside.popleft()
+            if not candidate.is_cancelled:
+                self._ordinary.push(candidate)
                 count += 1
         return count
 
+    # Retention: blocks that requests asked to keep
+
     def _schedule_expiry(self, prefix: Prefix) -> None:
         heapq.heappush(self._expiries, (self._retained_until(prefix), prefix.block_hash))
-        if len(self._expiries) > 2 * len(self._retained) + 64:  # most are of earlier uses, or of blocks that are gone
-            self._expiries = [(self._retained_until(self._cold[name]), name) for name in self._retained]
+        if len(self._expiries) > 2 * len(self._retained_hashes) + 64:  # most are outdated
+            retained = [self._entries[block_hash].prefix for block_hash in self._retained_hashes]
+            self._expiries = [(self._retained_until(prefix), prefix.block_hash) for prefix in retained]
             heapq.heapify(self._expiries)
 
     def _retained_until(self, prefix: Prefix) -> float:
-        """Until when the claim is that is in force now; 0 where none is any more."""
-        return prefix.claims.in_force(self.book.now)[1]
+        """The end of the claim in force; 0 if there is none."""
+        return prefix.claims.in_force(self.registry.now)[1]
 
-    def _expire(self) -> None:
-        while self._expiries and self._expiries[0][0] <= self.book.now:
+    def _end_expired_retentions(self) -> None:
+        while self._expiries and self._expiries[0][0] <= self.registry.now:
             block_hash = heapq.heappop(self._expiries)[1]
-            if block_hash not in self._retained:
+            if block_hash not in self._retained_hashes:
                 continue
-            prefix = self._cold[block_hash]
-            if self._retained_until(prefix):  # asked for anew meanwhile, or a lower claim lasts longer
-                self._schedule_expiry(prefix)
+            entry = self._entries[block_hash]
+            if self._retained_until(entry.prefix):  # retained again since, or a lower claim lasts longer
+                self._schedule_expiry(entry.prefix)
+                self._requeue(entry)
             else:
-                self._retained.discard(block_hash)
-            self._line_up_anew(prefix)
+                self._end_retention(entry)
 
-    def _cap_retained(self) -> None:
-        while len(self._retained) > self._retainable and (leaf := self._kept.pop()) is not None:
-            prefix: Prefix | None = leaf.prefix
-            priority = leaf.prefix.claims.in_force(self.book.now)[0]
-            # With a leaf goes what it hangs on, before a leaf of higher priority does.
-            while prefix is not None and prefix.claims.in_force(self.book.now)[0] <= priority:
-                self._release(prefix)
-                if len(self._retained) <= self._retainable:
+    def _limit_retained(self) -> None:
+        """End the retentions of lowest priority beyond the limit. A leaf's parents of no higher priority go with it."""
+        while len(self._retained_hashes) > self._max_retained and (candidate := self._retained.pop()) is not None:
+            priority = candidate.prefix.claims.in_force(self.registry.now)[0]
+            entry: _Entry | None = self._entries[candidate.prefix.block_hash]
+            while entry is not None and entry.prefix.claims.in_force(self.registry.now)[0] <= priority:
+                if entry.prefix.block_hash in self._retained_hashes:
+                    self._end_retention(entry)
+                if len(self._retained_hashes) <= self._max_retained:
                     break
-                prefix = self._cold.get(prefix.parent_hash)
+                entry = self._entries.get(entry.prefix.parent_hash)
 
-    def _release(self, prefix: Prefix) -> None:
-        """A cold block is retained no longer."""
-        if prefix.block_hash not in self._retained:
-            return
-        self._retained.discard(prefix.block_hash)
-        self._line_up_anew(prefix)
+    def _end_retention(self, entry: _Entry) -> None:
+        self._retained_hashes.discard(entry.prefix.block_hash)
+        self._requeue(entry)
 
-    def _line_up_anew(self, prefix: Prefix) -> None:
-        if (leaf := self._leaves.pop(prefix.block_hash, None)) is not None:
-            leaf.void = True
-            self._line_up(prefix)
+    def _requeue(self, entry: _Entry) -> None:
+        """Move a leaf to the queue where it belongs now."""
+        if entry.candidate is not None:
+            self._cancel_candidate(entry)
+            self._add_candidate(entry)

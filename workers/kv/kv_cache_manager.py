@@ -1,10 +1,11 @@
-"""KVCacheManager: the device's pool, the host tier, and the copies planned and under way between them.
+"""KVCacheManager: the device's block pool, the host pool, and the copies between them.
 
-    evicted from the device -> leftover -> demoted by the first plan that would write over it, or by one with time
-    found in host memory -> a device block for it, queued -> restored by a plan -> settled on every rank -> computed on
+    evicted from the device -> its KV stays in the block -> demoted before the block is written, or earlier if a step
+    has time for it
+    found in the host pool -> a device block is allocated -> queued -> restored by a plan -> reported by every rank
 
-A device block that a restore writes to is held by that restore, so that nobody else takes it meanwhile, whatever
-becomes of the sequence. It decides what to copy and in which plan; it does not copy, and knows no tensor or clock.
+A restore holds a reference to its device block, so the block is not given away if the sequence ends meanwhile. The
+manager decides what is copied in which plan. Ranks copy.
 """
 
 from collections import Counter, deque
@@ -21,14 +22,15 @@ from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.copy_cost import CopyCost
 from coatcheck.workers.kv.host_pool import HostPool, HostPoolStats
 
-# Of the blocks that prices speak against copying, so many-th are copied nonetheless: a price that was measured in a bad
-# moment would else never be measured again.
+# Every 31st copy that costs too much is made nonetheless. A cost measured in a bad moment would else never change,
+# because nothing would be copied and measured.
 _TRIAL_EVERY: Final = 31
 
 
 @dataclass(slots=True, eq=False)
 class _Restore:
-    """One block on its way back; `sequence` is None when nobody waits for it any more."""
+    """A copy from a host slot to a device block. `sequence`: who needs the block, at `index` of its block table; None
+    once it has ended."""
 
     sequence: Sequence | None
     index: int
@@ -36,7 +38,7 @@ class _Restore:
     block: int
 
 
-class TierStats(TypedDict):
+class KVCacheStats(TypedDict):
     """The part of EngineStats that is counted here."""
 
     host_blocks_total: int
@@ -51,133 +53,145 @@ class TierStats(TypedDict):
 
 
 class KVCacheManager:
-    """`host` is None where there is no host tier: then blocks that are evicted are gone."""
+    """`host`: None without a host tier."""
 
     def __init__(self, pool: BlockPool, host: HostPool | None, block_size: int) -> None:
         self.pool = pool
         self.host = host
-        self.prices = CopyCost(block_size)
-        self._queue: deque[_Restore] = deque()
-        self._under_way: list[int | _Restore] = []  # as ranks report on them; of a demotion the slot
-        self._refused: Counter[str] = Counter()  # copies that the prices spoke against, by direction
-        self._broken_at: dict[Sequence, int] = {}  # the first block of a restoring sequence that came back wrong
+        self.copy_cost = CopyCost(block_size)
+        self._queued: deque[_Restore] = deque()
+        self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; of a demotion the host slot
+        self._num_rejected: Counter[str] = Counter()  # copies that cost too much, by direction
+        self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
     @property
     def has_copies(self) -> bool:
-        """Whether copies are planned, under way, or would be made if there were a step."""
-        leftovers = self.host is not None and self.pool.first_leftover() is not None
-        return bool(self._queue or self._under_way or leftovers)
+        """Whether copies are queued, in progress, or would be made in another step."""
+        to_demote = self.host is not None and self.pool.oldest_evicted_block() is not None
+        return bool(self._queued or self._in_progress or to_demote)
 
-    def find(self, hashes: Iterable[bytes], *, beside_decodes: bool) -> list[int | None]:
-        """The leading blocks that can be had without computing: device blocks, None where the host alone has one."""
+    def find_cached_blocks(self, hashes: Iterable[bytes], *, beside_decodes: bool) -> list[int | None]:
+        """The leading blocks of a prompt that need not be computed: device blocks, None for one to restore."""
         found: list[int | None] = []
-        on_host, without_host = 0, -1
+        num_on_host, first_on_host = 0, -1
         for block_hash in hashes:
-            block = self.pool.lookup(block_hash)
+            block = self.pool.get_cached_block(block_hash)
             if block is None:
                 if self.host is None or block_hash not in self.host:
                     break
-                without_host = len(found) if without_host < 0 else without_host
-                on_host += 1
+                first_on_host = len(found) if first_on_host < 0 else first_on_host
+                num_on_host += 1
             found.append(block)
-        if on_host and not self.prices.restores(on_host, queued=len(self._queue), beside_decodes=beside_decodes):
-            return found[: without_host + self._is_tried_again("restore")]  # one block tells the price as well
+        if num_on_host and not self.copy_cost.is_restore_faster(
+            num_on_host, num_queued=len(self._queued), beside_decodes=beside_decodes
+        ):
+            return found[: first_on_host + self._is_trial("restore")]  # one block measures the cost as well
         return found
 
-    def touch(self, hashes: list[bytes]) -> None:
-        """A request has said how dearly it wants this chain kept: that counts from now on, also while it waits."""
+    def requeue_blocks(self, hashes: list[bytes]) -> None:
+        """The retention claims of this chain have changed. They count from now on, even while the request waits."""
         for block_hash in reversed(hashes):
-            self.pool.touch(block_hash)
+            self.pool.requeue_block(block_hash)
             if self.host is not None and block_hash in self.host:
-                self.host.touch(block_hash)
+                self.host.requeue_block(block_hash)
 
-    def explain(self, block_hash: bytes, index: int) -> PrefixMiss:
-        """Why `find` ended before this block."""
+    def explain_miss(self, block_hash: bytes, index: int) -> PrefixMiss:
+        """Why `find_cached_blocks` ended before this block."""
         if self.host is not None and block_hash in self.host:
             return PrefixMiss(index, MissReason.RECOMPUTED)
-        return self.pool.book.explain(block_hash, index)
+        return self.pool.registry.explain_miss(block_hash, index)
 
-    def restore(self, sequence: Sequence, index: int) -> None:
-        """Queues the restore of a sequence's block, which the host has, into the device block that it has for it."""
+    def queue_restore(self, sequence: Sequence, index: int) -> None:
+        """Queue the copy of block `index`, which the host pool has, into the sequence's device block."""
         assert self.host is not None
         slot = self.host.begin_restore(sequence.block_hashes[index])
-        self._queue.append(_Restore(sequence, index, slot, sequence.block_table[index]))
+        self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
         sequence.num_restoring += 1
 
-    def before_write(self, block: int, plan: StepPlan) -> None:
-        """The plan will write to this block: what an evicted prefix has left there is demoted, if it is worth it."""
-        leftover = self.pool.take_leftover(block)
-        if leftover is None or self.host is None:
+    def demote_before_write(self, block: int, plan: StepPlan) -> None:
+        """The plan will write to `block`: demote the evicted prefix whose KV is still there, if that is worthwhile."""
+        prefix = self.pool.pop_evicted_prefix(block)
+        if prefix is None or self.host is None:
             return
-        if leftover.block_hash in self.host:
-            self.host.touch(leftover.block_hash)
+        if prefix.block_hash in self.host:
+            self.host.requeue_block(prefix.block_hash)
             return
-        keeps = self.prices.keeps or self._is_tried_again("demote")
-        if keeps and (slot := self.host.begin_demotion(leftover)) is not None:
+        is_worthwhile = self.copy_cost.is_demotion_worthwhile or self._is_trial("demote")
+        if is_worthwhile and (slot := self.host.begin_demotion(prefix)) is not None:
             plan.demotes.append((block, slot))
 
     def plan_copies(self, plan: StepPlan, *, beside_decodes: bool) -> None:
-        """Ends a plan: adds as many queued restores, and then leftovers, as the step has time for."""
+        """Add as many queued restores, then demotions, as the step has time for. Call this last for each plan."""
         if self.host is None:
             return
-        left = max(self.prices.blocks_per_step(beside_decodes=beside_decodes) - len(plan.demotes), 1)
+        max_blocks = self.copy_cost.max_blocks_per_step(beside_decodes=beside_decodes)
+        left = max(max_blocks - len(plan.demotes), 1)
         restores = []
-        while left > 0 and self._queue:
-            restore = self._queue.popleft()
+        while left > 0 and self._queued:
+            restore = self._queued.popleft()
             before = len(plan.demotes)
-            self.before_write(restore.block, plan)
+            self.demote_before_write(restore.block, plan)
             left -= 1 + len(plan.demotes) - before
-            self.pool.share([restore.block])
+            self.pool.share_blocks([restore.block])
             plan.restores.append((restore.slot, restore.block))
             restores.append(restore)
-        while left > 0 and (block := self.pool.first_leftover()) is not None:
-            self.before_write(block, plan)
+        while left > 0 and (block := self.pool.oldest_evicted_block()) is not None:
+            self.demote_before_write(block, plan)
             left -= 1
-        self._under_way += [slot for _, slot in plan.demotes]
-        self._under_way += restores
+        self._in_progress += [slot for _, slot in plan.demotes]
+        self._in_progress += restores
 
-    def settle(self, report: CopyReport) -> list[tuple[Sequence, int | None]]:
-        """Takes what the ranks say of the copies longest under way. Returns the sequences whose last restore has ended,
-        each with the index of its first block that came back wrong, if one did."""
+    def record_copies(self, report: CopyReport) -> list[tuple[Sequence, int | None]]:
+        """Take the ranks' report on the oldest copies in progress.
+
+        Return the sequences whose last restore has ended, each with the index of its first corrupt block, or None.
+        """
         ended: list[tuple[Sequence, int | None]] = []
-        still: list[int | _Restore] = []
-        reported, self._under_way = self._under_way[: len(report.statuses)], self._under_way[len(report.statuses) :]
+        unfinished: list[int | _Restore] = []
+        num_reported = len(report.statuses)
+        reported, not_reported = self._in_progress[:num_reported], self._in_progress[num_reported:]
         for copy, status in zip(reported, report.statuses, strict=True):
-            if status is CopyStatus.UNDER_WAY:
-                still.append(copy)
+            if status is CopyStatus.IN_PROGRESS:
+                unfinished.append(copy)
             elif isinstance(copy, int):
                 assert self.host is not None
                 self.host.end_demotion(copy)
-            elif (sequence := self._end(copy, intact=status is CopyStatus.DONE)) is not None:
-                ended.append((sequence, self._broken_at.pop(sequence, None)))
-        self._under_way = [*still, *self._under_way]
+            elif (sequence := self._end_restore(copy, is_intact=status is CopyStatus.DONE)) is not None:
+                ended.append((sequence, self._corrupt_at.pop(sequence, None)))
+        self._in_progress = [*unfinished, *not_reported]
         return ended
 
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence gives its blocks up; what is under way to them ends by itself."""
+    def cancel_restores(self, sequence: Sequence) -> None:
+        """The sequence gives up its blocks. Restores in progress end by themselves."""
         if not sequence.num_restoring:
             return
         assert self.host is not None
-        for restore in self._queue:
+        for restore in self._queued:
             if restore.sequence is sequence:
-                self.host.end_restore(restore.slot, intact=None)
-        self._queue = deque(restore for restore in self._queue if restore.sequence is not sequence)
-        for copy in self._under_way:
+                self.host.end_restore(restore.slot, is_intact=None)
+        self._queued = deque(restore for restore in self._queued if restore.sequence is not sequence)
+        for copy in self._in_progress:
             if isinstance(copy, _Restore) and copy.sequence is sequence:
                 copy.sequence = None
-        self._broken_at.pop(sequence, None)
+        self._corrupt_at.pop(sequence, None)
         sequence.num_restoring = 0
 
-    def loss(self, sequence: Sequence) -> float:
-        """What its preemption costs: seconds until what only it holds is back; tokens, if nothing is measured."""
-        shared = sum(self.pool.is_shared(block) for block in sequence.block_table)
-        own = max(sequence.num_scheduled - shared * self.prices.block_size, 0)
-        return self.prices.loss(own) if self.host is not None and self.prices.prefill else float(own)
+    def preemption_cost(self, sequence: Sequence) -> float:
+        """Seconds to get back the blocks that only `sequence` holds. Their tokens, if nothing has been measured."""
+        num_shared = sum(self.pool.is_shared(block) for block in sequence.block_table)
+        num_tokens = max(sequence.num_scheduled - num_shared * self.copy_cost.block_size, 0)
+        if self.host is None or not self.copy_cost.prefill:
+            return float(num_tokens)
+        return self.copy_cost.recovery_seconds(num_tokens)
 
-    def counts(self) -> TierStats:
-        """Everything of the host tier, as EngineStats names it."""
+    def update_copy_cost(self, copies: CopyReport | None, *, tokens_per_second: float, step_seconds: float) -> None:
+        """Record how fast ranks copy (`copies` None: no news), prefill and decode."""
+        if self.host is not None:
+            self.copy_cost = self.copy_cost.updated(copies, tokens_per_second=tokens_per_second, step=step_seconds)
+
+    def stats(self) -> KVCacheStats:
         host = self.host.stats() if self.host is not None else HostPoolStats()
-        return TierStats(
+        return KVCacheStats(
             host_blocks_total=host.total,
             host_blocks_used=host.held,
             demotions=host.demotions,
@@ -185,47 +199,47 @@ class KVCacheManager:
             integrity_failures=host.integrity_failures,
             device_evictions=self.pool.stats().evictions,
             host_evictions=host.evictions,
-            demote_seconds=self.prices.demote,
-            restore_seconds=self.prices.restore,
+            demote_seconds=self.copy_cost.demote,
+            restore_seconds=self.copy_cost.restore,
         )
 
     def drain_events(self) -> list[KvEvent]:
-        """What was stored and removed in either tier since the last call; in order within a tier."""
+        """The events of both tiers since the last call, in order within a tier."""
         return self.pool.drain_events() + (self.host.drain_events() if self.host is not None else [])
 
     def snapshot(self) -> list[KvEvent]:
-        """Every prefix block held in either tier."""
+        """A stored event for each prefix block in either tier."""
         return self.pool.snapshot() + (self.host.snapshot() if self.host is not None else [])
 
     def check(self) -> list[list[int]]:
-        """Raises AssertionError on a broken invariant; returns the device blocks that restores hold."""
-        under_way = [copy for copy in self._under_way if isinstance(copy, _Restore)]
-        waiting: Counter[Sequence] = Counter()
-        for restore in (*self._queue, *under_way):
+        """Raise AssertionError on a broken invariant. Return the device blocks that restores hold."""
+        in_progress = [copy for copy in self._in_progress if isinstance(copy, _Restore)]
+        num_restoring: Counter[Sequence] = Counter()
+        for restore in (*self._queued, *in_progress):
             if restore.sequence is not None:
-                waiting[restore.sequence] += 1
+                num_restoring[restore.sequence] += 1
                 assert restore.sequence.block_table[restore.index] == restore.block, "restored into another's block"
-        for sequence, count in waiting.items():
+        for sequence, count in num_restoring.items():
             assert sequence.num_restoring == count, "a restore is lost or counted twice"
-        assert all(restore.sequence is not None for restore in self._queue), "a restore that nobody waits for is queued"
-        assert self._broken_at.keys() <= waiting.keys(), "a broken block is remembered for nobody"
+        assert all(restore.sequence is not None for restore in self._queued), "a queued restore has no sequence"
+        assert self._corrupt_at.keys() <= num_restoring.keys(), "a sequence with a corrupt block restores nothing"
         if self.host is not None:
             self.host.check()
-        return [[restore.block] for restore in under_way]
+        return [[restore.block] for restore in in_progress]
 
-    def _is_tried_again(self, direction: str) -> bool:
-        self._refused[direction] += 1
-        return self._refused[direction] % _TRIAL_EVERY == 0
+    def _is_trial(self, direction: str) -> bool:
+        self._num_rejected[direction] += 1
+        return self._num_rejected[direction] % _TRIAL_EVERY == 0
 
-    def _end(self, restore: _Restore, *, intact: bool) -> Sequence | None:
-        """The restore's sequence, if it waits for no other."""
+    def _end_restore(self, restore: _Restore, *, is_intact: bool) -> Sequence | None:
+        """Return the restore's sequence if this was its last one."""
         assert self.host is not None
-        self.host.end_restore(restore.slot, intact=intact)
-        self.pool.release([restore.block])
+        self.host.end_restore(restore.slot, is_intact=is_intact)
+        self.pool.release_blocks([restore.block])
         sequence = restore.sequence
         if sequence is None:
             return None
-        if not intact:
-            self._broken_at[sequence] = min(restore.index, self._broken_at.get(sequence, restore.index))
+        if not is_intact:
+            self._corrupt_at[sequence] = min(restore.index, self._corrupt_at.get(sequence, restore.index))
         sequence.num_restoring -= 1
         return None if sequence.num_restoring else sequence

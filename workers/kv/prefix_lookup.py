@@ -1,55 +1,72 @@
-"""PrefixLookup: how much of what a sequence needs is in the tiers, or will be soon, and what is said of it.
+"""PrefixLookup: how much of a sequence's prefix is cached, or is being computed by another sequence."""
 
-It does not know whether there is room for the rest, nor who goes first.
-"""
+from collections.abc import Iterable
 
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
-from coatcheck.workers.kv.promises import PendingBlocks
 
 
 class PrefixLookup:
-    """Over one scheduler's tiers; `promises` are those of its running sequences."""
+    """Owned by the scheduler.
 
-    def __init__(self, tiers: KVCacheManager, block_size: int) -> None:
-        self.promises = PendingBlocks()
-        self._tiers = tiers
+    Running sequences announce the prefix blocks that they will compute or restore (*pending* blocks). Sequences that
+    need the same block wait for it instead of computing it twice.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager, block_size: int) -> None:
+        self._kv_cache = kv_cache
         self._block_size = block_size
+        self._pending: dict[bytes, Sequence] = {}  # by block hash
 
-    def cacheable(self, sequence: Sequence) -> int:
-        """Leading blocks that it might find: at least one token must be computed, for its logits."""
+    def count_cacheable_blocks(self, sequence: Sequence) -> int:
+        """Leading full blocks that can be taken from the cache. At least one token is computed, for its logits."""
         return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self._block_size)
 
-    def find(self, sequence: Sequence, *, beside_decodes: bool) -> list[int | None]:
-        """The leading blocks that need not be computed, None where one is to be restored; as Tiers.find has them."""
+    def find_cached_blocks(self, sequence: Sequence, *, beside_decodes: bool) -> list[int | None]:
+        """The leading blocks that need not be computed; see `KVCacheManager.find_cached_blocks`."""
         if sequence.wants_prompt_logprobs:
             return []
-        return self._tiers.find(sequence.block_hashes[: self.cacheable(sequence)], beside_decodes=beside_decodes)
+        hashes = sequence.block_hashes[: self.count_cacheable_blocks(sequence)]
+        return self._kv_cache.find_cached_blocks(hashes, beside_decodes=beside_decodes)
 
-    def is_promised(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
-        """Whether another computes, or restores, the next block that it needs."""
+    def add_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
+        """`sequence` will compute or restore these blocks, unless another one has announced them before."""
+        for block_hash in hashes:
+            self._pending.setdefault(block_hash, sequence)
+
+    def remove_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
+        """The blocks are registered, or `sequence` gave them up. Blocks announced by others stay pending."""
+        for block_hash in hashes:
+            if self._pending.get(block_hash) is sequence:
+                del self._pending[block_hash]
+
+    def is_prefix_pending(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
+        """Whether another sequence computes or restores the next block that `sequence` needs."""
         if sequence.wants_prompt_logprobs:
             return False
-        if sequence.awaited_hash in self.promises:
+        if sequence.awaited_hash in self._pending:
             return True
-        found = self.find(sequence, beside_decodes=beside_decodes)
-        # Another may be computing what comes next, or restoring the first of what the host has.
-        wanted = {len(found), found.index(None) if None in found else len(found)}
-        for index in wanted - {self.cacheable(sequence)}:
-            if sequence.block_hashes[index] in self.promises:
+        found = self.find_cached_blocks(sequence, beside_decodes=beside_decodes)
+        # The next block to compute, and the first block to restore.
+        needed = {len(found), found.index(None) if None in found else len(found)}
+        for index in needed - {self.count_cacheable_blocks(sequence)}:
+            if sequence.block_hashes[index] in self._pending:
                 sequence.awaited_hash = sequence.block_hashes[index]
                 return True
         return False
 
-    def count_cached(self, sequence: Sequence, computed: int, missing: int | None) -> None:
-        """Notes what was found of the prompt, and why block `missing` was not (None: it was not looked for), at the
-        first admission; at a second one too, if the first found blocks that were broken."""
+    def record_cached_tokens(self, sequence: Sequence, num_cached: int, missing: int | None) -> None:
+        """Record in a sequence that is being admitted how much of its prompt was cached, and why block `missing` was
+        not. `missing`: None if the cache was not searched.
+
+        No effect at a later admission, unless the earlier one found corrupt blocks.
+        """
         if sequence.cached_device_tokens >= 0:
             return
-        full = min(sequence.prompt_len // self._block_size, self.cacheable(sequence))
-        if missing is not None and missing < full and not sequence.wants_prompt_logprobs:
-            sequence.miss = self._tiers.explain(sequence.block_hashes[missing], missing)
-        cached = min(computed, sequence.prompt_len)
+        num_full = min(sequence.prompt_len // self._block_size, self.count_cacheable_blocks(sequence))
+        if missing is not None and missing < num_full and not sequence.wants_prompt_logprobs:
+            sequence.miss = self._kv_cache.explain_miss(sequence.block_hashes[missing], missing)
+        cached = min(num_cached, sequence.prompt_len)
         sequence.cached_host_tokens += sequence.num_restoring * self._block_size
         sequence.cached_host_tokens = min(sequence.cached_host_tokens, cached)
         sequence.cached_device_tokens = cached - sequence.cached_host_tokens

@@ -1,157 +1,204 @@
-"""PrefixRegistry: what is known of every prefix block, held or not: where it hangs, whose it is, how it was wanted.
+"""PrefixRegistry: one record for each known prefix block: its parent, tenant, reuse history and retention.
 
-A block's record is one object for as long as any tier holds it, and stays for a bounded while after (a *ghost*), so
-that a block that comes back is known again. Tiers keep the record beside the block and pass it on with it. Requests
-are noted as they arrive, hit or miss, and the book's life table learns from them. It does not know where a block lies,
-nor which goes next.
+All tiers share the record of a block. After the last tier has evicted the block the record stays for a while (a
+*ghost*), so that a block which comes back is recognised. Every request is recorded as it arrives, hit or miss; the
+`ReuseTable` learns from these.
 """
 
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Self
 from weakref import WeakValueDictionary
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionMark, MissReason, PrefixMiss
-from coatcheck.workers.kv.retention_claims import UNCLAIMED, RetentionClaims
 from coatcheck.workers.kv.reuse_table import Cohort, ReuseTable
 
-# Kinds of lives: blocks wanted once, twice ... ten times or more; and generated ones, wanted by nobody yet.
-_MOST_WANTS: Final = 10
-_GENERATED: Final = _MOST_WANTS
-_MOST_TENANTS: Final = 4096
+# Kinds of cohorts: blocks requested once, twice ... ten times or more, and generated blocks that no request asked for.
+_MAX_REQUESTS: Final = 10
+_GENERATED: Final = _MAX_REQUESTS
+_MAX_TENANTS: Final = 4096
+# A ghost takes about 500 bytes and a block a megabyte or more, so ghosts outnumber blocks.
+_GHOSTS_PER_BLOCK: Final = 64
+_MAX_GHOSTS: Final = 1 << 18
+
+
+def choose_max_ghosts(num_blocks: int) -> int:
+    """The number of ghosts for tiers of `num_blocks` together."""
+    return max(2 * num_blocks, min(_GHOSTS_PER_BLOCK * num_blocks, _MAX_GHOSTS))
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionClaims:
+    """What all requests have asked about keeping one block.
+
+    Requests of one salt share blocks, and none undoes what another asked: the highest priority that has not expired
+    is in force. Priority 0 (not needed again) counts only while there is no claim, and until the next request.
+
+    `claims`: (priority, until), highest first. Each lasts longer than those before it.
+    """
+
+    claims: tuple[tuple[int, float], ...] = ()
+    unwanted_until: float = 0.0
+
+    def with_request(self, retention: Retention | None, now: float) -> Self:
+        """The claims after one more request, without expired ones."""
+        if retention is not None and retention.priority == 0:
+            return replace(self, unwanted_until=now + retention.ttl_seconds)
+        if retention is None:
+            return replace(self, unwanted_until=0.0)
+        new = retention.priority, now + retention.ttl_seconds
+        claims: list[tuple[int, float]] = []
+        for claim in sorted({*self.claims, new}, reverse=True):
+            if claim[1] > (claims[-1][1] if claims else now):
+                claims.append(claim)
+        return replace(self, claims=tuple(claims), unwanted_until=0.0)
+
+    def in_force(self, now: float) -> tuple[int, float]:
+        """(priority, until) of the claim that counts; (0, 0.0) if there is none."""
+        return next((claim for claim in self.claims if claim[1] > now), (0, 0.0))
+
+    def is_unwanted(self, now: float) -> bool:
+        """Whether the block should be evicted before all others."""
+        return self.unwanted_until > now and not self.in_force(now)[0]
+
+
+NO_CLAIMS: Final = RetentionClaims()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Prefix:
-    """One block and all before it; `depth` is how many those are, `tenant` whose share they count towards.
+    """The record of one full block and all blocks before it in a prompt.
 
-    `wants` counts requests for it; `cohort` is the company in which it awaits the next. `claims` says how dearly it is
-    to be kept, `evicted` how it left the last tier that held it. The rest explains misses: `content` numbers its tokens
-    whatever the salt, `elsewhere` says that they had been asked for under another one before.
+    `depth`: blocks before it. `tenant`: whose share of the cache it counts towards. `num_requests`: requests that
+    asked for it. `cohort`: the blocks requested with it last time; None if that is forgotten. `eviction`: how it left
+    the last tier. `is_corrupt`: it failed its checksum in the host tier. `content`: hash of its tokens and all before
+    them, without the salt. `has_other_salt`: a request with another salt asked for the same tokens before.
     """
 
     block_hash: bytes
     parent_hash: bytes
     depth: int = 0
     tenant: str = ""
-    wants: int = 0
+    num_requests: int = 0
     cohort: Cohort | None = None
-    claims: RetentionClaims = UNCLAIMED
-    evicted: EvictionMark | None = None
-    broken: bool = False
+    claims: RetentionClaims = NO_CLAIMS
+    eviction: EvictionMark | None = None
+    is_corrupt: bool = False
     content: int = 0
-    elsewhere: bool = False
+    has_other_salt: bool = False
 
 
 class PrefixRegistry:
-    """`max_ghosts` records are kept that no tier holds, the last to be named or wanted."""
+    """`max_ghosts`: records kept of blocks that no tier holds, the most recently requested or computed ones."""
 
     def __init__(self, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
-        self.table = ReuseTable(_MOST_WANTS + 1)
+        self.reuse_table = ReuseTable(_MAX_REQUESTS + 1)
         self._records: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
-        self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # what keeps a ghost alive
-        self._contents: WeakValueDictionary[int, Prefix] = WeakValueDictionary()
-        self._asked_at: OrderedDict[str, float] = OrderedDict()  # by tenant
+        self._recent: OrderedDict[bytes, Prefix] = OrderedDict()  # keeps ghosts alive
+        self._by_content: WeakValueDictionary[int, Prefix] = WeakValueDictionary()
+        self._last_request_at: OrderedDict[str, float] = OrderedDict()  # by tenant
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     @property
     def now(self) -> float:
-        """Seconds, by the clock of whoever calls `advance`."""
-        return self.table.now
+        """Seconds, as of the last `advance_clock`."""
+        return self.reuse_table.now
 
-    def advance(self, now: float) -> None:
-        """Time has passed."""
-        self.table.advance(now)
+    def advance_clock(self, now: float) -> None:
+        self.reuse_table.advance_clock(now)
 
-    def want(
+    def record_request(
         self,
         hashes: Sequence[bytes],
         tenant: str = "",
         retention: Retention | None = None,
         contents: Sequence[int] = (),
     ) -> None:
-        """A request asks for this chain, from its root; each request says so once, whatever is held of it."""
-        self._asked_at[tenant] = self.now
-        self._asked_at.move_to_end(tenant)
-        if len(self._asked_at) > _MOST_TENANTS:
-            self._asked_at.popitem(last=False)
-        cohorts: dict[int, Cohort] = {}
-        parent = b""
-        for depth, block_hash in enumerate(hashes):
-            record = self._record(block_hash, parent, depth, tenant)
-            if record.cohort is not None:
-                self.table.end(record.cohort)
-            record.wants += 1
-            kind = min(record.wants, _MOST_WANTS) - 1
-            if (cohort := cohorts.get(kind)) is None:
-                cohort = cohorts[kind] = self.table.begin(kind)
-            self.table.join(cohort)
-            record.cohort = cohort
-            if retention is not None or record.claims is not UNCLAIMED:
-                record.claims = record.claims.asked(retention, self.now)
-            if depth < len(contents) and not record.content:
-                self._note_content(record, contents[depth])
-            parent = block_hash
+        """A request asks for the chain of blocks `hashes`, from the first block on. Call this once for each request.
 
-    def name(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
-        """The record of a block that is computed now; unless a request has asked for it, it was generated."""
-        record = self._record(block_hash, parent_hash, depth, tenant)
-        record.evicted, record.broken = None, False
-        if not record.wants:
-            record.wants = 1
+        `contents`: the `content_chain` of the same blocks, or nothing.
+        """
+        self._last_request_at[tenant] = self.now
+        self._last_request_at.move_to_end(tenant)
+        if len(self._last_request_at) > _MAX_TENANTS:
+            self._last_request_at.popitem(last=False)
+        cohorts: dict[int, Cohort] = {}
+        parent_hash = b""
+        for depth, block_hash in enumerate(hashes):
+            record = self._get_or_create(block_hash, parent_hash, depth, tenant)
+            if record.cohort is not None:
+                self.reuse_table.record_reuse(record.cohort)
+            record.num_requests += 1
+            kind = min(record.num_requests, _MAX_REQUESTS) - 1
+            if (cohort := cohorts.get(kind)) is None:
+                cohort = cohorts[kind] = self.reuse_table.create_cohort(kind)
+            self.reuse_table.add_blocks(cohort)
+            record.cohort = cohort
+            if retention is not None or record.claims is not NO_CLAIMS:
+                record.claims = record.claims.with_request(retention, self.now)
+            if depth < len(contents) and not record.content:
+                self._record_content(record, contents[depth])
+            parent_hash = block_hash
+
+    def record_computed(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
+        """The record of a block that was computed just now. If no request asked for the block, it was generated."""
+        record = self._get_or_create(block_hash, parent_hash, depth, tenant)
+        record.eviction, record.is_corrupt = None, False
+        if not record.num_requests:
+            record.num_requests = 1
             parent = self._records.get(parent_hash)
-            if parent is not None:  # retained as the prompt before it is
+            if parent is not None:  # an answer is retained as its prompt is
                 record.claims = parent.claims
-            record.cohort = self.table.begin(_GENERATED)
-            self.table.join(record.cohort)
+            record.cohort = self.reuse_table.create_cohort(_GENERATED)
+            self.reuse_table.add_blocks(record.cohort)
         return record
 
-    def explain(self, block_hash: bytes, index: int) -> PrefixMiss:
-        """Why a block that a request has asked for is held nowhere."""
+    def explain_miss(self, block_hash: bytes, index: int) -> PrefixMiss:
+        """Why no tier holds the block, the `index`-th of a request's prompt."""
         record = self._records.get(block_hash)
-        if record is not None and record.broken:
+        if record is not None and record.is_corrupt:
             return PrefixMiss(index, MissReason.BROKEN)
-        if record is not None and record.evicted is not None:
-            return PrefixMiss(index, MissReason.EVICTED, record.evicted, self.now - record.evicted.at)
-        elsewhere = record is not None and record.elsewhere
-        return PrefixMiss(index, MissReason.OTHER_SALT if elsewhere else MissReason.NEVER_SEEN)
+        if record is not None and record.eviction is not None:
+            return PrefixMiss(index, MissReason.EVICTED, record.eviction, self.now - record.eviction.at)
+        has_other_salt = record is not None and record.has_other_salt
+        return PrefixMiss(index, MissReason.OTHER_SALT if has_other_salt else MissReason.NEVER_SEEN)
 
     def idle_seconds(self, tenant: str) -> float:
-        """How long it has been since the tenant asked for anything."""
-        return self.now - self._asked_at.get(tenant, -math.inf)
-
-    def __len__(self) -> int:
-        return len(self._records)
+        """Seconds since the tenant's last request."""
+        return self.now - self._last_request_at.get(tenant, -math.inf)
 
     def check(self) -> None:
-        """Raises AssertionError on a broken invariant."""
-        assert len(self._recent) <= self.max_ghosts, "more ghosts than may be"
+        """Raise AssertionError on a broken invariant."""
+        assert len(self._recent) <= self.max_ghosts, "too many ghosts"
         assert all(self._records[block_hash] is record for block_hash, record in self._recent.items()), "two records"
         sizes = Counter(id(record.cohort) for record in self._records.values() if record.cohort is not None)
         for record in self._records.values():
             cohort = record.cohort
-            assert cohort is None or cohort.size == sizes[id(cohort)], "a cohort has other members than it counts"
+            assert cohort is None or cohort.size == sizes[id(cohort)], "a cohort's size is not its number of blocks"
 
-    def _record(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> Prefix:
+    def _get_or_create(self, block_hash: bytes, parent_hash: bytes, depth: int, tenant: str) -> Prefix:
         record = self._records.get(block_hash)
         if record is None:
             record = self._records[block_hash] = Prefix(block_hash, parent_hash, depth, tenant)
         self._recent[block_hash] = record
         self._recent.move_to_end(block_hash)
         if len(self._recent) > self.max_ghosts:
-            self._forget(self._recent.popitem(last=False)[1])
+            self._forget_cohort(self._recent.popitem(last=False)[1])
         return record
 
-    def _note_content(self, record: Prefix, content: int) -> None:
+    def _record_content(self, record: Prefix, content: int) -> None:
         record.content = content
-        other = self._contents.get(content)
-        record.elsewhere = other is not None and (other.block_hash != record.block_hash or other.elsewhere)
-        self._contents[content] = record
+        other = self._by_content.get(content)
+        record.has_other_salt = other is not None and (other.block_hash != record.block_hash or other.has_other_salt)
+        self._by_content[content] = record
 
-    def _forget(self, record: Prefix) -> None:
-        if record.cohort is not None:  # whether it would be wanted again is not learned any more
-            self.table.leave(record.cohort)
+    def _forget_cohort(self, record: Prefix) -> None:
+        if record.cohort is not None:
+            self.reuse_table.forget_block(record.cohort)
             record.cohort = None

@@ -41,7 +41,7 @@ class BlockCopier(Protocol):
 class BlockCopy:
     """One block's; whoever copies says how it ended."""
 
-    status: CopyStatus = CopyStatus.UNDER_WAY
+    status: CopyStatus = CopyStatus.IN_PROGRESS
 
 
 class CopyLog:
@@ -68,7 +68,7 @@ class CopyLog:
         """They lie in the pool, or are not what they were."""
         self._restore.append(seconds / len(copies))
         for copy, good in zip(copies, intact, strict=True):
-            copy.status = CopyStatus.DONE if good else CopyStatus.BROKEN
+            copy.status = CopyStatus.DONE if good else CopyStatus.CORRUPT
 
     def report(self) -> CopyReport | None:
         """Agreed among the ranks, which were all asked for the same; what has ended everywhere is forgotten."""
@@ -79,7 +79,7 @@ class CopyLog:
         *statuses, demote, restore = self._communicator.all_reduce_min([*mine, *seconds])
         agreed = tuple(map(CopyStatus, statuses))
         self._copies = [
-            copy for copy, status in zip(self._copies, agreed, strict=True) if status is CopyStatus.UNDER_WAY
+            copy for copy, status in zip(self._copies, agreed, strict=True) if status is CopyStatus.IN_PROGRESS
         ]
         return CopyReport(agreed, -demote / _NANO, -restore / _NANO)
 

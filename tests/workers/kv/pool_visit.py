@@ -1,16 +1,16 @@
-"""A request's way through a BlockPool, with the names of its blocks and an eviction: no engine, no tensors."""
+"""A request's way through a BlockPool, with the hashes of its blocks and an evictor: no engine, no tensors."""
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.eviction import Eviction
-from coatcheck.workers.kv.eviction_policy import order_of
+from coatcheck.workers.kv.eviction import Evictor
+from coatcheck.workers.kv.eviction_policy import create_policy
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 
 
-def make_eviction(order: str, capacity: int, ghosts: int = 1000) -> Eviction:
-    """An eviction of its own book."""
-    book = PrefixRegistry(ghosts)
-    return Eviction(book, order_of(order, book.table), capacity)
+def make_evictor(order: str, capacity: int, ghosts: int = 1000) -> Evictor:
+    """An evictor with a registry of its own."""
+    registry = PrefixRegistry(ghosts)
+    return Evictor(registry, create_policy(order, registry.reuse_table), capacity)
 
 
 def chain_of(text: str, length: int) -> list[bytes]:
@@ -20,15 +20,15 @@ def chain_of(text: str, length: int) -> list[bytes]:
 
 def serve(pool: BlockPool, chain: list[bytes], tenant: str = "", retention: Retention | None = None) -> int:
     """A request's way through the pool; returns how many blocks were found."""
-    pool.book.want(chain, tenant, retention)
+    pool.registry.record_request(chain, tenant, retention)
     found: list[int] = []
     for block_hash in chain:
-        if (block := pool.lookup(block_hash)) is None:
+        if (block := pool.get_cached_block(block_hash)) is None:
             break
         found.append(block)
-    pool.share(found)
-    computed = pool.allocate(len(chain) - len(found))
+    pool.share_blocks(found)
+    computed = pool.allocate_blocks(len(chain) - len(found))
     for depth, block in enumerate(computed, len(found)):
-        pool.register(block, chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
-    pool.release([*found, *computed])
+        pool.register_block(block, chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
+    pool.release_blocks([*found, *computed])
     return len(found)

@@ -11,7 +11,7 @@ from coatcheck.workers.kv.block_pool import BlockPool
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Sequences take, share, name and give up blocks; after each operation every invariant holds."""
+    """Sequences allocate, share, register and release blocks. Every invariant holds after each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,18 +23,18 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
         if count <= self.pool.num_available:
-            self.tables.append(self.pool.allocate(count))
+            self.tables.append(self.pool.allocate_blocks(count))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+        self.pool.release_blocks(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         table = list(data.draw(st.sampled_from(self.tables)))
-        self.pool.share(table)
+        self.pool.share_blocks(table)
         self.tables.append(table)
 
     @precondition(lambda self: any(self.tables))
@@ -43,15 +43,15 @@ class BlockPoolMachine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
         block = data.draw(st.sampled_from(table))
         if self.pool.is_writable(block):
-            self.pool.take_leftover(block)  # it has been written, and whoever writes asks first
-            known = self.pool.register(block, bytes([name]), b"")
-            assert self.pool.lookup(bytes([name])) == known
+            self.pool.pop_evicted_prefix(block)  # as before every write
+            known = self.pool.register_block(block, bytes([name]), b"")
+            assert self.pool.get_cached_block(bytes([name])) == known
 
     @rule(name=st.integers(0, 5))
     def hit(self, name: int) -> None:
-        block = self.pool.lookup(bytes([name]))
+        block = self.pool.get_cached_block(bytes([name]))
         if block is not None:
-            self.pool.share([block])
+            self.pool.share_blocks([block])
             self.tables.append([block])
 
     @invariant()
@@ -67,51 +67,51 @@ TestBlockPool = BlockPoolMachine.TestCase
 TestBlockPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_cold_suffix_goes_before_its_prefix() -> None:
-    """Of one sequence's cold blocks the deepest is given away first, and the least recently used sequence's first."""
+def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:
+    """A sequence's deepest cached block is evicted first, and the least recently used sequence's blocks go first."""
     pool = BlockPool(4)
-    first, second = pool.allocate(2), pool.allocate(2)
+    first, second = pool.allocate_blocks(2), pool.allocate_blocks(2)
     for i, block in enumerate([*first, *second]):
-        pool.register(block, bytes([i]), b"")
-    pool.release(first)
-    pool.release(second)
+        pool.register_block(block, bytes([i]), b"")
+    pool.release_blocks(first)
+    pool.release_blocks(second)
     pool.drain_events()
-    pool.allocate(3)
+    pool.allocate_blocks(3)
     assert [event.block_hash for event in pool.drain_events()] == [b"\x01", b"\x00", b"\x03"]
 
 
 def test_check_sees_a_lost_block() -> None:
     """A block held by nobody that still has a reference is reported."""
     pool = BlockPool(3)
-    pool.allocate(1)
+    pool.allocate_blocks(1)
     with pytest.raises(AssertionError, match="1 references, 0 holders"):
         pool.check([])
 
 
-def test_taking_the_first_leftover_costs_the_same_however_many_are_gone() -> None:
-    """Leftovers are taken in the order of eviction, each as quickly as the first, however many there were."""
+def test_the_oldest_evicted_block_is_found_in_constant_time() -> None:
+    """Blocks with evicted prefixes are taken in the order of eviction, each as quickly as the first."""
 
     def seconds_each(blocks: int) -> float:
-        """The time to take the last 500 of `leftovers`, best of three pools."""
+        """The time to take the last 500 of `blocks` evicted prefixes, best of three pools."""
         best = float("inf")
         for _ in range(3):
             pool = BlockPool(blocks)
-            table = pool.allocate(blocks)
+            table = pool.allocate_blocks(blocks)
             for block in table:
-                pool.register(block, block.to_bytes(16, "little"), b"")
-            pool.release(table)
-            pool.allocate(blocks)  # each prefix is evicted
+                pool.register_block(block, block.to_bytes(16, "little"), b"")
+            pool.release_blocks(table)
+            pool.allocate_blocks(blocks)  # each prefix is evicted
             taken = []
             began = 0.0
             for place in range(blocks):
                 if place == blocks - 500:
                     began = time.perf_counter()
-                first = pool.first_leftover()
+                first = pool.oldest_evicted_block()
                 assert first is not None
-                pool.take_leftover(first)
+                pool.pop_evicted_prefix(first)
                 taken.append(first)
             best = min(best, time.perf_counter() - began)
-            assert sorted(taken) == sorted(table) and pool.first_leftover() is None
+            assert sorted(taken) == sorted(table) and pool.oldest_evicted_block() is None
         return best
 
     assert seconds_each(20_000) < 20 * seconds_each(500)

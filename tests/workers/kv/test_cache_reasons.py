@@ -88,7 +88,7 @@ def test_what_is_sooner_computed_is_named_as_such() -> None:
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)
     tiers = engine.scheduler.tiers
-    tiers.prices = dataclasses.replace(tiers.prices, restore=1e6)
+    tiers.copy_cost = dataclasses.replace(tiers.copy_cost, restore=1e6)
     assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(0, MissReason.RECOMPUTED)
 
 

@@ -12,39 +12,39 @@ DEAR = CopyCost(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
 
 def test_a_prefix_is_restored_where_that_is_sooner() -> None:
     """A fast copy beats a slow prefill, a slow copy does not, and a long queue before it counts too."""
-    assert CHEAP.restores(100, queued=0, beside_decodes=False)
-    assert not DEAR.restores(100, queued=0, beside_decodes=False)
-    assert not CHEAP.restores(1, queued=1000, beside_decodes=False)
+    assert CHEAP.is_restore_faster(100, num_queued=0, beside_decodes=False)
+    assert not DEAR.is_restore_faster(100, num_queued=0, beside_decodes=False)
+    assert not CHEAP.is_restore_faster(1, num_queued=1000, beside_decodes=False)
 
 
 def test_beside_decodes_a_short_prefix_is_computed() -> None:
     """One block would wait for a step of its own; computing its 16 tokens is sooner. Many blocks are worth the wait."""
-    assert CHEAP.restores(1, queued=0, beside_decodes=False)
-    assert not CHEAP.restores(1, queued=0, beside_decodes=True)
-    assert CHEAP.restores(50, queued=0, beside_decodes=True)
+    assert CHEAP.is_restore_faster(1, num_queued=0, beside_decodes=False)
+    assert not CHEAP.is_restore_faster(1, num_queued=0, beside_decodes=True)
+    assert CHEAP.is_restore_faster(50, num_queued=0, beside_decodes=True)
 
 
 def test_what_is_not_measured_is_tried() -> None:
     """Before the first prefill and the first copies are measured, blocks are kept and restored."""
-    assert CopyCost(16).keeps and CopyCost(16).restores(1, queued=9, beside_decodes=True)
-    assert CopyCost(16).blocks_per_step(beside_decodes=True) > 0
+    assert CopyCost(16).is_demotion_worthwhile and CopyCost(16).is_restore_faster(1, num_queued=9, beside_decodes=True)
+    assert CopyCost(16).max_blocks_per_step(beside_decodes=True) > 0
 
 
 def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
     """Out and back against 16 tokens of prefill."""
-    assert CHEAP.keeps and not DEAR.keeps
+    assert CHEAP.is_demotion_worthwhile and not DEAR.is_demotion_worthwhile
 
 
 @pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 30), (CHEAP, False, 200), (DEAR, True, 1)])
 def test_a_step_moves_what_it_has_time_for(prices: CopyCost, beside: bool, blocks: int) -> None:
     """A share of a decode step's time beside decodes, and always at least one block."""
-    assert prices.blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
+    assert prices.max_blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
 
 
 def test_a_loss_is_the_cheaper_of_copying_and_computing() -> None:
     """Whole blocks are copied out and back, or computed; the tokens behind the last whole block are computed."""
-    assert CHEAP.loss(36) == pytest.approx(2 * 2e-4 + 4e-3)
-    assert DEAR.loss(36) == pytest.approx(36e-3)
+    assert CHEAP.recovery_seconds(36) == pytest.approx(2 * 2e-4 + 4e-3)
+    assert DEAR.recovery_seconds(36) == pytest.approx(36e-3)
 
 
 def test_one_bad_moment_is_no_price() -> None:

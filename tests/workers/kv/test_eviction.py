@@ -13,7 +13,7 @@ from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import SHELTER_SECONDS
 from coatcheck.workers.kv.prefix_registry import Prefix
-from tests.workers.kv.pool_visit import chain_of, make_eviction, serve
+from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 
 class EvictionMachine(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.eviction = make_eviction(self.order, self.capacity, ghosts=20)
+        self.evictor = make_evictor(self.order, self.capacity, ghosts=20)
         self.cold: dict[bytes, Prefix] = {}
         self.asked: WeakKeyDictionary[Prefix, list[tuple[float, Retention | None]]] = WeakKeyDictionary()
 
@@ -32,29 +32,29 @@ class EvictionMachine(RuleBasedStateMachine):
     def insert(self, tenant: str, branch: int, length: int, data: st.DataObject) -> None:
         chain = [f"{tenant}{depth if depth < 2 else (branch, depth)}".encode() for depth in range(length)]
         retention = data.draw(st.none() | st.builds(Retention, st.integers(0, 3), st.sampled_from([1.0, 50.0, 2000.0])))
-        book = self.eviction.book
-        book.want(chain, tenant, retention)
+        registry = self.evictor.registry
+        registry.record_request(chain, tenant, retention)
         for depth in reversed(range(length)):
-            record = book.name(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
-            self.asked.setdefault(record, []).append((book.now, retention))
+            record = registry.record_computed(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
+            self.asked.setdefault(record, []).append((registry.now, retention))
             if chain[depth] in self.cold and self.takes_what_it_finds:
-                self.eviction.remove(self.cold.pop(chain[depth]))
+                self.evictor.remove_block(self.cold.pop(chain[depth]))
             if chain[depth] not in self.cold:
                 self.cold[chain[depth]] = record
-                self.eviction.insert(record)
+                self.evictor.add_block(record)
 
     @precondition(lambda self: self.cold)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         block_hash = data.draw(st.sampled_from(sorted(self.cold)))
-        self.eviction.remove(self.cold.pop(block_hash))
+        self.evictor.remove_block(self.cold.pop(block_hash))
 
     @precondition(lambda self: self.cold)
     @rule()
     def pop(self) -> None:
         parents = {prefix.parent_hash for prefix in self.cold.values()}
         leaves = [prefix for prefix in self.cold.values() if prefix.block_hash not in parents]
-        gone = self.eviction.pop()
+        gone = self.evictor.evict_block()
         assert self.cold.pop(gone.block_hash) is gone
         assert gone in leaves
         self.pop_checked(gone, leaves)
@@ -64,13 +64,13 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 700.0]))
     def wait(self, seconds: float) -> None:
-        self.eviction.book.advance(self.eviction.book.now + seconds)
+        self.evictor.registry.advance_clock(self.evictor.registry.now + seconds)
 
     @invariant()
     def holds(self) -> None:
-        self.eviction.check(self.cold.values())
-        self.eviction.book.check()
-        now = self.eviction.book.now
+        self.evictor.check(self.cold.values())
+        self.evictor.registry.check()
+        now = self.evictor.registry.now
         for prefix in self.cold.values():
             assert prefix.claims.in_force(now) == self.claim(prefix)
             assert prefix.claims.is_unwanted(now) == self.is_unwanted(prefix)
@@ -78,12 +78,12 @@ class EvictionMachine(RuleBasedStateMachine):
     def claim(self, prefix: Prefix) -> tuple[int, float]:
         """The highest that anybody has asked for and whose time is not over, of all asked so far."""
         claims = [(asked.priority, at + asked.ttl_seconds) for at, asked in self.asked[prefix] if asked is not None]
-        return max((claim for claim in claims if claim[0] and claim[1] > self.eviction.book.now), default=(0, 0.0))
+        return max((claim for claim in claims if claim[0] and claim[1] > self.evictor.registry.now), default=(0, 0.0))
 
     def is_unwanted(self, prefix: Prefix) -> bool:
         """Whether the last to ask for it had no need of it any more, and nobody claims it."""
         at, asked = self.asked[prefix][-1]
-        is_last = asked is not None and asked.priority == 0 and at + asked.ttl_seconds > self.eviction.book.now
+        is_last = asked is not None and asked.priority == 0 and at + asked.ttl_seconds > self.evictor.registry.now
         return is_last and not self.claim(prefix)[0]
 
 
@@ -118,10 +118,10 @@ def test_what_is_wanted_again_stays_through_a_scan() -> None:
     """A prompt that comes back outlives a flood of prompts that never do, which least recently used cannot give."""
     found = {}
     for order in ("lru", "cost"):
-        pool = BlockPool(20, make_eviction(order, 20))
+        pool = BlockPool(20, make_evictor(order, 20))
         found[order] = 0
         for second in range(300):
-            pool.book.advance(float(second))
+            pool.registry.advance_clock(float(second))
             if second % 10 == 0:
                 found[order] += serve(pool, chain_of("again", 5))
             else:
@@ -134,14 +134,14 @@ def test_what_is_wanted_again_stays_through_a_scan() -> None:
 def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
     """A tenant that asks for 50 times the pool leaves a quiet one half of its equal share of what is cold, until
     that one has asked for nothing for long."""
-    pool = BlockPool(40, make_eviction(order, 40))
+    pool = BlockPool(40, make_evictor(order, 40))
     quiet = chain_of("quiet", 10)
     serve(pool, quiet, "quiet")
     for number in range(500):
         serve(pool, chain_of(f"flood {number} ", 4), "flood")
     assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are cold while the flood's newest prompt runs
     assert pool.stats().evictions[EvictionReason.OVER_SHARE] > 0
-    pool.book.advance(SHELTER_SECONDS + 1)
+    pool.registry.advance_clock(SHELTER_SECONDS + 1)
     for number in range(20):
         serve(pool, chain_of(f"later {number} ", 4), "flood")
     assert serve(pool, quiet, "quiet") == 0
@@ -150,12 +150,12 @@ def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
 @pytest.mark.parametrize("priority", [None, 0, 50])
 def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
     """A prompt that is asked for over a thousand times without any eviction leaves no more behind than hundreds do."""
-    pool = BlockPool(40, make_eviction("cost", 40))
+    pool = BlockPool(40, make_evictor("cost", 40))
     retention = None if priority is None else Retention(priority, 1000.0)
     taken = []
     tracemalloc.start()
     for number in range(1200):
-        pool.book.advance(number * 0.1)
+        pool.registry.advance_clock(number * 0.1)
         serve(pool, chain_of("again", 2), retention=retention)
         pool.drain_events()
         if number % 400 == 399:
@@ -166,11 +166,11 @@ def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
 
 def test_ghosts_are_bounded() -> None:
     """The book forgets who was evicted longest ago, and knows those again that it has not forgotten."""
-    pool = BlockPool(8, make_eviction("cost", 8, ghosts=100))
+    pool = BlockPool(8, make_evictor("cost", 8, ghosts=100))
     for number in range(200):
         serve(pool, chain_of(f"prompt {number} ", 4))
-        pool.book.check()
-    assert len(pool.book) <= 108
-    pool.book.want(chain_of("prompt 180 ", 4))
-    assert pool.book.name(b"prompt 180 0", b"").wants == 2
-    assert pool.book.name(b"prompt 0 0", b"").wants == 1
+        pool.registry.check()
+    assert len(pool.registry) <= 108
+    pool.registry.record_request(chain_of("prompt 180 ", 4))
+    assert pool.registry.record_computed(b"prompt 180 0", b"").num_requests == 2
+    assert pool.registry.record_computed(b"prompt 0 0", b"").num_requests == 1

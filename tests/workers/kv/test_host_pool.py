@@ -11,13 +11,13 @@ from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 
 
-class HostTierMachine(RuleBasedStateMachine):
+class HostPoolMachine(RuleBasedStateMachine):
     """Blocks come, are read, turn out broken and make room; after each operation every invariant holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = HostPool(4)
-        self.book = PrefixRegistry(16)
+        self.host_pool = HostPool(4)
+        self.registry = PrefixRegistry(16)
         self.demoting: list[int] = []
         self.reading: list[int] = []
         self.held: set[bytes] = set()
@@ -25,10 +25,10 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule(name=st.integers(0, 7))
     def demote(self, name: int) -> None:
         block_hash = bytes([name])
-        if block_hash in self.tier:
-            self.tier.touch(block_hash)
+        if block_hash in self.host_pool:
+            self.host_pool.requeue_block(block_hash)
             return
-        slot = self.tier.begin_demotion(self.book.name(block_hash, b""))
+        slot = self.host_pool.begin_demotion(self.registry.record_computed(block_hash, b""))
         if slot is None:
             assert len({*self.demoting, *self.reading}) == 4, "room was refused"
         else:
@@ -38,62 +38,62 @@ class HostTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.demoting)
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        self.tier.end_demotion(self.demoting.pop(data.draw(st.integers(0, len(self.demoting) - 1))))
+        self.host_pool.end_demotion(self.demoting.pop(data.draw(st.integers(0, len(self.demoting) - 1))))
 
     @rule(name=st.integers(0, 7))
     def read(self, name: int) -> None:
-        if bytes([name]) in self.tier:
-            self.reading.append(self.tier.begin_restore(bytes([name])))
+        if bytes([name]) in self.host_pool:
+            self.reading.append(self.host_pool.begin_restore(bytes([name])))
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), intact=st.sampled_from([True, False, None]))
     def finish(self, data: st.DataObject, intact: bool | None) -> None:
-        self.tier.end_restore(self.reading.pop(data.draw(st.integers(0, len(self.reading) - 1))), intact=intact)
+        self.host_pool.end_restore(self.reading.pop(data.draw(st.integers(0, len(self.reading) - 1))), is_intact=intact)
 
     @invariant()
     def holds(self) -> None:
-        self.tier.check()
-        for event in self.tier.drain_events():
+        self.host_pool.check()
+        for event in self.host_pool.drain_events():
             assert (event.block_hash in self.held) != event.stored, "stored twice or removed unheld"
             self.held ^= {event.block_hash}
-        assert Counter(self.held) == Counter(event.block_hash for event in self.tier.snapshot())
-        assert self.tier.stats().held == len(self.held)
+        assert Counter(self.held) == Counter(event.block_hash for event in self.host_pool.snapshot())
+        assert self.host_pool.stats().held == len(self.held)
 
 
-TestHostTier = HostTierMachine.TestCase
-TestHostTier.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHostPool = HostPoolMachine.TestCase
+TestHostPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
     """While a block is on its way no event speaks of it, yet a restore may already be asked for."""
-    tier, prefix = HostPool(2), PrefixRegistry(4).name(b"a", b"")
-    slot = tier.begin_demotion(prefix)
-    assert slot is not None and b"a" in tier
-    assert not tier.drain_events() and not tier.snapshot()
-    tier.end_demotion(slot)
-    assert [event.block_hash for event in tier.drain_events()] == [b"a"]
+    host_pool, prefix = HostPool(2), PrefixRegistry(4).record_computed(b"a", b"")
+    slot = host_pool.begin_demotion(prefix)
+    assert slot is not None and b"a" in host_pool
+    assert not host_pool.drain_events() and not host_pool.snapshot()
+    host_pool.end_demotion(slot)
+    assert [event.block_hash for event in host_pool.drain_events()] == [b"a"]
 
 
 def test_a_broken_block_is_a_miss_and_counted() -> None:
     """What a restore found broken is gone at once, and its slot is free when the last reader has ended."""
-    tier = HostPool(1)
-    slot = tier.begin_demotion(PrefixRegistry(4).name(b"a", b""))
+    host_pool = HostPool(1)
+    slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
     assert slot is not None
-    tier.end_demotion(slot)
-    assert tier.begin_restore(b"a") == tier.begin_restore(b"a") == slot
-    tier.end_restore(slot, intact=False)
-    assert b"a" not in tier and tier.stats().free == 0
-    tier.end_restore(slot, intact=True)
-    assert tier.stats().free == 1 and tier.stats().integrity_failures == 1
+    host_pool.end_demotion(slot)
+    assert host_pool.begin_restore(b"a") == host_pool.begin_restore(b"a") == slot
+    host_pool.end_restore(slot, is_intact=False)
+    assert b"a" not in host_pool and host_pool.stats().free == 0
+    host_pool.end_restore(slot, is_intact=True)
+    assert host_pool.stats().free == 1 and host_pool.stats().integrity_failures == 1
 
 
 def test_a_restore_ends_only_once() -> None:
     """A second end would free a slot under another reader's hands: it is an error."""
-    tier = HostPool(1)
-    slot = tier.begin_demotion(PrefixRegistry(4).name(b"a", b""))
+    host_pool = HostPool(1)
+    slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
     assert slot is not None
-    tier.end_demotion(slot)
-    tier.begin_restore(b"a")
-    tier.end_restore(slot, intact=True)
+    host_pool.end_demotion(slot)
+    host_pool.begin_restore(b"a")
+    host_pool.end_restore(slot, is_intact=True)
     with pytest.raises(AssertionError, match="read by nobody"):
-        tier.end_restore(slot, intact=True)
+        host_pool.end_restore(slot, is_intact=True)

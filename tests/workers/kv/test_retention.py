@@ -6,72 +6,72 @@ from coatcheck.proto.retention import Retention
 from coatcheck.workers.core.cache_reasons import EvictionReason
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.eviction import RETAINED_SHARE
-from tests.workers.kv.pool_visit import chain_of, make_eviction, serve
+from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 
 @pytest.mark.parametrize("order", ["lru", "cost"])
 def test_a_retained_prompt_stays_until_its_time_is_over(order: str) -> None:
     """A prompt retained for 60 seconds is there after a flood of the same tenant within them, and goes after them."""
-    pool = BlockPool(40, make_eviction(order, 40))
+    pool = BlockPool(40, make_evictor(order, 40))
     kept = chain_of("kept", 8)
     serve(pool, kept, retention=Retention(50, 60.0))
     for number in range(100):
-        pool.book.advance(number * 0.5)
+        pool.registry.advance_clock(number * 0.5)
         serve(pool, chain_of(f"flood {number} ", 4))
-    assert all(pool.lookup(block_hash) is not None for block_hash in kept)
-    pool.book.advance(61.0)
+    assert all(pool.get_cached_block(block_hash) is not None for block_hash in kept)
+    pool.registry.advance_clock(61.0)
     for number in range(100):
         serve(pool, chain_of(f"late {number} ", 4))
-    assert pool.lookup(kept[0]) is None
+    assert pool.get_cached_block(kept[0]) is None
 
 
 def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
     """A prompt that is retained again while its blocks are cold, since it was found in another tier, stays for the
     longer time."""
-    pool = BlockPool(40, make_eviction("cost", 40))
+    pool = BlockPool(40, make_evictor("cost", 40))
     kept = chain_of("kept", 8)
     serve(pool, kept, retention=Retention(50, 60.0))
-    pool.book.advance(30.0)
-    pool.book.want(kept, "", Retention(50, 600.0))
+    pool.registry.advance_clock(30.0)
+    pool.registry.record_request(kept, "", Retention(50, 600.0))
     for number in range(100):
-        pool.book.advance(61.0 + number)
+        pool.registry.advance_clock(61.0 + number)
         serve(pool, chain_of(f"flood {number} ", 4))
-    assert all(pool.lookup(block_hash) is not None for block_hash in kept)
-    pool.book.advance(631.0)
+    assert all(pool.get_cached_block(block_hash) is not None for block_hash in kept)
+    pool.registry.advance_clock(631.0)
     for number in range(100):
         serve(pool, chain_of(f"late {number} ", 4))
-    assert pool.lookup(kept[0]) is None
+    assert pool.get_cached_block(kept[0]) is None
 
 
 def test_nobody_undoes_what_another_has_asked_for() -> None:
     """A prompt that one request retains outlasts another's word that it is unwanted, and a lower claim that lasts
     longer takes over when the higher one is over."""
-    pool = BlockPool(40, make_eviction("lru", 40))
+    pool = BlockPool(40, make_evictor("lru", 40))
     shared = chain_of("shared", 5)
     for retention in (Retention(80, 100.0), Retention(40, 1000.0), Retention(0, 500.0), None):
         serve(pool, shared, retention=retention)
     rival = chain_of("rival", 10)
     for now, priority in ((50.0, 60), (150.0, 60)):
-        pool.book.advance(now)
+        pool.registry.advance_clock(now)
         serve(pool, rival, retention=Retention(priority, 20.0))
         for number in range(30):
             serve(pool, chain_of(f"flood {now} {number} ", 5))
         # Together more than the cap: which of them gives way says whose claim is the higher.
-        kept = [sum(pool.lookup(block_hash) is not None for block_hash in chain) for chain in (shared, rival)]
+        kept = [sum(pool.get_cached_block(block_hash) is not None for block_hash in chain) for chain in (shared, rival)]
         assert kept == ([5, 5] if now < 100 else [0, 10])
 
 
 @pytest.mark.parametrize("later", [None, Retention(10, 1.0)])
 def test_what_is_asked_for_after_all_is_not_unwanted(later: Retention | None) -> None:
     """A prompt said to be unwanted is an ordinary one again once another request has asked for it."""
-    pool = BlockPool(12, make_eviction("lru", 12))
+    pool = BlockPool(12, make_evictor("lru", 12))
     shared, other = chain_of("shared", 5), chain_of("other", 5)
     serve(pool, other)
     serve(pool, shared, retention=Retention(0))
     serve(pool, shared, retention=later)
-    pool.book.advance(2.0)
+    pool.registry.advance_clock(2.0)
     serve(pool, chain_of("new", 5))
-    assert pool.lookup(shared[4]) is not None and pool.lookup(other[4]) is None
+    assert pool.get_cached_block(shared[4]) is not None and pool.get_cached_block(other[4]) is None
 
 
 @pytest.mark.parametrize("order", ["lru", "cost"])
@@ -79,24 +79,24 @@ def test_of_retained_prompts_the_lowest_priority_goes_beyond_the_cap(order: str)
     """Whoever retains more than the cap starves nobody: the highest priorities stay within it, the others count no
     more than those that asked for nothing."""
     capacity = 40
-    pool = BlockPool(capacity, make_eviction(order, capacity))
+    pool = BlockPool(capacity, make_evictor(order, capacity))
     prompts = [chain_of(f"kept {priority} ", 5) for priority in (10, 90, 20, 80, 30, 40)]
     for chain, priority in zip(prompts, (10, 90, 20, 80, 30, 40), strict=True):
         serve(pool, chain, retention=Retention(priority, 1000.0))
     for number in range(50):
         serve(pool, chain_of(f"flood {number} ", 5))
-    there = [sum(pool.lookup(block_hash) is not None for block_hash in chain) for chain in prompts]
+    there = [sum(pool.get_cached_block(block_hash) is not None for block_hash in chain) for chain in prompts]
     assert there == [0, 5, 0, 5, 0, 0]
     assert sum(there) == capacity * RETAINED_SHARE
 
 
 def test_what_is_not_wanted_again_goes_first() -> None:
     """A prompt of priority 0 goes before those that are older."""
-    pool = BlockPool(12, make_eviction("cost", 12))
+    pool = BlockPool(12, make_evictor("cost", 12))
     old, discarded = chain_of("old", 6), chain_of("discarded", 6)
     serve(pool, old)
     serve(pool, discarded, retention=Retention(0))
     serve(pool, chain_of("new", 6))
-    assert pool.lookup(old[5]) is not None
-    assert pool.lookup(discarded[0]) is None
+    assert pool.get_cached_block(old[5]) is not None
+    assert pool.get_cached_block(discarded[0]) is None
     assert pool.stats().evictions == {EvictionReason.UNWANTED: 6}

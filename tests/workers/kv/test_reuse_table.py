@@ -8,13 +8,13 @@ def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> Non
     start = table.now
     begun = []
     for second in range(seconds):
-        table.advance(start + second)
+        table.advance_clock(start + second)
         if again is not None:
             for cohort in [c for c in begun if table.now - c.since >= again]:
-                table.end(cohort)
+                table.record_reuse(cohort)
                 begun.remove(cohort)
-        begun.append(table.begin(kind))
-        table.join(begun[-1])
+        begun.append(table.create_cohort(kind))
+        table.add_blocks(begun[-1])
 
 
 def test_kinds_that_come_back_are_worth_more() -> None:
@@ -22,17 +22,17 @@ def test_kinds_that_come_back_are_worth_more() -> None:
     table = ReuseTable(2)
     live(table, 0, 500, None)
     live(table, 1, 500, 3.0)
-    table.advance(table.now + 1)
-    assert all(table.rate(1, band) > 10 * table.rate(0, band) for band in range(3))
+    table.advance_clock(table.now + 1)
+    assert all(table.reuse_rate(1, band) > 10 * table.reuse_rate(0, band) for band in range(3))
 
 
 def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
     """Where all come back after a minute, a block is worth most shortly before, and little once that has passed."""
     table = ReuseTable(1)
     live(table, 0, 2000, 60.0)
-    table.advance(table.now + 1)
-    rates = [table.rate(0, band) for band in range(9)]
-    due = table.band(60.0)
+    table.advance_clock(table.now + 1)
+    rates = [table.reuse_rate(0, band) for band in range(9)]
+    due = table.band_of(60.0)
     assert rates[:due] == sorted(rates[:due])
     assert max(rates) == rates[due]
     assert rates[due + 1] < rates[due] / 10
@@ -41,9 +41,9 @@ def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
 def test_an_old_life_is_counted_in_every_band_it_has_come_to() -> None:
     """A jump of the clock over several bands ages a cohort through each of them."""
     table = ReuseTable(1)
-    cohort = table.begin(0)
-    table.join(cohort, 5)
-    table.advance(100.0)
-    assert cohort.band == table.band(100.0)
-    table.end(cohort)
+    cohort = table.create_cohort(0)
+    table.add_blocks(cohort, 5)
+    table.advance_clock(100.0)
+    assert cohort.band == table.band_of(100.0)
+    table.record_reuse(cohort)
     assert cohort.size == 4
