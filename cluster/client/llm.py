@@ -1,0 +1,254 @@
+"""LLM: generates in this process, without Ray and without a server, for notebooks and evaluations.
+
+    llm = LLM("meta-llama/Llama-3.2-1B")
+    for result in llm.generate(["The capital of France is", "Two and two are"], max_tokens=8, temperature=0):
+        print(result.text)
+
+A request passes the router's checks, the group's engine and the router's detokenizer, so the tokens are those that a
+server with the same settings sends.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, Unpack, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from coatcheck.cluster.client.request_builder import Conversation, Prompt, RequestOptions, build_request
+from coatcheck.cluster.client.results import GenerationResult
+from coatcheck.cluster.config.setting_values import parse_memory
+from coatcheck.kernels.compile_watch import CompileWatch
+from coatcheck.proto.errors import InvalidConfig
+from coatcheck.proto.generation_config import sampling_defaults
+from coatcheck.proto.sampling import SamplingParams
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
+from coatcheck.proto.stubs import worker_pb2 as wire
+from coatcheck.router.groups.request import Request
+from coatcheck.router.serving.request_validation import admit, prompt_token_ids
+from coatcheck.router.serving.response_builder import ResponseBuilder
+from coatcheck.router.text.tokenizer import TokenizerJson, find_files
+from coatcheck.workers.core.group_config import GroupConfig
+from coatcheck.workers.core.model_spec import ModelSpec
+from coatcheck.workers.core.request import EngineRequest
+from coatcheck.workers.core.step_output import SequenceOutput
+from coatcheck.workers.distributed.communicator import Communicator
+from coatcheck.workers.host.process_setup import divide_cores
+from coatcheck.workers.rank import choose_device
+from coatcheck.workers.rank_loading import build_engine, load_rank
+from coatcheck.workers.service.wire import write_output
+
+_GROUP = "local"
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.fields[tokens]} tokens"),
+    TimeRemainingColumn(),
+)
+
+
+class LLM:
+    """One model on one device of this process. Not thread-safe.
+
+    `model`: a directory or a hub id. `device`: auto, cpu or cuda. `dtype`: auto, float32, bfloat16 or float16.
+    `kv_memory`: bytes ("4GiB") or a share (0.3) of the free memory for keys and values. `max_model_len`: the longest
+    sequence in tokens; default: what the model's context and the KV pool allow. `seed`: of the requests without a seed
+    of their own; default: a new one for each process. `settings`: further fields of GroupConfig, such as
+    `kv_dtype="int8"` or `max_num_seqs=64`.
+
+    Raises InvalidModel for a checkpoint that cannot be served and InvalidConfig for settings that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_memory: str | float = 0.3,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+        **settings: Any,
+    ) -> None:
+        config = GroupConfig(
+            name=_GROUP,
+            model=str(model),
+            served_model_name=str(model),
+            device=device,
+            dtype=dtype,
+            kv_memory=_memory(kv_memory),
+            max_model_len=max_model_len,
+            **settings,
+        )
+        files = find_files(config.model)
+        self._tokenizer = TokenizerJson.load(str(files))
+        self._defaults = sampling_defaults(files)
+        self._rng = random.SystemRandom() if seed is None else random.Random(seed)
+        torch.set_num_threads(divide_cores(config.threads, 1))
+        loaded = load_rank(
+            config,
+            Communicator(),
+            choose_device(config.device),
+            ranks_on_host=1,
+            compile_watch=CompileWatch(),
+            on_bytes_loaded=lambda done, total: None,
+            on_model_loaded=lambda: None,
+        )
+        self._spec = loaded.spec
+        self._engine = build_engine(config, loaded.spec, loaded.runner, loaded.memory, loaded.grammars)
+        self._engine.update_copy_costs(loaded.copies)
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of one sequence, prompt and answer together."""
+        return self._engine.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[GenerationResult]:
+        """Generate for each prompt, batched. Return one result per prompt, in order.
+
+        A prompt is a text or a list of token ids. `sampling` and `options` hold for all prompts; see
+        AsyncClient.generate. `progress` shows a progress bar; default: where the standard error is a terminal.
+
+        Raises InvalidRequest, and then no prompt has been generated for.
+        """
+        many: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else prompts
+        requests = [build_request(prompt, sampling=sampling, options=options) for prompt in many]
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[GenerationResult]:
+        """Answer each conversation by the model's chat template. One conversation is a list of messages."""
+        one = not conversations or isinstance(conversations[0], Mapping)
+        many: Sequence[Any] = [conversations] if one else conversations
+        requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in many]
+        return self._run(requests, progress)
+
+    def _run(self, messages: Sequence[pb.GenerateRequest], progress: bool | None) -> list[GenerationResult]:
+        """Check every request, then step the engine until all have ended."""
+        requests = [self._check(message) for message in messages]
+        answers = [_Answer(request, self._tokenizer, self._spec) for request in requests]
+        running = {request.request_id: answer for request, answer in zip(requests, answers, strict=True)}
+        show = sys.stderr.isatty() if progress is None else progress
+        try:
+            with Progress(*_COLUMNS, console=Console(stderr=True), disable=not show) as bar:
+                task = bar.add_task("Generating", total=len(requests), tokens=0)
+                for request in requests:
+                    self._engine.submit_request(_engine_request(request))
+                while running:
+                    self._step(running)
+                    tokens = sum(answer.completion_tokens for answer in answers)
+                    bar.update(task, completed=len(requests) - len(running), tokens=tokens)
+        finally:  # after an error or Ctrl-C the engine must not go on with the rest
+            for request_id in running:
+                self._engine.abort_request(request_id)
+            while self._engine.has_work:
+                self._engine.step()
+        return [answer.result for answer in answers]
+
+    def _check(self, message: pb.GenerateRequest) -> Request:
+        """The request as a router would send it, with every default filled in."""
+        token_ids = prompt_token_ids(message, self._tokenizer, self.max_model_len)
+        message.request_id = ""  # each prompt of a batch gets an id of its own
+        return admit(
+            message,
+            token_ids,
+            vocab_size=self._spec.vocab_size,
+            capacity=self.max_model_len,
+            rng=self._rng,
+            defaults=self._defaults,
+        )
+
+    def _step(self, running: "dict[str, _Answer]") -> None:
+        """Step the engine once. Remove the requests that have ended from `running`."""
+        step = self._engine.step()
+        for _, error in step.refused:
+            raise error
+        for output in step.outputs:
+            if (answer := running.get(output.request_id)) is None:
+                continue
+            for choice in answer.add(output):
+                self._engine.abort_request(output.request_id, choice)
+            if answer.is_whole:
+                answer.finish()
+                del running[output.request_id]
+
+
+class _Answer:
+    """One request's answer: the engine's outputs pass the same detokenizer and stop strings as in a router."""
+
+    def __init__(self, request: Request, tokenizer: TokenizerJson, spec: ModelSpec) -> None:
+        skip = request.sampling.skip_special_tokens
+        self.result = GenerationResult(time.perf_counter(), model=spec.name)
+        self._request = request
+        self._builder = ResponseBuilder(request)
+        self._builder.begin(frozenset(spec.eos_token_ids), lambda: tokenizer.detokenizer(skip))
+        started = pb.Started(request_id=request.request_id, model=spec.name, seed=request.sampling.seed, group=_GROUP)
+        self._record(pb.GenerateEvent(started=started))
+
+    @property
+    def is_whole(self) -> bool:
+        return self._builder.is_whole
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._builder.completion_tokens
+
+    def add(self, output: SequenceOutput) -> list[int]:
+        """Add an output of the engine. Return the choices that a stop string has ended, for the engine to abort."""
+        message = wire.SequenceOutput()
+        write_output(message, output, 0, 0)
+        if message.HasField("cached"):
+            self._builder.found(message.cached)
+        ended: list[int] = []
+        for event in self._builder.advance([message], ended.append):
+            self._record(event)
+        return ended
+
+    def finish(self) -> None:
+        """Record usage and end."""
+        final = pb.Final(usage=self._builder.usage, group=_GROUP, routed_by="", choices=self._builder.ends())
+        self._record(pb.GenerateEvent(final=final))
+
+    def _record(self, event: pb.GenerateEvent) -> None:
+        self.result.add(event, time.perf_counter())
+
+
+def _engine_request(request: Request) -> EngineRequest:
+    return EngineRequest(
+        request.request_id,
+        tuple(request.prompt_token_ids),
+        request.sampling,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        retention=request.retention,
+    )
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
+    """Whether the argument is one prompt: a text, or a list of token ids."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _memory(written: str | float) -> float:
+    """Bytes, or a share of the free memory. Raises InvalidConfig."""
+    try:
+        return float(cast(float, parse_memory(written)))
+    except ValueError as error:
+        raise InvalidConfig(f"kv_memory is {written!r}; {error}") from None
