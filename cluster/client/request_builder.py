@@ -57,6 +57,7 @@ class RequestOptions(SamplingOptions, total=False):
     retention: Retention
 
 
+_MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id")
 _REQUEST_FIELDS = ("model", "request_id", "cache_salt", "session_id", "priority")
 
 
@@ -110,20 +111,25 @@ def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = N
 
 
 def build_chat(messages: Conversation) -> pb.Chat:
-    """The conversation as a message. Raises InvalidRequest for a key or a value that is not text."""
+    """The conversation as a message. Raises InvalidRequest for an unknown key, or a value of a wrong type."""
     chat = pb.Chat()
     for message in messages:
-        calls = [
-            pb.ToolCall(
-                id=call.get("id", ""), name=call["function"]["name"], arguments=call["function"].get("arguments", "")
-            )
-            for call in message.get("tool_calls") or ()
-        ]
-        texts = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if message.get(name)}
-        if unknown := set(message) - {"role", "content", "name", "tool_call_id", "tool_calls"}:
-            raise InvalidRequest(f"a message has the unknown key {sorted(unknown)[0]!r}")
+        if unknown := set(message) - {*_MESSAGE_TEXTS, "tool_calls"}:
+            raise InvalidRequest(f"a message has the unknown key {min(unknown)!r}")
+        texts = {name: message[name] for name in _MESSAGE_TEXTS if message.get(name)}
+        try:
+            calls = [_tool_call(call) for call in message.get("tool_calls") or ()]
+        except (KeyError, TypeError, AttributeError):
+            raise InvalidRequest(
+                'a tool call is {"id": "...", "function": {"name": "...", "arguments": "{...}"}}, with texts alone'
+            ) from None
         try:
             chat.messages.add(**texts, tool_calls=calls)
-        except TypeError as error:
-            raise InvalidRequest(f"a message's role, content, name and tool_call_id are texts: {error}") from None
+        except TypeError:
+            raise InvalidRequest(f"a message's {', '.join(_MESSAGE_TEXTS)} are texts") from None
     return chat
+
+
+def _tool_call(call: Mapping[str, Any]) -> pb.ToolCall:
+    function = call["function"]
+    return pb.ToolCall(id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", ""))

@@ -1,0 +1,42 @@
+"""The examples in the docstrings of the Python front door run as they stand."""
+
+import asyncio
+import inspect
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import coatcheck
+from coatcheck.cluster.client import async_client, client, llm
+from coatcheck.tests.cluster.fake_router import FakeRouter
+
+DEMO = str(Path(__file__).parents[3] / "demo" / "model")
+ADDRESS, MODEL = "127.0.0.1:50051", "meta-llama/Llama-3.2-1B"
+
+
+def example(module: ModuleType) -> str:
+    """The indented block of the module's docstring."""
+    lines = inspect.cleandoc(module.__doc__ or "").splitlines()
+    block = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+    return f"import asyncio\nimport coatcheck\nfrom coatcheck import LLM, AsyncClient, Client\n{block}"
+
+
+@pytest.mark.parametrize("module", [coatcheck, client, llm], ids=lambda module: module.__name__)
+async def test_example_runs(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of each module runs against a router, or with the demo model, and prints text."""
+    async with FakeRouter() as router:
+        program = example(module).replace(ADDRESS, router.address).replace(MODEL, DEMO)
+        await asyncio.to_thread(exec, compile(program, module.__name__, "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+async def test_example_with_coroutines_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of AsyncClient runs inside a coroutine and prints text."""
+    async with FakeRouter() as router:
+        body = textwrap.indent(example(async_client).replace(ADDRESS, router.address), "    ")
+        scope: dict[str, object] = {}
+        exec(compile(f"async def run():\n{body}\n", "example", "exec"), scope)
+        await scope["run"]()  # type: ignore[operator]
+    assert capsys.readouterr().out.strip()

@@ -1,0 +1,138 @@
+"""LLM: the same tokens as a server, in this process."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import coatcheck
+from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.proto.errors import ContextLengthExceeded, InvalidConfig, InvalidModel, InvalidRequest, Unavailable
+from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.router.server import Router
+from coatcheck.workers.core.group_config import GroupConfig
+from tests.workers.rank_group import RankGroup
+
+DEMO = str(Path(__file__).parents[3] / "demo" / "model")
+SETTINGS = {"dtype": "float32", "kv_memory": float(32 << 20), "max_num_seqs": 4}
+PROMPTS = ["def main():", "The string", "import os\n", "A list of", "class Point:", "for index in"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> coatcheck.LLM:
+    """The demo model in this process."""
+    return coatcheck.LLM(DEMO, seed=5, **SETTINGS)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[str]:
+    """The address of the same model in a process of its own."""
+    ranks = RankGroup(GroupConfig(name="g", model=DEMO, served_model_name=DEMO, **SETTINGS))  # type: ignore[arg-type]
+    yield ranks.wait_ready()
+    ranks.kill()
+
+
+async def wait_for_group(client: coatcheck.AsyncClient) -> None:
+    """Until the router has attached its group."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            with contextlib.suppress(Unavailable):
+                await client.get_model()
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {"seed": 11, "n": 2}, {"temperature": 0.0, "stop": ["e"], "logprobs": 2}],
+    ids=["greedy", "drawn", "stop string"],
+)
+async def test_tokens_are_those_of_a_server(llm: coatcheck.LLM, group: str, options: dict[str, object]) -> None:
+    """More prompts than the engine runs at once give, in order, what a router and a group in float32 give."""
+    router = Router(RouterConfig(model=DEMO))
+    address = await router.start()
+    try:
+        await router.set_groups([GroupEndpoint("g", group)])
+        async with coatcheck.AsyncClient(address) as client:
+            await wait_for_group(client)
+            served = [await client.generate(prompt, max_tokens=12, **options) for prompt in PROMPTS]  # type: ignore[arg-type]
+    finally:
+        await router.stop()
+    ours = await asyncio.to_thread(lambda: llm.generate(PROMPTS, max_tokens=12, **options))  # type: ignore[arg-type]
+    assert [result.text for result in ours] == [result.text for result in served]
+    for one, other in zip(ours, served, strict=True):
+        assert [choice.token_ids for choice in one.choices] == [choice.token_ids for choice in other.choices]
+        assert [choice.finish_reason for choice in one.choices] == [choice.finish_reason for choice in other.choices]
+        assert one.usage.completion_tokens == other.usage.completion_tokens
+        assert [len(choice.logprobs) for choice in one.choices] == [len(choice.logprobs) for choice in other.choices]
+
+
+def test_one_prompt_gives_one_result(llm: coatcheck.LLM) -> None:
+    """A text, token ids, a list of one of them: each is one prompt; no prompt is no result."""
+    assert len(llm.generate("x", max_tokens=2)) == 1
+    assert len(llm.generate([1, 2, 3], max_tokens=2)) == 1
+    assert len(llm.generate([[1, 2, 3]], max_tokens=2)) == 1
+    assert llm.generate([]) == []
+
+
+def test_a_seed_repeats_all_draws() -> None:
+    """Two LLMs of one seed draw the same tokens for requests that have no seed of their own."""
+    first, second = (coatcheck.LLM(DEMO, seed=9, **SETTINGS).generate(PROMPTS[:2], max_tokens=8) for _ in range(2))  # type: ignore[arg-type]
+    assert [result.token_ids for result in first] == [result.token_ids for result in second]
+
+
+def test_a_refused_prompt_costs_the_others_nothing(llm: coatcheck.LLM) -> None:
+    """A batch with a prompt that cannot be served raises; the next batch is answered."""
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        llm.generate(["good", ""], max_tokens=2)
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate(["good", [1] * (llm.max_model_len + 1)], max_tokens=2)
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        llm.generate("good", structured=coatcheck.Grammar("regex", "(["), max_tokens=4)
+    assert llm.generate("good", max_tokens=2, temperature=0.0)[0].finish_reason == "length"
+
+
+def test_structured_output(llm: coatcheck.LLM) -> None:
+    """A grammar holds as it does on a server."""
+    (result,) = llm.generate("Is it so? ", structured=coatcheck.Grammar.of_choices(["yes", "no"]))
+    assert result.text in ("yes", "no")
+
+
+def test_an_interrupted_batch_leaves_the_engine_empty(llm: coatcheck.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C within a batch no sequence runs, and the next batch is answered."""
+    engine = llm._engine
+    step, steps = engine.step, iter(range(100))
+
+    def interrupted() -> object:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, max_tokens=50)
+    monkeypatch.undo()
+    assert not engine.has_work
+    engine.check()
+    assert len(llm.generate(PROMPTS, max_tokens=2)) == len(PROMPTS)
+
+
+def test_a_progress_bar_is_shown_where_it_is_asked_for(llm: coatcheck.LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """`progress` writes a bar to the standard error; without it nothing is written there."""
+    llm.generate("x", max_tokens=2, progress=True)
+    assert "1/1" in capfd.readouterr().err
+    llm.generate("x", max_tokens=2)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    """A folder without a model and settings that cannot be raise what a server would say."""
+    with pytest.raises(InvalidModel):
+        coatcheck.LLM(str(tmp_path))
+    with pytest.raises(InvalidConfig, match="kv_memory"):
+        coatcheck.LLM(DEMO, kv_memory="much")
+    with pytest.raises(InvalidConfig, match="dtype"):
+        coatcheck.LLM(DEMO, dtype="float8")
