@@ -1,7 +1,6 @@
 """The examples in the docstrings of the Python front door run as they stand."""
 
 import asyncio
-import inspect
 import textwrap
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,7 @@ ADDRESS, MODEL = "127.0.0.1:50051", "meta-llama/Llama-3.2-1B"
 
 def example(module: ModuleType) -> str:
     """The indented block of the module's docstring."""
-    lines = inspect.cleandoc(module.__doc__ or "").splitlines()
+    lines = (module.__doc__ or "").splitlines()
     block = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
     return f"import asyncio\nimport coatcheck\nfrom coatcheck import LLM, AsyncClient, Client\n{block}"
 
