@@ -1,8 +1,8 @@
-"""RouterActor: a router as a Ray actor; the only file of this room that knows Ray.
+"""RouterActor: a Router as a Ray actor; the only file of `router` that imports Ray.
 
     actor = RouterActor.options(name=...).remote(config); address = await actor.start.remote()
 
-It adds nothing to Router. Ray runs its methods on the actor's event loop and is never on the path of a token.
+Ray runs the methods on the actor's event loop. It is not on the path of a token.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import ray
 
 from coatcheck.proto.log_lines import configure_logging
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
-from coatcheck.router.access.connection_limits import raise_limit
+from coatcheck.router.access.connection_limits import raise_open_files_limit
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.heartbeat import Heartbeat, LoopHeartbeat
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -22,33 +22,34 @@ from coatcheck.router.server import Router
 
 @ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]  # absent from Ray's stubs
 class RouterActor:
-    """One front door; made, fed with groups and ended by the supervisor."""
+    """Created, given its groups and stopped by the supervisor."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         # Ray sends this process's stderr to a file in its session directory.
         configure_logging(config.log_format, router=config.name)
-        raise_limit()
+        raise_open_files_limit()
         self._router: Router | None = None
         self._address = ""
         self._starting = asyncio.Lock()
         self._heartbeat: LoopHeartbeat | None = None
 
     async def start(self) -> str:
-        """Listens; returns gRPC's "host:port". Asked again it only answers, so that a new supervisor may adopt it."""
+        """Listens; returns the "host:port" of gRPC. A second call returns it again: a new supervisor adopts a running
+        router so."""
         async with self._starting:
             if self._router is None:
                 router = Router(self._config)
                 self._address = await router.start()
                 self._router = router
                 self._heartbeat = LoopHeartbeat()
-                # All objects made so far live as long as the router. Without freeze() each full garbage collection
-                # would scan them, and stop every stream for 0.1 s.
+                # The objects made so far live as long as the router. Without freeze() each full garbage collection
+                # scans them and stops every stream for 0.1 s.
                 gc.freeze()
         return self._address
 
     async def http_address(self) -> str:
-        """Where it listens for HTTP, as "host:port"; empty when it does not."""
+        """The "host:port" of HTTP; empty if the router does not listen for HTTP."""
         return self._started().http_address
 
     async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
@@ -61,8 +62,8 @@ class RouterActor:
 
     @ray.method(concurrency_group="heartbeat")
     async def heartbeat(self) -> Heartbeat | None:
-        """Whether the router's event loop makes progress; None before `start` and after `stop`. Ray runs this method in
-        a thread of its own (its concurrency group), so it answers while the event loop is busy."""
+        """Whether the router's event loop makes progress; None before `start` and after `stop`. Its concurrency group
+        has its own thread, so it returns while the event loop is busy."""
         heartbeat = self._heartbeat  # `stop` may clear the attribute meanwhile
         return heartbeat.read() if heartbeat is not None else None
 
@@ -71,11 +72,11 @@ class RouterActor:
         return await self._started().drain(timeout_seconds)
 
     async def stop(self) -> None:
-        """See Router.stop; a router that was never started has nothing to end."""
+        """See Router.stop; does nothing before `start`."""
         if self._router is not None:
             router, self._router = self._router, None
             if self._heartbeat is not None:
-                heartbeat, self._heartbeat = self._heartbeat, None  # else it would soon look like a loop that hangs
+                heartbeat, self._heartbeat = self._heartbeat, None  # a stopped loop would look like a hung one
                 heartbeat.close()
             await router.stop(grace_seconds=1.0)
 

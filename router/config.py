@@ -1,7 +1,4 @@
-"""RouterConfig: everything a router is told when it starts, validated at the edge.
-
-It does not know the groups: those come later and change (see group_address).
-"""
+"""RouterConfig: the settings of a router, validated. The groups are not among them; Router.set_groups changes those."""
 
 import math
 from dataclasses import dataclass
@@ -14,47 +11,47 @@ from coatcheck.proto.tracing import check_endpoint
 
 # A prompt of a million tokens is at most 5 MB as ids and about as much as text; gRPC's own limit is 4 MiB.
 MESSAGE_BYTES: Final = 32 * 1024 * 1024
-# To a group: a prompt, and what was delivered of its answer. From it: one step's outputs, of which the largest are the
-# log-probabilities of the prompt tokens computed in it, up to 300 bytes each.
+# Limit of a message between router and group. To a group: a prompt and the tokens delivered so far. From a group: the
+# outputs of one step, of which the log-probabilities of prompt tokens are the largest, up to 300 bytes each.
 GROUP_MESSAGE_BYTES: Final = 2 * MESSAGE_BYTES
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`model` is a directory or hub id and names the tokenizer; `served_model_name` is what clients call it."""
+    """`model` is the directory or hub id of the tokenizer; `served_model_name` is the model's name for clients."""
 
     model: str
     served_model_name: str = ""
     name: str = "router-0"
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
+    port: int = 0  # 0: any free port
     http_host: str = "127.0.0.1"
     http_port: int | None = None  # None: no HTTP
-    # How long a new request waits for a first group, and an accepted one for another after its own was lost.
-    # The latter is no less than a start may take (GroupConfig.meeting_seconds), since all may be lost together.
+    # How long a new request waits for any group to serve, and an accepted one for another group after losing its own.
+    # All groups may be lost together, so move_wait_seconds should be at least the start time of a group
+    # (GroupConfig.meeting_seconds).
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 600.0
-    # How long a request waits to learn whether the groups that it has lost ended by themselves, where that decides
-    # whether it goes on: what the next incarnation says of the last, once its processes are up.
+    # How long a request waits for the causes of its groups' failures, if they decide whether it is retried. A group's
+    # next incarnation reports the cause once its processes are up.
     cause_wait_seconds: float = 3.0
-    # Requests that wait here while no group has room; more are refused.
+    # Length of the admission queue; further requests are refused.
     max_queued: int = 1024
-    # Sampling of fields that requests leave unset. "auto": from the model's generation_config.json; "none": our own
-    # defaults.
+    # Defaults of sampling parameters. "auto": from the model's generation_config.json; "none": Coatcheck's own.
     generation_config: str = "auto"
-    # A group that says nothing for this long is lost: it reports its load at least once a second. Looked at five times
-    # as often, so that it is noticed within 5 s.
+    # A group that sends nothing for this long is lost; it reports its load at least once a second. Checked five times
+    # as often, so that a loss is noticed within 5 s.
     silence_seconds: float = 4.0
     tokenizer_threads: int = 2
-    # Files on the router's host. Without a certificate there is no TLS; with `tls_client_ca` clients need one, too.
+    # Files on the router's host. Without tls_cert there is no TLS; with tls_client_ca clients need a certificate too.
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
-    keys_file: str | None = None  # None: no keys are asked for
-    insecure: bool = False  # anybody may come in, under whatever name they call this server
-    # A client that takes nothing for so long has its stream ended, and its blocks freed.
+    keys_file: str | None = None  # None: no keys are required
+    insecure: bool = False  # requests without credentials are accepted, whatever host they name
+    # The stream of a client that reads nothing for this long is ended, and its blocks are freed.
     slow_reader_seconds: float = 30.0
-    # What shows groups that this is a router of theirs, and routers that those are groups; None: plain connections.
+    # For mutual TLS between routers and groups; None: plain connections.
     plane: PlaneCertificate | None = None
     log_format: str = "text"  # or "json"
     otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces
@@ -77,19 +74,19 @@ class RouterConfig:
         check_log_format(self.log_format)
         check_endpoint(self.otlp_endpoint)
         _require(self.max_queued >= 0, "max_queued", self.max_queued, "at least 0")
-        said = self.generation_config
-        _require(said in ("auto", "none"), "generation_config", said, "auto or none")
+        source = self.generation_config
+        _require(source in ("auto", "none"), "generation_config", source, "auto or none")
         _require(self.tokenizer_threads >= 1, "tokenizer_threads", self.tokenizer_threads, "at least 1")
 
     @property
-    def answers_only_locally(self) -> bool:
-        """Whether nothing but where it listens keeps strangers out (see http/host_check)."""
+    def checks_host(self) -> bool:
+        """Whether HTTP requests must name this host, because no credentials are required (see HostCheckMiddleware)."""
         loopback = self.http_host in ("localhost", "::1") or self.http_host.startswith("127.")
         return loopback and not (self.keys_file or self.tls_client_ca or self.insecure)
 
     @property
     def model_name(self) -> str:
-        """The name that clients use."""
+        """The model's name for clients."""
         return self.served_model_name or self.model
 
 

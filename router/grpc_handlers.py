@@ -1,17 +1,20 @@
-"""The edge: methods over messages become gRPC handlers over bytes, and errors become statuses with details.
+"""GrpcHandlers: the methods of the public gRPC services, from the bytes of a call to its answer or its status.
 
-Bytes are parsed here and not by gRPC, so that a message that does not parse is the client's error and not INTERNAL.
-For gRPC every method takes a stream of messages, of which there is one: a method of one message would be called only
-when all of it has come, and nothing that a stranger sends is to be kept.
-This module does not know what the methods do.
+A call passes four steps: its caller is authenticated, its message is read, the method of the service runs, and what the
+method returns or raises is sent.
+
+Every method is registered as taking a stream, of which exactly one message is read, and parses the bytes itself. gRPC
+would otherwise receive the whole message before the caller is authenticated, and would answer bytes that do not parse
+with INTERNAL, although they are the client's error.
 """
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Final, Never, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Never, TypeAlias, TypedDict, TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -22,155 +25,207 @@ from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]  # as a
 from grpc_status import rpc_status
 
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, SlowReader, status_of
+from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.tracing import CARRIED
 from coatcheck.router.access.authenticator import Authenticator
 from coatcheck.router.access.tenant import Scope, Tenant
 from coatcheck.router.event_loop.message_limits import check_bytes, parse
 from coatcheck.router.event_loop.side_process import SideProcesses
+from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.explanation import is_asked, trailing_metadata
+from coatcheck.router.serving.generate_service import GenerateService
 
 _log = logging.getLogger(__name__)
+GENERATION_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+ADMIN_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 # Parsing any shorter message takes less than 50 ms.
-_LONG_BYTES: Final = 1 << 20
-_MESSAGE_BYTES: Final = 1000  # sent twice, and once in an escaped form that may be three times as long
+_LONG_MESSAGE_BYTES: Final = 1 << 20
+# An error's text is sent twice, and once in an escaped form that may be three times as long; metadata is at most 8 KiB.
+_ERROR_BYTES: Final = 1000
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 RequestIterator = AsyncIterator[bytes]
-Question = TypeVar("Question", bound=Message)
+RequestMessage = TypeVar("RequestMessage", bound=Message)
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class GrpcHandlers:
-    """Makes gRPC handlers of methods. The gate admits the caller before any of its message is read.
+    """The handlers of the services Generation and Admin."""
 
-    `knows`: the method also takes `tenant`. `generates`: it also takes `on_decision`, the `carrier` of the caller's
-    trace, and `deadline`.
-    """
-
-    def __init__(self, gate: Authenticator, slow_reader_seconds: float, side: SideProcesses) -> None:
-        self._gate = gate
+    def __init__(
+        self,
+        generation: GenerateService,
+        admin: AdminService,
+        authenticator: Authenticator,
+        side: SideProcesses,
+        slow_reader_seconds: float,
+    ) -> None:
+        """`side` parses long messages. A client that reads nothing for `slow_reader_seconds` loses its stream."""
+        self._generation = generation
+        self._admin = admin
+        self._authenticator = authenticator
         self._side = side
         self._slow_reader_seconds = slow_reader_seconds
 
-    def unary(
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers all methods; the third argument of a handler is the scope that a caller's role must have."""
+        generation, admin = self._generation, self._admin
+        generation_methods = {
+            "Generate": self._unary(
+                pb.GenerateRequest, lambda message, call: generation.generate(message, **call.options()), "generate"
+            ),
+            "GenerateStream": self._streaming(
+                pb.GenerateRequest,
+                lambda message, call: generation.generate_stream(message, **call.options()),
+                "generate",
+            ),
+            "Tokenize": self._unary(pb.TokenizeRequest, lambda message, _: generation.tokenize(message), "generate"),
+            "Detokenize": self._unary(
+                pb.DetokenizeRequest, lambda message, _: generation.detokenize(message), "generate"
+            ),
+            "GetModel": self._unary(pb.GetModelRequest, lambda message, _: generation.get_model(message), "generate"),
+        }
+        admin_methods = {
+            "Status": self._unary(pb.StatusRequest, lambda message, _: admin.status(message), "observe"),
+            "Drain": self._unary(pb.DrainRequest, lambda message, _: admin.drain(message), "manage"),
+            "Explain": self._unary(
+                pb.GenerateRequest, lambda message, call: generation.explain(message, tenant=call.tenant), "observe"
+            ),
+        }
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(GENERATION_SERVICE, generation_methods),
+                grpc.method_handlers_generic_handler(ADMIN_SERVICE, admin_methods),
+            )
+        )
+
+    def _unary(
         self,
-        kind: type[Question],
-        method: Callable[..., Awaitable[Message]],
-        scope: Scope = "generate",
-        *,
-        knows: bool = False,
-        generates: bool = False,
-    ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """A handler for a method that answers once."""
+        kind: type[RequestMessage],
+        method: "Callable[[RequestMessage, CallInfo], Awaitable[Message]]",
+        scope: Scope,
+    ) -> Handler:
+        """A handler for a method that returns one message."""
 
-        async def answer(messages: RequestIterator, context: Context) -> bytes:
+        async def handle(messages: RequestIterator, context: Context) -> bytes:
             try:
-                asked = _asked(context, self._admit(context, scope), knows, generates)
-                return (await method(await self._message(kind, messages), **asked)).SerializeToString()
-            except Exception as error:  # every request is answered, whatever went wrong
-                await refuse(context, error)
+                call = CallInfo(context, self._authenticate(context, scope))
+                response = await method(await self._read_message(kind, messages), call)
+                return response.SerializeToString()
+            except Exception as error:  # every call gets a status
+                await abort_with(context, error)
 
-        return grpc.stream_unary_rpc_method_handler(answer)
+        return grpc.stream_unary_rpc_method_handler(handle)
 
-    def streaming(
+    def _streaming(
         self,
-        kind: type[Question],
-        method: Callable[..., AsyncGenerator[Message, None]],
-        scope: Scope = "generate",
-        *,
-        knows: bool = False,
-        generates: bool = False,
-    ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """A handler for a method that answers with a stream; a client that goes away closes the method's generator,
-        and so does one that takes nothing for so long that it might as well have."""
+        kind: type[RequestMessage],
+        method: "Callable[[RequestMessage, CallInfo], AsyncGenerator[Message, None]]",
+        scope: Scope,
+    ) -> Handler:
+        """A handler for a method that yields messages. The method's generator is closed when the client disconnects or
+        reads too slowly."""
 
-        async def answer(messages: RequestIterator, context: Context) -> None:
+        async def handle(messages: RequestIterator, context: Context) -> None:
             try:
-                asked = _asked(context, self._admit(context, scope), knows, generates)
-                async with aclosing(method(await self._message(kind, messages), **asked)) as events:
+                call = CallInfo(context, self._authenticate(context, scope))
+                async with aclosing(method(await self._read_message(kind, messages), call)) as events:
                     async for event in events:
                         await self._write(context, event)
-            except Exception as error:  # as above
-                await refuse(context, error)
+            except Exception as error:  # every call gets a status
+                await abort_with(context, error)
 
-        return grpc.stream_stream_rpc_method_handler(answer)
+        return grpc.stream_stream_rpc_method_handler(handle)
 
-    def _admit(self, context: Context, scope: Scope) -> Tenant:
+    def _authenticate(self, context: Context, scope: Scope) -> Tenant:
+        """Raises Unauthenticated or PermissionDenied."""
         keys = (value for key, value in context.invocation_metadata() or () if key == "authorization")
-        certificate = context.auth_context().get("x509_pem_cert", ()) if self._gate.asks else ()
-        return self._gate.admit(
+        certificate = context.auth_context().get("x509_pem_cert", ()) if self._authenticator.is_enabled else ()
+        return self._authenticator.authenticate(
             next((key for key in keys if isinstance(key, str)), None), scope, certificate=next(iter(certificate), None)
         )
 
-    async def _message(self, kind: type[Question], messages: RequestIterator) -> Question:
-        """The call's one message. Raises InvalidRequest for bytes that are no `kind`, or have too many entries."""
-        data = await _only_message(messages)
-        if len(data) > _LONG_BYTES:
+    async def _read_message(self, kind: type[RequestMessage], messages: RequestIterator) -> RequestMessage:
+        """The call's only message. Raises InvalidRequest if there is none, if its bytes are no `kind`, or if it has too
+        many entries."""
+        try:
+            data = await anext(messages)
+        except StopAsyncIteration:
+            raise InvalidRequest("the call ended without its message; send one") from None
+        if len(data) > _LONG_MESSAGE_BYTES:
             await self._side.run(check_bytes, kind, data)
         return parse(kind, data)
 
     async def _write(self, context: Context, event: Message) -> None:
+        """Waits until gRPC has taken the event; raises SlowReader after slow_reader_seconds."""
         try:
             async with asyncio.timeout(self._slow_reader_seconds):
                 await context.write(event.SerializeToString())
         except TimeoutError:
             raise SlowReader(
-                f"nothing was taken from this stream for {self._slow_reader_seconds:g} s; read it as it comes, or ask "
+                f"nothing was read from this stream for {self._slow_reader_seconds:g} s; read it as it comes, or ask "
                 "for less"
             ) from None
 
 
-def _asked(context: Context, tenant: Tenant, knows: bool, generates: bool) -> dict[str, Any]:
-    asked: dict[str, Any] = {"tenant": tenant} if knows else {}
-    if not generates:
-        return asked
-    metadata = context.invocation_metadata() or ()
-    if is_asked(metadata):
-        asked["on_decision"] = lambda decision: context.set_trailing_metadata(trailing_metadata(decision))
-    if (seconds := context.time_remaining()) is not None:
-        asked["deadline"] = asyncio.get_running_loop().time() + seconds
-    if carrier := {key: value for key, value in metadata if key in CARRIED and isinstance(value, str)}:
-        asked["carrier"] = carrier
-    return asked
+class GenerateOptions(TypedDict, total=False):
+    """Arguments of GenerateService.generate and generate_stream that come from the call and not from its message."""
+
+    tenant: Tenant
+    on_decision: Callable[[Any], None]
+    deadline: float
+    carrier: Mapping[str, str]
 
 
-async def _only_message(messages: RequestIterator) -> bytes:
-    try:
-        return await anext(messages)
-    except StopAsyncIteration:
-        raise InvalidRequest("the call ended without its message; send one") from None
+@dataclass(frozen=True, slots=True)
+class CallInfo:
+    """What a method may know of a call besides its message."""
+
+    context: Context
+    tenant: Tenant
+
+    def options(self) -> GenerateOptions:
+        """The tenant, and what the call's metadata asks for: an explanation of the routing decision in the trailing
+        metadata, a deadline (by the event loop's clock), and a trace to continue."""
+        options = GenerateOptions(tenant=self.tenant)
+        metadata = self.context.invocation_metadata() or ()
+        if is_asked(metadata):
+            options["on_decision"] = lambda decision: self.context.set_trailing_metadata(trailing_metadata(decision))
+        if (seconds := self.context.time_remaining()) is not None:
+            options["deadline"] = asyncio.get_running_loop().time() + seconds
+        if carrier := {key: value for key, value in metadata if key in CARRIED and isinstance(value, str)}:
+            options["carrier"] = carrier
+        return options
 
 
-def clip(text: str) -> str:
-    """The text's first _MESSAGE_BYTES bytes: an error may quote input of any length; metadata is at most 8 KiB."""
-    data = text[: _MESSAGE_BYTES + 1].encode()
-    return text if len(data) <= _MESSAGE_BYTES else data[:_MESSAGE_BYTES].decode(errors="ignore") + "…"
-
-
-async def refuse(context: Context, error: Exception) -> Never:
-    """Ends the call with the error's status; what is not ours is logged, and the client gets a number to quote."""
+async def abort_with(context: Context, error: Exception) -> Never:
+    """Ends the call with the error's status. An error that is not a CoatcheckError is logged with an incident number,
+    and the client gets only that number."""
     code, _ = status_of(error)
     if isinstance(error, CoatcheckError) and code != grpc.StatusCode.INTERNAL.value[0]:
-        text = clip(str(error))
+        text = _clip(str(error))
     else:
         incident = uuid.uuid4().hex[:12]
         _log.error("incident %s", incident, exc_info=error)
-        text = f"something failed here that should not; the log has it as incident {incident}"
+        text = f"internal error; the router's log has it as incident {incident}"
     status = Status(code=code, message=text)
     if isinstance(error, Overloaded):
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_seconds * 1e9))
         details = AnyMessage()
-        details.Pack(RetryInfo(retry_delay=_duration(error.retry_seconds)))
+        details.Pack(RetryInfo(retry_delay=delay))
         status.details.append(details)
     grpc_status = rpc_status.to_status(status)
     try:
         await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
     except grpc.aio.AbortError:
         raise
-    except Exception as error:  # the client has left before it was told, which is no news to anybody
+    except Exception as error:  # the client has disconnected before it got the status
         raise grpc.aio.AbortError from error
     raise AssertionError("abort always raises")
 
 
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
+def _clip(text: str) -> str:
+    """The first _ERROR_BYTES bytes of a text: an error may quote input of any length."""
+    data = text[: _ERROR_BYTES + 1].encode()
+    return text if len(data) <= _ERROR_BYTES else data[:_ERROR_BYTES].decode(errors="ignore") + "…"

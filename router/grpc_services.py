@@ -1,7 +1,7 @@
-"""add_small_services(): gRPC's own health and reflection services, for messages of a few kilobytes.
+"""add_small_services(): gRPC's own health and reflection services, limited to messages of a few kilobytes.
 
-The server's limit of a message is that of a long prompt. What these services are asked is a name; the message classes
-of grpcio parse whatever comes, on the event loop, and reflection sends it back.
+The server accepts messages as long as a long prompt. grpcio's implementation of these services parses its messages on
+the event loop before anything is checked, and reflection sends them back. A real message holds only a name.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -27,23 +27,23 @@ def add_small_services(server: grpc.aio.Server, health: HealthServicer, names: S
 
 
 class _TooLong:
-    """Stands for a message that was not parsed."""
+    """Takes the place of a message that was not parsed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 class _BoundedServer:
-    """What the generated add_..._to_server functions take for a server."""
+    """Has the methods that the generated add_..._to_server functions call."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: "Sequence[grpc.GenericRpcHandler[Any, Any]]") -> None:
-        self._server.add_generic_rpc_handlers([_BoundedHandlers(one) for one in handlers])
+        self._server.add_generic_rpc_handlers([_BoundedHandlers(handler) for handler in handlers])
 
     def add_registered_method_handlers(self, service: str, handlers: "Mapping[str, _Handler]") -> None:
-        bounded = {name: _bounded(one) for name, one in handlers.items()}
+        bounded = {name: _bounded(handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, bounded)  # type: ignore[attr-defined]  # grpc-stubs lack it
 
 
@@ -60,29 +60,29 @@ def _bounded(handler: Any) -> _Handler:
     def read(data: bytes) -> Any:
         return handler.request_deserializer(data) if len(data) <= MOST_BYTES else _TooLong(len(data))
 
-    async def once(request: Any, context: _Context) -> Any:
+    async def unary_unary(request: Any, context: _Context) -> Any:
         await _require_short(request, context)
         return await handler.unary_unary(request, context)
 
-    async def watch(request: Any, context: _Context) -> None:
+    async def unary_stream(request: Any, context: _Context) -> None:
         await _require_short(request, context)
         await handler.unary_stream(request, context)
 
-    async def converse(requests: AsyncIterator[Any], context: _Context) -> AsyncGenerator[Any, None]:
-        async def short() -> AsyncGenerator[Any, None]:
+    async def stream_stream(requests: AsyncIterator[Any], context: _Context) -> AsyncGenerator[Any, None]:
+        async def checked() -> AsyncGenerator[Any, None]:
             async for request in requests:
                 await _require_short(request, context)
                 yield request
 
-        async for answer in handler.stream_stream(short(), context):
-            yield answer
+        async for response in handler.stream_stream(checked(), context):
+            yield response
 
     codec = {"request_deserializer": read, "response_serializer": handler.response_serializer}
     if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(converse, **codec)
+        return grpc.stream_stream_rpc_method_handler(stream_stream, **codec)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(watch, **codec)
-    return grpc.unary_unary_rpc_method_handler(once, **codec)
+        return grpc.unary_stream_rpc_method_handler(unary_stream, **codec)
+    return grpc.unary_unary_rpc_method_handler(unary_unary, **codec)
 
 
 async def _require_short(request: object, context: _Context) -> None:

@@ -1,8 +1,6 @@
-"""Authenticator: who may come in. Keys are known by their hashes, clients' certificates by their names.
+"""Authenticator: which tenant a request comes from, by its key or by the client's certificate.
 
-The file that holds both may change at any time.
-
-It does not know how a key is carried, but for the two forms of HTTP's `authorization`, which gRPC shares.
+The keys file names both, and is read again when it changes.
 """
 
 import base64
@@ -12,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from coatcheck.proto.errors import InvalidConfig, PermissionDenied, Unauthenticated
-from coatcheck.router.access.client_certificate import names_in
+from coatcheck.router.access.client_certificate import certificate_names
 from coatcheck.router.access.file_watcher import FileWatcher
 from coatcheck.router.access.key_file import hash_key, read_keys
 from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
@@ -22,7 +20,7 @@ _HOW = "send a key as `authorization: Bearer KEY`"
 
 
 class Authenticator:
-    """Without a file of keys everybody is ANYONE."""
+    """Without a keys file every request comes from ANYONE."""
 
     def __init__(
         self,
@@ -30,62 +28,67 @@ class Authenticator:
         clock: Callable[[], float] = time.monotonic,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Raises InvalidConfig when the file cannot be read. `on_refused` is told why somebody is."""
+        """Raises InvalidConfig if the file cannot be read. `on_refused` gets the reason of each refusal."""
         self._file = keys_file
         self._on_refused = on_refused
-        self._watched = FileWatcher([keys_file] if keys_file else [], clock)
+        self._watcher = FileWatcher([keys_file] if keys_file else [], clock)
         self._tenants = read_keys(keys_file) if keys_file else {}
 
     @property
-    def asks(self) -> bool:
-        """Whether it asks anybody for anything."""
+    def is_enabled(self) -> bool:
+        """Whether there is a keys file."""
         return self._file is not None
 
-    def admit(
+    def authenticate(
         self, authorization: str | None, scope: Scope, *, basic: bool = False, certificate: bytes | None = None
     ) -> Tenant:
-        """Who comes; raises Unauthenticated, or PermissionDenied where the scope is not theirs.
+        """The tenant of a request. Raises Unauthenticated, or PermissionDenied if its role does not have `scope`.
 
-        `basic`: a key may also come as the password of HTTP's basic authentication, which is all that browsers have.
-        `certificate`: what the client has shown of itself, which counts where it sends no key.
+        `authorization`: the header or metadata of that name. `basic`: a key may also come as the password of HTTP's
+        basic authentication, the only one that browsers offer. `certificate`: the client's, in DER or PEM; it counts
+        only without `authorization`.
         """
         if self._file is None:
             return ANYONE
-        if self._watched.changed():
-            self._read_again(self._file)
+        if self._watcher.has_changed():
+            self._reload(self._file)
         try:
-            tenant = self._of_key(authorization, basic) if authorization else self._of_certificate(certificate)
-            tenant.require(scope)
+            if authorization:
+                tenant = self._tenant_of_key(_parse_authorization(authorization, basic))
+            else:
+                tenant = self._tenant_of_certificate(certificate)
+            tenant.require_scope(scope)
         except (Unauthenticated, PermissionDenied) as error:
             self._on_refused("unauthenticated" if isinstance(error, Unauthenticated) else "permission_denied")
             raise
         return tenant
 
-    def _of_key(self, authorization: str, basic: bool) -> Tenant:
-        tenant = self._tenants.get(hash_key(_key_in(authorization, basic)))
+    def _tenant_of_key(self, key: str) -> Tenant:
+        tenant = self._tenants.get(hash_key(key))
         if tenant is None:
             raise Unauthenticated("this key is not known here; it may have been withdrawn, or be another server's")
         return tenant
 
-    def _of_certificate(self, certificate: bytes | None) -> Tenant:
-        names = names_in(certificate) if certificate else ()
+    def _tenant_of_certificate(self, certificate: bytes | None) -> Tenant:
+        if not certificate:
+            raise Unauthenticated(f"this server requires a key; {_HOW}")
+        names = certificate_names(certificate)
         for name in names:
             if tenant := self._tenants.get(name):
                 return tenant
-        if certificate:
-            known = ", ".join(names) or "no name"
-            raise Unauthenticated(f"no tenant has the certificate of this client ({known[:200]}); {_HOW}")
-        raise Unauthenticated(f"this server asks for a key; {_HOW}")
+        known = ", ".join(names) or "no name"
+        raise Unauthenticated(f"no tenant has the certificate of this client ({known[:200]}); {_HOW}")
 
-    def _read_again(self, file: str) -> None:
+    def _reload(self, file: str) -> None:
         try:
             self._tenants = read_keys(file)
             _log.info("the keys file was read again")
         except InvalidConfig as error:
-            _log.error("the keys file has changed and cannot be read; its former keys stay: %s", error)
+            _log.error("the keys file has changed and cannot be read; its former keys stay valid: %s", error)
 
 
-def _key_in(authorization: str, basic: bool) -> str:
+def _parse_authorization(authorization: str, basic: bool) -> str:
+    """The key; raises Unauthenticated for other schemes than Bearer and, with `basic`, Basic."""
     scheme, _, key = authorization.strip().partition(" ")
     key = key.strip()
     if scheme.lower() == "bearer" and key:
@@ -95,4 +98,4 @@ def _key_in(authorization: str, basic: bool) -> str:
             return base64.b64decode(key, validate=True).decode().partition(":")[2]
         except (binascii.Error, UnicodeDecodeError):
             pass
-    raise Unauthenticated(f"the authorization is none that this server knows; {_HOW}")
+    raise Unauthenticated(f"this server does not know this form of authorization; {_HOW}")

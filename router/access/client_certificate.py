@@ -1,8 +1,8 @@
-"""names_in(): by which names a client's certificate may be known, in the form that the keys file has them in.
+"""certificate_names(): the names in a client's certificate, as the keys file writes them.
 
     uri:spiffe://cluster/ns/search    email:me@example.org    dns:search.example.org    cn:search
 
-That an authority of ours has signed it was checked as the connection was made. It does not know tenants.
+The TLS handshake has checked before that the configured authority signed the certificate.
 """
 
 from functools import lru_cache
@@ -16,22 +16,22 @@ _PEM: Final = b"-----BEGIN"
 
 
 @lru_cache(maxsize=1024)
-def names_in(certificate: bytes) -> tuple[str, ...]:
-    """Of one in DER or PEM, those that say most first. One that cannot be read has none."""
+def certificate_names(certificate: bytes) -> tuple[str, ...]:
+    """The names of a certificate in DER or PEM, in the order of FORMS; none if it cannot be read."""
     try:
-        read = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
-        leaf = read(certificate)
-        commons = leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        names = [f"cn:{common.value}" for common in commons if isinstance(common.value, str)]
+        load = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
+        leaf = load(certificate)
+        attributes = leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        common_names = [f"cn:{attribute.value}" for attribute in attributes if isinstance(attribute.value, str)]
         try:
-            others = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            alternatives = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         except x509.ExtensionNotFound:
-            return tuple(names)
+            return tuple(common_names)
         return (
-            *(f"uri:{name}" for name in others.get_values_for_type(x509.UniformResourceIdentifier)),
-            *(f"email:{name}" for name in others.get_values_for_type(x509.RFC822Name)),
-            *(f"dns:{name.lower()}" for name in others.get_values_for_type(x509.DNSName)),
-            *names,
+            *(f"uri:{name}" for name in alternatives.get_values_for_type(x509.UniformResourceIdentifier)),
+            *(f"email:{name}" for name in alternatives.get_values_for_type(x509.RFC822Name)),
+            *(f"dns:{name.lower()}" for name in alternatives.get_values_for_type(x509.DNSName)),
+            *common_names,
         )
-    except ValueError:  # also what the library raises of an extension that is there twice
+    except ValueError:  # includes DuplicateExtension
         return ()

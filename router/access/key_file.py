@@ -7,108 +7,114 @@
         role: user                      # user, monitor or admin
         max_streams: 64
 
-A key is 32 random bytes, so a plain hash of it tells nothing; the file holds no secret.
+A key is 32 random bytes, so a plain hash does not reveal it: the file holds no secret. Error messages never show what
+stands in the place of a hash, because it may be a key.
 """
 
 import dataclasses
 import difflib
 import hashlib
-import re
+import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as validated_dataclass
+from pydantic_core import ErrorDetails
 
 from coatcheck.proto.errors import InvalidConfig
 from coatcheck.router.access.client_certificate import FORMS
 from coatcheck.router.access.tenant import Tenant
 
-_HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
-_FIELDS: Final = {field.name: field.type for field in dataclasses.fields(Tenant)}
-_WHOLE: Final = {"priority", "max_streams", "max_prompt_tokens"}
-_LISTS: Final = ("keys", "certificates")
-_NUMBERS: Final = {"weight", "requests_per_minute", "tokens_per_minute"}
+_STRICT: Final = ConfigDict(extra="forbid", strict=True)
+_KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+_CertificateName = Annotated[
+    str,
+    Field(pattern=rf"^({'|'.join(FORMS)}):(.|\n)+$"),
+    AfterValidator(lambda name: name.lower() if name.startswith("dns:") else name),
+]
+
+
+@validated_dataclass(frozen=True, config=_STRICT)
+class _TenantEntry(Tenant):
+    keys: list[_KeyHash] = dataclasses.field(default_factory=list)
+    certificates: list[_CertificateName] = dataclasses.field(default_factory=list)
+
+
+class _KeyFile(BaseModel):
+    model_config = _STRICT
+
+    tenants: list[_TenantEntry]
 
 
 def hash_key(key: str) -> str:
-    """What the file has in the place of a key."""
+    """The hash that the file has for `key`."""
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def read_keys(file: str) -> dict[str, Tenant]:
-    """Tenants by the hashes of their keys, and by the names in their certificates.
-
-    Raises InvalidConfig, which never quotes what may be a secret.
-    """
+    """The tenants by the hashes of their keys and by the names in their certificates. Raises InvalidConfig."""
     try:
         loaded = yaml.safe_load(Path(file).read_text())
+        if not isinstance(loaded, dict) or loaded.keys() != {"tenants"} or not isinstance(loaded["tenants"], list):
+            raise InvalidConfig("it must hold one list, `tenants`")
+        entries = [{"salt": one["name"], **one} if "name" in one else one for one in map(_settings, loaded["tenants"])]
+        # As JSON, because strict validation of Python values takes instances of a dataclass only.
+        return _by_credential(_KeyFile.model_validate_json(json.dumps({"tenants": entries}, default=str)).tenants)
     except OSError as error:
         raise InvalidConfig(f"the keys file {file}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = getattr(error, "problem_mark", None)
         raise InvalidConfig(f"the keys file {file} is not YAML{f' (line {where.line + 1})' if where else ''}") from None
-    if not isinstance(loaded, dict) or loaded.keys() != {"tenants"} or not isinstance(loaded["tenants"], list):
-        raise InvalidConfig(f"the keys file {file} must hold one list, `tenants`")
-    if not loaded["tenants"]:
-        raise InvalidConfig(f"the keys file {file} has no tenant, so that nobody could come in; add one")
+    except ValidationError as error:
+        raise InvalidConfig(f"the keys file {file}, {_explain(error.errors()[0])}") from None
+    except InvalidConfig as error:
+        raise InvalidConfig(f"the keys file {file}: {error}") from None
+
+
+def _settings(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise InvalidConfig("an entry of `tenants` must hold settings, one `name: value` a line")
+    return entry
+
+
+def _by_credential(entries: list[_TenantEntry]) -> dict[str, Tenant]:
+    if not entries:
+        raise InvalidConfig("there is no tenant, so that no client could be accepted; add one")
     found: dict[str, Tenant] = {}
     names: set[str] = set()
-    for index, entry in enumerate(loaded["tenants"]):
-        try:
-            tenant, keys = _tenant(entry)
-            if tenant.name in names:
-                raise InvalidConfig(f"tenant {tenant.name!r} is there twice; give it several keys instead")
-            names.add(tenant.name)
-            for key in keys:
-                if key in found:
-                    what = "a key" if _HASH.fullmatch(key) else f"the certificate {key!r}"
-                    raise InvalidConfig(f"tenant {tenant.name!r} has {what} of {found[key].name!r}; make another")
-                found[key] = tenant
-        except InvalidConfig as error:
-            raise InvalidConfig(f"the keys file {file}, tenant {index + 1}: {error}") from None
+    for entry in entries:
+        tenant = Tenant(**{field.name: getattr(entry, field.name) for field in dataclasses.fields(Tenant)})
+        if tenant.name in names:
+            raise InvalidConfig(f"tenant {tenant.name!r} is there twice; give it several keys instead")
+        names.add(tenant.name)
+        if not entry.keys and not entry.certificates:
+            raise InvalidConfig(f"tenant {tenant.name!r} has neither keys nor certificates; {_KEYS}")
+        for credential in (*entry.keys, *entry.certificates):
+            if credential in found:
+                what = "a key" if credential in entry.keys else f"the certificate {credential!r}"
+                raise InvalidConfig(f"tenant {tenant.name!r} has {what} of {found[credential].name!r}; make another")
+            found[credential] = tenant
     return found
 
 
-def _tenant(entry: Any) -> tuple[Tenant, list[str]]:
-    if not isinstance(entry, dict):
-        raise InvalidConfig("it must hold settings, one `name: value` a line")
-    settings = dict(entry)
-    keys = settings.pop("keys", [])
-    certificates = settings.pop("certificates", [])
-    for name, value in settings.items():
-        if name not in _FIELDS:
-            near = difflib.get_close_matches(str(name), [*_FIELDS, *_LISTS], n=1)
-            raise InvalidConfig(
-                f"unknown setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {_known()}")
-            )
-        if not _is_of_its_kind(name, value):
-            kind = "a whole number" if name in _WHOLE else "a number" if name in _NUMBERS else "a text"
-            raise InvalidConfig(f"{name} is {value!r}; it must be {kind}")
-    if "name" not in settings:
-        raise InvalidConfig("name is missing")
-    if not isinstance(certificates, list) or not all(_is_certificate(name) for name in certificates):
-        forms = ", ".join(f"{form}:NAME" for form in FORMS)
-        raise InvalidConfig(f"certificates must be a list of names as clients' certificates have them: {forms}")
-    known = isinstance(keys, list) and all(isinstance(key, str) and _HASH.fullmatch(key) for key in keys)
-    if not known or not (keys or certificates):
-        # What stands there may be a key itself, so it is not shown.
-        raise InvalidConfig("keys must be a list of at least one sha256:HEX, as `coatcheck keys new` prints them")
-    names = [name.lower() if name.startswith("dns:") else name for name in certificates]
-    return Tenant(**{"salt": settings["name"], **settings}), [*keys, *names]
+_KEYS: Final = "keys must be a list of at least one sha256:HEX, as `coatcheck keys new` prints them"
+_CERTIFICATES: Final = "certificates must be a list of names as clients' certificates have them: " + ", ".join(
+    f"{form}:NAME" for form in FORMS
+)
 
 
-def _is_certificate(name: object) -> bool:
-    form, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
-    return form in FORMS and bool(rest)
-
-
-def _is_of_its_kind(name: str, value: object) -> bool:
-    if name in _WHOLE:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if name in _NUMBERS:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, str)
-
-
-def _known() -> str:
-    return ", ".join([*_LISTS, *_FIELDS])
+def _explain(error: ErrorDetails) -> str:
+    _, index, setting, *_ = (*error["loc"], "")
+    where = f"tenant {int(index) + 1}: "
+    if setting in ("keys", "certificates"):
+        return where + (_KEYS if setting == "keys" else _CERTIFICATES)
+    if error["type"] == "missing":
+        return f"{where}{setting} is missing"
+    if error["type"] == "unexpected_keyword_argument":
+        known = [field.name for field in dataclasses.fields(_TenantEntry)]
+        near = difflib.get_close_matches(str(setting), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        return f"{where}unknown setting {setting!r}; {hint}"
+    return f"{where}{setting} is {error['input']!r}; {error['msg'].replace('Input should', 'it must')}"

@@ -1,6 +1,6 @@
-"""ServerCertificate: the files with which a router proves itself to clients, and clients to it; read again on change.
+"""ServerCertificate: the TLS certificate of a router and the authority of its clients, read again on change.
 
-Connections that are open stay as they are. It does not know what is served.
+New connections get the new certificate; open ones stay as they are.
 """
 
 import logging
@@ -15,94 +15,89 @@ from coatcheck.router.access.file_watcher import FileWatcher
 
 _log = logging.getLogger(__name__)
 _ALPN: Final = ["http/1.1"]
+_NOT_USABLE: Final = "the certificate has changed and cannot be used; the former one stays: %s"
 
 
 class ServerCertificate:
-    """One for gRPC and HTTP. New files that cannot be used are logged, and the former ones stay."""
+    """Serves gRPC and HTTP. If changed files cannot be used, that is logged and the former ones stay."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         """Raises InvalidConfig for files that cannot be used."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        # Each has its own look: the first to ask must not be the only one to learn of a change.
+        # One watcher each: a change that gRPC has seen must still reach HTTP.
         paths = [cert, key, *([client_ca] if client_ca else [])]
-        self._for_grpc, self._for_http = FileWatcher(paths), FileWatcher(paths)
-        self._context = self._read()
+        self._grpc_watcher, self._http_watcher = FileWatcher(paths), FileWatcher(paths)
+        self._context = self._load_context()
 
     @classmethod
     def load(cls, cert: str | None, key: str | None, client_ca: str | None) -> Self | None:
         """None without a certificate."""
         return cls(cert, key, client_ca) if cert and key else None
 
-    def look_now(self) -> None:
-        """The next connection of either kind gets what the files hold then."""
-        self._for_grpc.look_now()
-        self._for_http.look_now()
-
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """gRPC asks for a change at each new connection."""
+        """Credentials that gRPC asks for changes at each new connection."""
         mutual = self._client_ca is not None
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), self._changed_configuration, mutual)
+        return grpc.dynamic_ssl_server_credentials(self._grpc_configuration(), self._changed_configuration, mutual)
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For HTTP; it becomes the newest one as a handshake begins."""
-        outer = _context(self._cert, self._key, self._client_ca)
+        """A context that hands each handshake to the newest one."""
+        outer = self._load_context()
 
-        def newest(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
-            if self._for_http.changed():
+        def use_newest(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
+            if self._http_watcher.has_changed():
                 try:
-                    self._context = self._read()
+                    self._context = self._load_context()
                     _log.info("the certificate was read again")
                 except InvalidConfig as error:
-                    _log.error("the certificate has changed and cannot be used; the former one stays: %s", error)
+                    _log.error(_NOT_USABLE, error)
             connection.context = self._context
 
-        outer.sni_callback = newest
+        outer.sni_callback = use_newest
         return outer
 
     def _changed_configuration(self) -> Any:
-        if not self._for_grpc.changed():
+        if not self._grpc_watcher.has_changed():
             return None
         try:
-            self._read()  # gRPC itself would say nothing of a key that is another's
-            return self._configuration()
+            self._load_context()  # gRPC itself does not report a key that belongs to another certificate
+            return self._grpc_configuration()
         except (InvalidConfig, OSError) as error:
-            _log.error("the certificate has changed and cannot be used; the former one stays: %s", error)
+            _log.error(_NOT_USABLE, error)
             return None
 
-    def _configuration(self) -> Any:
+    def _grpc_configuration(self) -> Any:
         pair = (Path(self._key).read_bytes(), Path(self._cert).read_bytes())
         roots = Path(self._client_ca).read_bytes() if self._client_ca else None
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
 
-    def _read(self) -> ssl.SSLContext:
-        return _context(self._cert, self._key, self._client_ca)
-
-
-def _context(cert: str, key: str, client_ca: str | None) -> ssl.SSLContext:
-    for path in (cert, key, client_ca):
+    def _load_context(self) -> ssl.SSLContext:
+        """Raises InvalidConfig, naming the file."""
+        for path in (self._cert, self._key, self._client_ca):
+            try:
+                if path:
+                    Path(path).read_bytes()
+            except OSError as error:
+                raise InvalidConfig(f"the TLS file {path}: {error.strerror or error}") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(_ALPN)
         try:
-            if path:
-                Path(path).read_bytes()
-        except OSError as error:
-            raise InvalidConfig(f"the TLS file {path}: {error.strerror or error}") from None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(_ALPN)
-    try:
-        # A key with a passphrase would have a server wait for somebody to type it.
-        context.load_cert_chain(cert, key, password=_no_passphrase)
-    except (ssl.SSLError, ValueError) as error:
-        raise InvalidConfig(f"{cert} and {key} are no certificate and its key in PEM: {_reason(error)}") from None
-    if client_ca:
-        try:
-            context.load_verify_locations(client_ca)
-        except ssl.SSLError as error:
-            raise InvalidConfig(f"{client_ca} has no certificates in PEM: {_reason(error)}") from None
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+            # Without `password` OpenSSL would wait at the terminal for the passphrase of an encrypted key.
+            context.load_cert_chain(self._cert, self._key, password=_refuse_passphrase)
+        except (ssl.SSLError, ValueError) as error:
+            raise InvalidConfig(
+                f"{self._cert} and {self._key} are no certificate and its key in PEM: {_reason(error)}"
+            ) from None
+        if self._client_ca:
+            try:
+                context.load_verify_locations(self._client_ca)
+            except ssl.SSLError as error:
+                raise InvalidConfig(f"{self._client_ca} has no certificates in PEM: {_reason(error)}") from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
-def _no_passphrase() -> str:
+def _refuse_passphrase() -> str:
     raise ValueError("the key has a passphrase; give one without")
 
 

@@ -1,7 +1,4 @@
-"""Tenant: on whose behalf a request comes, and what it may do.
-
-Values alone: who checks keys, keeps limits or shares the groups out fairly does so elsewhere.
-"""
+"""Tenant: the owner of a request, with its role, priority, share and limits."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from typing import Final, Literal
 
 from coatcheck.proto.errors import InvalidConfig, PermissionDenied
 
-# What a call needs of its caller: to be answered by the model, to see how the cluster is, to change how it runs.
+# What a method requires: to generate, to see the state of the cluster, to change how the cluster runs.
 Scope = Literal["generate", "observe", "manage"]
 SCOPES: Final[dict[str, frozenset[Scope]]] = {
     "user": frozenset({"generate"}),
@@ -21,10 +18,8 @@ _LOWEST_PRIORITY: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`salt` keeps its cached prefixes apart from others'; of two that wait, the lower `priority` goes first.
-
-    `weight` is its share of the groups beside other tenants'. Limits that are None do not limit.
-    """
+    """Prefixes are shared only under the same `salt`. Of two waiting requests the one with the lower `priority` goes
+    first. `weight` is the tenant's share of the groups relative to other tenants. A limit of None does not limit."""
 
     name: str
     salt: str = ""
@@ -50,20 +45,19 @@ class Tenant:
             value = getattr(self, name)
             _require(self, value is None or 0 < value < math.inf, name, "above 0")
 
-    def require(self, scope: Scope) -> None:
-        """Raises PermissionDenied for what its role does not allow."""
+    def require_scope(self, scope: Scope) -> None:
+        """Raises PermissionDenied if the tenant's role does not have `scope`."""
         if scope not in SCOPES[self.role]:
-            able = " or ".join(role for role, scopes in SCOPES.items() if scope in scopes)
-            raise PermissionDenied(
-                f"the key of {self.name!r} has the role {self.role}; this takes one with the role {able}"
-            )
+            roles = " or ".join(role for role, scopes in SCOPES.items() if scope in scopes)
+            raise PermissionDenied(f"the key of {self.name!r} has the role {self.role}; this needs the role {roles}")
 
-    def salted(self, cache_salt: str) -> str:
-        """The client's salt within the tenant's: no salt of one tenant's clients is one of another's."""
+    def combine_salt(self, cache_salt: str) -> str:
+        """The salt of a request with `cache_salt`. Equal results mean the same tenant salt and the same cache_salt: the
+        length before the tenant's salt shows where it ends."""
         return f"{len(self.salt)}:{self.salt}{cache_salt}" if self.salt else cache_salt
 
-    def ranked(self, priority: int) -> int:
-        """A request's priority, of which clients may only give way: no key buys a place before other tenants."""
+    def effective_priority(self, priority: int) -> int:
+        """The priority of a request that asks for `priority`. Clients with a key can only lower their tenant's."""
         return min(self.priority + max(priority, 0), _LOWEST_PRIORITY) if self is not ANYONE else priority
 
 
@@ -72,5 +66,5 @@ def _require(tenant: Tenant, holds: bool, name: str, allowed: str) -> None:
         raise InvalidConfig(f"tenant {tenant.name!r}: {name} is {getattr(tenant, name)!r}; it must be {allowed}")
 
 
-# Whoever comes where no keys are asked for: everything is theirs, as it is on one's own machine.
+# The tenant of every request where no keys are required; it may do everything.
 ANYONE: Final = Tenant("anyone", role="admin")

@@ -1,7 +1,7 @@
-"""Acceptor: takes connections in for a server of HTTP, through the TLS handshake where there is one.
+"""Acceptor: accepts the connections of an HTTP server and does their TLS handshakes, within limits.
 
-asyncio's own way waits a minute for a handshake, and anybody may have begun as many as the process has files. Here one
-has its time, and those under way count as connections do. It does not know what is said on a connection.
+asyncio's own server allows a minute for a handshake and any number of handshakes at once, so that clients could use up
+all files of the process. Here a handshake has a time limit, and open handshakes count as connections.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ import ssl
 from collections.abc import Callable
 from typing import ClassVar, Final
 
-from coatcheck.router.access.connection_limits import HTTP_SHARE, most_connections
+from coatcheck.router.access.connection_limits import HTTP_SHARE, max_connections
 
 # accept() does not yield to the event loop while connections wait; a burst of thousands would stop every stream.
 _ACCEPTED_AT_ONCE: Final = 32
-# Refused clients that may be reading why, as a share of the connections that are served. While there are as many,
-# further ones wait in the kernel.
+# Connections beyond the limit that may be open to read their refusal, as a share of the limit. Beyond that further
+# connections wait in the kernel.
 _LINGERING_SHARE: Final = 0.25
 _FULL_SECONDS: Final = 0.05
 _NO_FILES_SECONDS: Final = 0.5
@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """`open` returns when it is closed. `made` are the connections that have come through; `protocol` makes one."""
+    """`protocol` makes the protocol of a connection. `count_open` returns the number of connections that have passed
+    their handshake. `on_refused` gets the reason of each refusal."""
 
     handshake_seconds: ClassVar[float] = 10.0
     share: ClassVar[float] = HTTP_SHARE
@@ -35,36 +36,36 @@ class Acceptor:
     def __init__(
         self,
         protocol: Callable[[], asyncio.Protocol],
-        made: Callable[[], int],
+        count_open: Callable[[], int],
         on_refused: Callable[[str], None],
         context: ssl.SSLContext | None,
     ) -> None:
         self._protocol = protocol
-        self._made = made
+        self._count_open = count_open
         self._on_refused = on_refused
         self._context = context
         self._handshakes = set[asyncio.Task[None]]()
         self._warned_at = -math.inf
 
-    async def open(self, listener: socket.socket) -> None:
-        """Takes them from a socket that listens, until it is cancelled."""
+    async def accept_from(self, listener: socket.socket) -> None:
+        """Accepts connections from a listening socket until this task is cancelled."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         accepted = 0
         try:
             while True:
-                if self._count() > (1 + _LINGERING_SHARE) * most_connections(self.share):
+                if self._count() > (1 + _LINGERING_SHARE) * max_connections(self.share):
                     await asyncio.sleep(_FULL_SECONDS)
                     continue
                 try:
                     connection, _ = await loop.sock_accept(listener)
-                except ConnectionAbortedError:  # it has gone again
+                except ConnectionAbortedError:  # the client has closed it already
                     continue
-                except OSError as error:  # there is no file for it
+                except OSError as error:  # usually: too many open files
                     self._warn(error)
                     await asyncio.sleep(_NO_FILES_SECONDS)
                     continue
-                self._take(connection)
+                self._begin_connection(connection)
                 accepted += 1
                 if accepted % _ACCEPTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -74,8 +75,8 @@ class Acceptor:
             await asyncio.gather(*self._handshakes, return_exceptions=True)
 
     def _count(self) -> int:
-        """Connections, and those that become some."""
-        return len(self._handshakes) + self._made()
+        """Open connections and handshakes."""
+        return len(self._handshakes) + self._count_open()
 
     def _warn(self, error: OSError) -> None:
         now = asyncio.get_running_loop().time()
@@ -87,9 +88,9 @@ class Acceptor:
                 error.strerror or error,
             )
 
-    def _take(self, connection: socket.socket) -> None:
-        # Without TLS there is somebody to tell why: the connection itself does.
-        if self._context is not None and self._count() >= most_connections(self.share):
+    def _begin_connection(self, connection: socket.socket) -> None:
+        # Without TLS the connection itself responds 503 (see BoundedHttpProtocol).
+        if self._context is not None and self._count() >= max_connections(self.share):
             self._on_refused("connections")
             connection.close()
             return
@@ -99,7 +100,7 @@ class Acceptor:
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         seconds = self.handshake_seconds if self._context is not None else None
-        with contextlib.suppress(OSError):  # the client's affair; asyncio has closed it
+        with contextlib.suppress(OSError):  # asyncio has closed the connection
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._protocol, connection, ssl=self._context, ssl_handshake_timeout=seconds
             )

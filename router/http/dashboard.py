@@ -1,6 +1,6 @@
 """Dashboard: a small web page on the router's HTTP port, and the one JSON object that it shows.
 
-The page loads nothing from elsewhere, and its policy lets a browser load nothing else. It does not know who may ask.
+The page loads nothing from other hosts, and its content security policy forbids it.
 """
 
 import time
@@ -12,11 +12,11 @@ from typing import Any, Final
 from starlette.responses import Response
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GroupStatus, LatencyStatus, RankStatus, StatusResponse
-from coatcheck.router.http.json_response import JsonBody
+from coatcheck.router.http.json_response import AsciiJsonResponse
 
 _FILES: Final = Path(__file__).parent / "page"
 _KINDS: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_FRESH_SECONDS: Final = 0.5  # percentiles take a while, and there may be many viewers
+_CACHE_SECONDS: Final = 0.5  # computing percentiles takes a while, and there may be many viewers
 HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -32,31 +32,29 @@ HEADERS: Final = {
 
 
 class Dashboard:
-    """`answers` are the page's parts, and what it shows."""
-
     def __init__(self, report: Callable[[], StatusResponse]) -> None:
         self._report = report
-        self._made: tuple[float, dict[str, Any]] | None = None
+        self._cached: tuple[float, dict[str, Any]] | None = None
         files = {f"/dashboard/{file.name}": file for file in sorted(_FILES.iterdir()) if file.suffix in _KINDS}
         index = _FILES / "index.html"
         self._files = {"/": index, "/dashboard": index, **files}
 
     @property
-    def answers(self) -> dict[str, Callable[[], Awaitable[Response]]]:
-        """Path -> what answers it."""
+    def endpoints(self) -> dict[str, Callable[[], Awaitable[Response]]]:
+        """The endpoints of the page's files and of its state, by path."""
         parts = {path: partial(_send, file.read_bytes(), _KINDS[file.suffix]) for path, file in self._files.items()}
         return {**parts, "/dashboard/state": self.state}
 
     async def state(self) -> Response:
-        """Half a second old at most."""
+        """The state as JSON, at most _CACHE_SECONDS old."""
         now = time.monotonic()
-        if self._made is None or now - self._made[0] > _FRESH_SECONDS:
-            self._made = (now, state_of(self._report()))
-        return JsonBody(self._made[1], headers={"cache-control": "no-store"})
+        if self._cached is None or now - self._cached[0] > _CACHE_SECONDS:
+            self._cached = (now, state_of(self._report()))
+        return AsciiJsonResponse(self._cached[1], headers={"cache-control": "no-store"})
 
 
 def state_of(status: StatusResponse) -> dict[str, Any]:
-    """What the page and `coatcheck top` show."""
+    """The JSON object that the page and `coatcheck top` show."""
     model = status.model
     return {
         "time": time.time(),

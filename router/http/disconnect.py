@@ -1,36 +1,36 @@
-"""What a client that leaves means for its request: whatever is being made for it is given up, and its blocks freed.
+"""while_connected(): cancels the work for a request when its client disconnects, so that its blocks are freed.
 
-A server of HTTP only learns that a client is gone by asking; nothing else in this room asks.
+An ASGI application learns of a disconnect only by awaiting `receive`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TypeVar
 
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 _T = TypeVar("_T")
 
 
-class ClientGone(Exception):
-    """There is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client has disconnected; there is nobody to respond to."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
-    """The result of the work, which is cancelled once the client has left; raises ClientGone then."""
+    """Returns the result of `work`. Cancels it and raises ClientDisconnected if the client disconnects first."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_until_gone(receive))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnect):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
-async def _until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

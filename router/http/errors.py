@@ -1,7 +1,4 @@
-"""error_body(): an error as OpenAI's clients expect it, with its HTTP status.
-
-What is not ours is logged, and the client gets a number to quote, as over gRPC.
-"""
+"""Errors in the form that OpenAI's clients expect, with their HTTP status."""
 
 import logging
 import uuid
@@ -16,6 +13,7 @@ from coatcheck.proto.errors import (
     Overloaded,
     status_of,
 )
+from coatcheck.router.http.json_response import AsciiJsonResponse
 
 _log = logging.getLogger(__name__)
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -24,8 +22,6 @@ _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 403:
                  431: "invalid_request_error"}  # fmt: skip
 # OpenAI's error codes; its clients tell errors apart by them.
 _CODES: Final = {NotFound: "model_not_found", ContextLengthExceeded: "context_length_exceeded"}
-
-
 LONE_SURROGATE: Final = "a text holds half of a surrogate pair, which is no character; leave it out"
 # A message may quote input of any length.
 _MESSAGE_CHARACTERS: Final = 1000
@@ -44,43 +40,45 @@ class InvalidBody(InvalidRequest):
 
 
 def error_body(error: BaseException, prompt_field: str | None = None) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and body for an exception. `prompt_field`: the body's field that holds the prompt, if any."""
+    """The HTTP status and body for an exception. `prompt_field`: the request's field that holds the prompt, if any. An
+    exception that is not a CoatcheckError is logged with an incident number, and the client gets only that number."""
     _, status = status_of(error)
     if isinstance(error, InvalidBody):
-        return status, refusal(status, error.message, param=error.field)
+        return status, openai_error(status, error.message, param=error.field)
     if isinstance(error, CoatcheckError):
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
         param = prompt_field if isinstance(error, ContextLengthExceeded) else None
-        return status, refusal(status, str(error), param=param, code=code)
-    if isinstance(error, UnicodeEncodeError):  # JSON can escape what no text may hold
-        return 400, refusal(400, LONE_SURROGATE)
+        return status, openai_error(status, str(error), param=param, code=code)
+    if isinstance(error, UnicodeEncodeError):  # JSON can escape what UTF-8 cannot encode
+        return 400, openai_error(400, LONE_SURROGATE)
     incident = uuid.uuid4().hex[:12]
     _log.error("incident %s", incident, exc_info=error)
-    return 500, refusal(500, f"something failed here that should not; the log has it as incident {incident}")
+    return 500, openai_error(500, f"internal error; the router's log has it as incident {incident}")
 
 
-def refusal(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON body of an error; a long message or parameter is cut."""
+def error_response(status: int, message: str, *, param: str | None = None) -> AsciiJsonResponse:
+    """A response with an error."""
+    return AsciiJsonResponse(openai_error(status, message, param=param), status)
+
+
+def openai_error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; a long message or parameter is cut."""
     kind = _TYPES.get(status, "server_error")
     return {"error": {"message": _clip(message), "type": kind, "param": param and _clip(param), "code": code}}
 
 
-def _clip(text: str) -> str:
-    return text if len(text) <= _MESSAGE_CHARACTERS else text[:_MESSAGE_CHARACTERS] + "…"
-
-
 def retry_headers(error: BaseException) -> dict[str, str]:
-    """When to come again, where that is known."""
+    """The header retry-after for an Overloaded error, nothing for others."""
     return {"retry-after": str(max(1, round(error.retry_seconds)))} if isinstance(error, Overloaded) else {}
 
 
-def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """(message, field) for the first thing that is wrong with a body."""
-    # Of a union's branches the one that got furthest is the one that was meant.
+def explain_validation(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """(message, field) for the first of pydantic's errors of a body."""
+    # Of a union's branches the one that got furthest is the one that the client meant.
     field = errors[0]["loc"][:2]
     first = max((error for error in errors if error["loc"][:2] == field), key=lambda error: len(error["loc"]))
     parts = [str(part) for part in first["loc"] if part != "body"]
-    # A union's branches are named by their types, which are of no use to a client.
+    # Pydantic names a union's branches by their types, which mean nothing to a client.
     name = ".".join(part for part in parts if "[" not in part and "-" not in part and part != "str") or "body"
     match first["type"]:
         case "extra_forbidden":
@@ -93,3 +91,7 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
             return "the body must be a JSON object, sent with content-type application/json", None
     message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
     return f"{name}: {message}", name
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MESSAGE_CHARACTERS else text[:_MESSAGE_CHARACTERS] + "…"

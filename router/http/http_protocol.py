@@ -1,8 +1,7 @@
-"""BoundedHttpProtocol: a connection of HTTP whose client may neither send for ever nor wait for ever.
+"""BoundedHttpProtocol: uvicorn's protocol of one connection, with limits on the head of a request.
 
-A server's own protocol (uvicorn's) takes a head of any length and waits for it as long as it takes, before anybody has
-asked who is there. Here a head has its time and its length, and there are so many connections. It does not know what
-is asked, nor what a body may be (see body_limit).
+uvicorn itself accepts a head of any length and waits for it without limit, before the client is authenticated. Here the
+head's time and length and the number of connections are limited. BodyLimitMiddleware limits the body.
 """
 
 import asyncio
@@ -12,22 +11,21 @@ from typing import Any, ClassVar, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from coatcheck.router.access.connection_limits import HTTP_SHARE, most_connections
-from coatcheck.router.http.errors import refusal
-from coatcheck.router.http.json_response import JsonBody
+from coatcheck.router.access.connection_limits import HTTP_SHARE, max_connections
+from coatcheck.router.http.errors import error_response
 
-HEAD_BYTES: Final = 64 << 10  # and what one read brings beyond it
-# How long a refused client may take to read why, and to close. A connection that is closed before all that its client
-# sent is read is reset, and the reset drops the answer: of 2,500 clients beyond the limit 1,200 saw no 503.
+HEAD_BYTES: Final = 64 << 10  # plus the rest of the read that exceeds it
+# How long a refused client may take to read the response and to close. Closing a connection before all that the client
+# sent is read resets it, and the reset drops the response: of 2,500 clients beyond the limit 1,200 saw no 503.
 _LINGER_SECONDS: Final = 1.0
 _REASONS: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large",
                    503: b"Service Unavailable"}  # fmt: skip
-# What a client says of HTTP/2 in the hope of changing to it. We stay, as we may.
-_UPGRADE: Final = {b"upgrade", b"http2-settings"}
+# Headers that offer an upgrade to HTTP/2, which a server may decline.
+_UPGRADE_HEADERS: Final = {b"upgrade", b"http2-settings"}
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Made by the server for each connection; `on_refused` is told why one is ended."""
+    """`on_refused` gets the reason when the connection is closed."""
 
     head_seconds: ClassVar[float] = 10.0
 
@@ -36,40 +34,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """The first head is awaited from now on."""
+        """Starts the timer of the first head; refuses a connection beyond the limit."""
         self._in_head = True
         self._head_bytes = 0
-        self._staying = False
+        self._is_upgrade_declined = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        if len(self.connections) > most_connections(HTTP_SHARE):
-            self._refuse(503, "connections", "this server has as many connections as it may; close some, or try again")
+        if len(self.connections) > max_connections(HTTP_SHARE):
+            self._refuse(503, "connections", "this server has reached its limit of connections; try again later")
         else:
-            self._await_head()
+            self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited."""
-        self._head_came()
+        """Cancels the timers."""
+        self._stop_head_timer()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reads on, whatever the client would rather speak; drops what a refused client still sends."""
+        """Parses; declines upgrades to HTTP/2; drops what a refused client still sends."""
         if self._linger_timer is not None:
             return
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._stay(data[upgrade.args[0] :])
+            self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
         if self.transport.is_closing() or self._linger_timer is not None:
             return
-        if self._in_head or not self._is_answering:  # else what came is of a body
-            self._await_head()
+        if self._in_head or not self._is_answering:  # otherwise the data is part of a body
+            self._start_head_timer()
         self._head_bytes += len(data) if self._in_head else 0
         if self._head_bytes > HEAD_BYTES:
             self._refuse(
@@ -77,7 +75,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
-        """The certificate that the client has shown goes with its requests."""
+        """Passes the client's TLS certificate on in the scope."""
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
@@ -86,34 +84,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.scope["state"]["client_certificate"] = encrypted.getpeercert(binary_form=True)
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
-        self._head_came()
+        """Ends the timer of the head."""
+        self._stop_head_timer()
         self._in_head = False
-        self._staying = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
-        if not self._staying:
+        self._is_upgrade_declined = bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+        if not self._is_upgrade_declined:
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """All of its body is there."""
-        if not self._staying:
+        if not self._is_upgrade_declined:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
         self._refuse(
             400, "not_http", "this cannot be read as HTTP/1.1; check what is sent, and whether this port speaks TLS"
         )
 
-    def _stay(self, rest: bytes) -> None:
-        """The parser takes a request for an upgrade to have no body. It is read anew as the request that it is without
-        one: that is how it would be answered by a server that has never heard of HTTP/2."""
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Parses the request again without its upgrade headers. The parser takes a request that offers an upgrade to
+        have no body; a server without HTTP/2 reads it as an ordinary one."""
         if self.transport.is_closing():
             return
         head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         for name, value in self.headers:
             if name == b"connection":
-                value = b",".join(part for part in value.split(b",") if part.strip().lower() not in _UPGRADE)
-            if name not in _UPGRADE and value:
+                value = b",".join(part for part in value.split(b",") if part.strip().lower() not in _UPGRADE_HEADERS)
+            if name not in _UPGRADE_HEADERS and value:
                 head.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
@@ -122,11 +118,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _await_head(self) -> None:
+    def _start_head_timer(self) -> None:
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
 
-    def _head_came(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -136,7 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_answering:
-            self._await_head()  # it has begun with the next request before the answer to this one is whole
+            self._start_head_timer()  # the next request has begun before the response to this one is complete
         elif self._in_head and self._head_bytes:
             message = f"the head of this request did not come within {self.head_seconds:g} s; send it at once"
             self._refuse(408, "slow_head", message)
@@ -144,11 +140,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Ends the connection; where an answer is under way, there is no place for another."""
-        self._head_came()
+        """Responds with an error, unless a response is being sent, and closes the connection."""
+        self._stop_head_timer()
         self._on_refused(reason)
         if not self._is_answering:
-            body = JsonBody(refusal(status, message), status).body
+            body = error_response(status, message).body
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             )

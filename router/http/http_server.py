@@ -1,4 +1,4 @@
-"""HttpServer: serves an ASGI application in the event loop that it is started in, beside whatever else runs there."""
+"""HttpServer: serves an ASGI application on the event loop that gRPC uses too: uvicorn, with bounded connections."""
 
 import asyncio
 import contextlib
@@ -19,59 +19,59 @@ _SEND_BYTES = 256 << 10
 # Connections that the kernel holds until they are accepted; it takes less if net.core.somaxconn is less. TCP tries
 # again only after a second for a connection beyond that, and Python's own 128 are fewer than a burst brings.
 _BACKLOG = 4096
-# Longer than clients and balancers keep an idle connection (60 s are usual): who closes first must not be the server,
-# or a request crosses the news and is lost.
+# Longer than clients and load balancers keep an idle connection, usually 60 s. If the server closed first, a request
+# that is on its way would be lost.
 _KEEP_ALIVE_SECONDS = 75
-_SHORTEST_GRACE = 0.2  # for connections that are merely kept open
+_MIN_GRACE_SECONDS = 0.2  # for idle connections
 
 
-class _Quiet(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
         certificate: ServerCertificate | None,
         on_refused: Callable[[str], None],
-        reception: type[Acceptor],
+        acceptor: type[Acceptor],
     ) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
         self._certificate = certificate
         self._on_refused = on_refused
-        self._reception = reception
-        self._open: list[asyncio.Task[None]] = []
+        self._acceptor = acceptor
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens to the sockets as the reception does, and says when it is done."""
+        """Accepts from `sockets` with the Acceptor in place of asyncio's server."""
         await super().startup([])
-        reception = self._reception(
-            self._connection,
+        acceptor = self._acceptor(
+            self._make_protocol,
             lambda: len(self.server_state.connections),
             self._on_refused,
             self._certificate.ssl_context() if self._certificate is not None else None,
         )
-        self._open = [asyncio.create_task(reception.open(listener)) for listener in sockets or ()]
+        self._accepting = [asyncio.create_task(acceptor.accept_from(listener)) for listener in sockets or ()]
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more in, then ends what is there."""
-        for task in self._open:
+        """Accepts no more connections, then closes the open ones."""
+        for task in self._accepting:
             task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         await super().shutdown(sockets)
 
-    def _connection(self) -> asyncio.Protocol:
+    def _make_protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves them to whoever owns the process."""
+        """Signals are handled by the process and not by uvicorn."""
         yield
 
 
 class HttpServer:
-    """`start`, then `stop`; `on_refused` is told why a connection is ended before its request was read."""
+    """`on_refused` gets the reason when a connection is closed before its request was read."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class HttpServer:
         certificate: ServerCertificate | None = None,
         slow_reader_seconds: float = 30.0,
         connection: type[BoundedHttpProtocol] = BoundedHttpProtocol,
-        reception: type[Acceptor] = Acceptor,
+        acceptor: type[Acceptor] = Acceptor,
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         config = uvicorn.Config(
@@ -93,12 +93,12 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
-        self._server = _Quiet(config, certificate, on_refused, reception)
+        self._server = _UvicornServer(config, certificate, on_refused, acceptor)
         self._slow_reader_seconds = slow_reader_seconds
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
-        """Listens; returns "host:port". Raises InvalidConfig when the port is taken."""
+        """Listens; returns "host:port". Raises InvalidConfig if the port cannot be bound."""
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -106,12 +106,13 @@ class HttpServer:
             raise InvalidConfig(
                 f"cannot listen on {host}:{port} for HTTP: {error.strerror}; choose another port, or 0 for any free one"
             ) from error
-        # Connections inherit it; asyncio sets it only on sockets that name their protocol, which these do not. An
-        # answer is more than one write, and without it the second waits for a delayed acknowledgement, 40 ms.
+        # Connections inherit these options. asyncio sets TCP_NODELAY only on sockets with an explicit protocol number,
+        # which these lack. A response is more than one write; with Nagle's algorithm the second would wait 40 ms for a
+        # delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What the kernel may hold of an answer that nobody takes; text needs no more.
+        # How much of a response the kernel buffers for a client that does not read; text needs no more.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        # As they inherit this: the kernel itself ends connections whose client takes nothing, whatever is amid what.
+        # The kernel closes connections whose client reads nothing, whatever the application is doing.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * self._slow_reader_seconds))
         self._task = asyncio.create_task(self._server.serve([listener]), name="http")
         listening = asyncio.create_task(self._server.listening.wait())
@@ -120,10 +121,10 @@ class HttpServer:
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no new requests; open ones get that long."""
+        """Accepts no new requests; open ones get `grace_seconds` to end."""
         if self._task is None:
             return
-        grace_seconds = max(grace_seconds, _SHORTEST_GRACE)
+        grace_seconds = max(grace_seconds, _MIN_GRACE_SECONDS)
         self._server.config.timeout_graceful_shutdown = grace_seconds  # type: ignore[assignment]  # any number will do
         self._server.should_exit = True
         await asyncio.gather(self._task, return_exceptions=True)

@@ -1,19 +1,224 @@
-"""guarded(): an application behind everything that a request has to pass, in its order."""
+"""wrap_app(): an ASGI application behind all that an HTTP request must pass.
 
-from starlette.types import ASGIApp
+In their order: RequestIdMiddleware, HostCheckMiddleware (only where no credentials are required),
+AuthenticationMiddleware, BodyLimitMiddleware. No byte of a body is kept before its sender is authenticated.
+"""
 
+import asyncio
+import contextlib
+import ipaddress
+import re
+import uuid
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coatcheck.proto.errors import PermissionDenied, Unauthenticated
 from coatcheck.router.access.authenticator import Authenticator
+from coatcheck.router.access.tenant import Scope as TenantScope
 from coatcheck.router.config import MESSAGE_BYTES
-from coatcheck.router.http.body_limit import BodyLimit
-from coatcheck.router.http.host_check import HostCheck
-from coatcheck.router.http.http_gate import HttpGate
-from coatcheck.router.http.request_id import RequestId
+from coatcheck.router.http.errors import error_body, error_response
+from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
+_REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
+# Domains that nobody can register in the public DNS.
+_LOCAL_DOMAINS: Final = (".localhost", ".internal")
+_OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and learn one word
+_GENERATE_PATHS: Final = ("/v1/", "/tokenize", "/detokenize", "/version")
+# Browsers ask their user for a key if they are offered `Basic` in a header of its own. It is offered only for pages.
+_CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
+# Parsing JSON blocks the event loop in proportion to its values: two seconds for this many.
+_MAX_VALUES: Final = 1 << 21
+# A body may take this long, and one second more for each _MIN_BYTES_PER_SECOND bytes that have arrived.
+_BODY_SECONDS: Final = 30.0
+_MIN_BYTES_PER_SECOND: Final = 8192
+_LINGER_SECONDS: Final = 5.0
 
-def guarded(app: ASGIApp, gate: Authenticator, measures: RequestMetrics, *, local: bool) -> ASGIApp:
-    """Nothing of a body is read before its sender is let in. `local`: only this host's own names are answered to."""
-    app = HttpGate(BodyLimit(app, measures, MESSAGE_BYTES), gate)
-    if local:
-        app = HostCheck(app, measures)
-    return RequestId(app)
+
+def wrap_app(app: ASGIApp, authenticator: Authenticator, metrics: RequestMetrics, *, check_host: bool) -> ASGIApp:
+    """`check_host`: answer only requests whose Host header names an address or this host."""
+    app = AuthenticationMiddleware(BodyLimitMiddleware(app, metrics, MESSAGE_BYTES), authenticator)
+    if check_host:
+        app = HostCheckMiddleware(app, metrics)
+    return RequestIdMiddleware(app)
+
+
+class RequestIdMiddleware:
+    """Puts the request's id into `scope["request_id"]` and into the header x-request-id of every response. The id is
+    the client's x-request-id if that is safe to log, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope["request_id"] = request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HostCheckMiddleware:
+    """Refuses requests whose Host header names another host, against DNS rebinding.
+
+    A router on loopback without keys answers whoever can connect. A web page in a browser on this host could give a
+    name of its own this host's address, and would then be allowed to read the router's answers. The Host header still
+    shows the page's name.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if is_local_host(host):
+            await self._app(scope, receive, send)
+            return
+        self._metrics.refused("foreign_host")
+        message = (
+            f"this server answers on loopback to localhost and to addresses, not to {host[:80]!r}; call it by one of "
+            "those, or have it ask for keys (--api-keys), or start it with --insecure"
+        )
+        await respond_unread(scope, receive, send, error_response(403, message))
+
+
+def is_local_host(host: str) -> bool:
+    """Whether a Host header names an address or this host. A missing header counts as local: browsers always send
+    one."""
+    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+    name = name.strip("[]").rstrip(".").lower()
+    if not name or name == "localhost" or name.endswith(_LOCAL_DOMAINS):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class AuthenticationMiddleware:
+    """Puts the tenant into `scope["tenant"]`, or responds 401 or 403 before any of the body is read."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app = app
+        self._authenticator = authenticator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        required: TenantScope = "generate" if scope["path"].startswith(_GENERATE_PATHS) else "observe"
+        try:
+            scope["tenant"] = self._authenticator.authenticate(
+                Headers(scope=scope).get("authorization"),
+                required,
+                basic=required == "observe" and scope["method"] in ("GET", "HEAD"),
+                certificate=scope["state"].get("client_certificate") if "state" in scope else None,
+            )
+        except (Unauthenticated, PermissionDenied) as error:
+            status, body = error_body(error)
+            response = AsciiJsonResponse(body, status)
+            for challenge in _CHALLENGES[required] if status == 401 else ():
+                response.headers.append("www-authenticate", challenge)
+            await respond_unread(scope, receive, send, response)
+            return
+        await self._app(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies that are too long, too slow or compressed.
+
+    A declared length is checked before the body is read, an undeclared one as the body arrives. A small compressed body
+    could unfold to any length.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: RequestMetrics, max_bytes: int, body_seconds: float = _BODY_SECONDS
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._max_bytes = max_bytes
+        self._body_seconds = body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        encoding = headers.get("content-encoding", "identity")
+        if int(length if length.isdigit() else 0) > self._max_bytes:
+            await respond_unread(scope, receive, send, self._too_long())
+            return
+        if encoding.lower() != "identity":
+            self._metrics.refused("compressed_body")
+            message = f"content-encoding is {encoding[:40]!r}; send the body uncompressed"
+            await respond_unread(scope, receive, send, error_response(415, message))
+            return
+        received, values, has_more = 0, 0, True
+        refusal: AsciiJsonResponse | None = None
+        deadline = asyncio.get_running_loop().time() + self._body_seconds
+
+        async def receive_limited() -> Message:
+            nonlocal received, values, has_more, refusal
+            if not has_more or refusal is not None:  # the application waits for the client to disconnect
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline + received / _MIN_BYTES_PER_SECOND):
+                    message = await receive()
+            except TimeoutError:
+                self._metrics.refused("slow_body")
+                refusal = error_response(408, "the body came too slowly; send it at once")
+                return {"type": "http.disconnect"}
+            body = message.get("body", b"")
+            received += len(body)
+            values += body.count(b",") + body.count(b"[") + body.count(b"{")
+            has_more = message.get("more_body", False)
+            if received > self._max_bytes or values > _MAX_VALUES:
+                refusal = self._too_long()
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send_unless_refused(message: Message) -> None:
+            if refusal is None:
+                await send(message)
+
+        try:
+            await self._app(scope, receive_limited, send_unless_refused)
+        finally:
+            if refusal is not None:
+                has_more = has_more and refusal.status_code != 408
+                await respond_unread(scope, receive, send, refusal, has_more=has_more)
+
+    def _too_long(self) -> AsciiJsonResponse:
+        self._metrics.refused("long_body")
+        return error_response(
+            413, f"the body has more than {self._max_bytes} bytes, or {_MAX_VALUES} values; send less at once"
+        )
+
+
+async def respond_unread(
+    scope: Scope, receive: Receive, send: Send, response: Response, *, has_more: bool = True
+) -> None:
+    """Responds to a request whose body is not used, and closes the connection.
+
+    A client that is still sending reads no response, so its body is received and dropped first, for at most
+    _LINGER_SECONDS. `has_more`: whether any of the body may still come.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while has_more:
+                has_more = (await receive()).get("more_body", False)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)

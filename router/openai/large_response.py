@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateResponse, PromptLogprobs
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.http.json_response import LARGE_VALUES, JsonBody, json_bytes, large_json
+from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes, large_json
 from coatcheck.router.openai.logprobs_format import TokenText
 
 _SLICE_BYTES: Final = 256 << 10
@@ -74,7 +74,7 @@ class LargeResponses:
     ) -> Response:
         """The JSON response of the value that `make` returns. `values`: about how many values the JSON has."""
         if values <= LARGE_VALUES:
-            return JsonBody(make(*arguments, **named))
+            return AsciiJsonResponse(make(*arguments, **named))
         if not self._is_picklable:
             return _SlicedBody(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
         return _SlicedBody(await self._side.finish(_json, make, *arguments, **named))
@@ -90,7 +90,7 @@ class LargeResponses:
 
 
 class _SlicedBody(Response):
-    media_type = JsonBody.media_type
+    media_type = AsciiJsonResponse.media_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.http.errors import LONE_SURROGATE, InvalidBody, explain
+from coatcheck.router.http.errors import LONE_SURROGATE, InvalidBody, explain_validation
 from coatcheck.router.openai.sampling_fields import Body
 
 # Parsing and validating a body below all three limits takes at most 20 ms.
@@ -69,7 +69,7 @@ def read_body(kind: type[Body], body: bytes) -> Body:
         raise InvalidRequest(LONE_SURROGATE) from None
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True, include_input=False)
-        raise InvalidBody(*explain([{**one, "loc": ("body", *one["loc"])} for one in errors])) from None
+        raise InvalidBody(*explain_validation([{**one, "loc": ("body", *one["loc"])} for one in errors])) from None
 
 
 def long_body_route(side: SideProcesses) -> type[APIRoute]:

@@ -24,9 +24,9 @@ from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.event_loop.grammar_validator import TAKES_LONG
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.dashboard import Dashboard
-from coatcheck.router.http.disconnect import ClientGone, while_connected
-from coatcheck.router.http.errors import error_body, explain, refusal, retry_headers
-from coatcheck.router.http.json_response import JsonBody
+from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
+from coatcheck.router.http.errors import error_body, error_response, explain_validation, retry_headers
+from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
@@ -74,7 +74,7 @@ class OpenAIRoutes:
             docs_url=None,
             redoc_url=None,
             redirect_slashes=False,
-            default_response_class=JsonBody,
+            default_response_class=AsciiJsonResponse,
         )
         self.app.router.route_class = long_body_route(side)
         for method, path, endpoint in (
@@ -87,14 +87,14 @@ class OpenAIRoutes:
             ("GET", "/version", self.version),
         ):
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
-        for path, page in Dashboard(admin.report).answers.items():
+        for path, page in Dashboard(admin.report).endpoints.items():
             self.app.add_api_route(path, page, methods=["GET"], response_model=None, include_in_schema=False)
         for path in ("/health", "/ping"):
             self.app.add_api_route(path, self.health, methods=["GET"], response_model=None)
         self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
         self.app.add_exception_handler(RequestValidationError, _misread)
         self.app.add_exception_handler(HTTPException, _misdirected)
-        self.app.add_exception_handler(ClientGone, _nobody)
+        self.app.add_exception_handler(ClientDisconnected, _nobody)
         self.app.add_exception_handler(CoatcheckError, _refused)
         self.app.add_exception_handler(UnicodeEncodeError, _refused)
         self.app.add_exception_handler(Exception, _refused)  # the connection of such a one is closed
@@ -178,7 +178,7 @@ class OpenAIRoutes:
     async def health(self) -> Response:
         """200 while a new request would be taken."""
         state = self._admin.state
-        return JsonBody({"status": state}, 200 if state == "serving" else 503)
+        return AsciiJsonResponse({"status": state}, 200 if state == "serving" else 503)
 
     async def version(self) -> dict[str, str]:
         """Of this package."""
@@ -289,21 +289,22 @@ def carrier_of(request: Request) -> Mapping[str, str]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     status, body = error_body(error, _PROMPT_FIELDS.get(request.url.path))
-    return JsonBody(body, status, headers=retry_headers(error))
+    return AsciiJsonResponse(body, status, headers=retry_headers(error))
 
 
 async def _misread(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    message, field = explain(error.errors())
-    return JsonBody(refusal(400, message, param=field), 400)
+    message, field = explain_validation(error.errors())
+    return error_response(400, message, param=field)
 
 
 async def _misdirected(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     said = {404: f"{what} is no endpoint of this server", 405: f"{what}: this endpoint has another method"}
-    body = refusal(error.status_code, said.get(error.status_code, str(error.detail)))
-    return JsonBody(body, error.status_code, headers=error.headers)
+    response = error_response(error.status_code, said.get(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

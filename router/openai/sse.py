@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
-from coatcheck.router.http.disconnect import ClientGone, while_connected
+from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.openai.large_response import LargeResponses, StreamedResponse, sliced
 from coatcheck.router.openai.response_parts import DONE, server_sent
@@ -37,7 +37,7 @@ class SseStream(Response):
         """Writes all of it; as ASGI has it."""
         try:
             await while_connected(receive, self._write(send))
-        except (ClientGone, OSError):
+        except (ClientDisconnected, OSError):
             _log.debug("a client left its stream")
 
     async def _write(self, send: Send) -> None:

@@ -33,8 +33,8 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
 from coatcheck.proto.tracing import NO_PARENT, Tracing
+from coatcheck.router.access.rate_limits import TenantLimits
 from coatcheck.router.access.tenant import ANYONE, Tenant
-from coatcheck.router.access.tenant_limits import TenantLimits
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
@@ -127,7 +127,7 @@ class GenerateService:
             with self._traffic.request(tenant):
                 self._shed(message, tenant, deadline)
                 request = await self._admit(message, tenant, passage, deadline)
-                self._limits.tokens(tenant, len(request.prompt_token_ids))
+                self._limits.charge_tokens(tenant, len(request.prompt_token_ids))
                 on_admitted()
                 skip = request.sampling.skip_special_tokens
                 relay = Relay(request, self._dispatch, self._config, lambda: self._tokenizer.detokenizer(skip))
@@ -138,7 +138,7 @@ class GenerateService:
                         yield event
                 finally:
                     relay.close()
-                    self._limits.tokens(tenant, relay.completion_tokens)
+                    self._limits.charge_tokens(tenant, relay.completion_tokens)
                     if on_decision is not None and relay.decision is not None:
                         on_decision(relay.decision)
         except BaseException as error:
@@ -229,8 +229,8 @@ class GenerateService:
         """Whoever is refused for the load is refused at once, before its prompt is tokenised: raises Overloaded and
         DeadlineExceeded."""
         if not message.resume:  # else it was taken before
-            self._limits.request(tenant)
-            self._dispatch.require_room(tenant, tenant.ranked(message.priority), deadline)
+            self._limits.charge_request(tenant)
+            self._dispatch.require_room(tenant, tenant.effective_priority(message.priority), deadline)
 
     async def _admit(
         self,

@@ -65,7 +65,7 @@ async def test_a_taken_port_is_a_clear_error(start_router: StartRouter, tokenize
     """Two routers do not share a port without anyone noticing."""
     router = await start_router()
     second = Router(RouterConfig(model="tiny", port=router.port), tokenizer)
-    with pytest.raises(InvalidConfig, match="taken"):
+    with pytest.raises(InvalidConfig, match="which is in use"):
         await second.start()
     await second.stop()
 

@@ -65,9 +65,7 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
     )
     assert bench.returncode == 0 and json.loads(bench.stdout)["succeeded"] == 2
     denied = secure.run("status", key=secure.key)
-    assert (
-        denied.returncode == 1 and "has the role user; this takes one with the role monitor or admin" in denied.stderr
-    )
+    assert denied.returncode == 1 and "has the role user; this needs the role monitor or admin" in denied.stderr
     assert secure.run("status", key=secure.admin).returncode == 0
     assert secure.run("explain", "def", key=secure.admin).returncode == 0
 
@@ -75,7 +73,7 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
 @pytest.mark.parametrize(
     ("key", "tls", "said"),
     [
-        ("", True, "this server asks for a key"),
+        ("", True, "this server requires a key"),
         ("cc-wrong", True, "this key is not known here"),
         ("not a key\n", True, "was it copied whole"),
         ("", False, "closes the connection at once: if it speaks TLS, give its authority with --tls-ca"),

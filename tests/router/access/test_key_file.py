@@ -18,18 +18,18 @@ def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureF
     """A withdrawn key is refused within a second or so; a file that cannot be read leaves the former keys."""
     now = 0.0
     file = tmp_path / "keys.yaml"
-    gate = Authenticator(write_keys(file), clock=lambda: now)
-    assert gate.admit(f"Bearer {SEARCH}", "generate").name == "search"
+    authenticator = Authenticator(write_keys(file), clock=lambda: now)
+    assert authenticator.authenticate(f"Bearer {SEARCH}", "generate").name == "search"
     file.write_text(json.dumps({"tenants": [{"name": "ops", "keys": [hash_key(OPS)]}]}))
-    assert gate.admit(f"Bearer {SEARCH}", "generate").name == "search"
+    assert authenticator.authenticate(f"Bearer {SEARCH}", "generate").name == "search"
     now = 1.0
     with pytest.raises(Unauthenticated):
-        gate.admit(f"Bearer {SEARCH}", "generate")
+        authenticator.authenticate(f"Bearer {SEARCH}", "generate")
     file.write_text("tenants: [")
     now = 2.0
     with caplog.at_level(logging.ERROR):
-        assert gate.admit(f"Bearer {OPS}", "generate").name == "ops"
-    assert "its former keys stay" in caplog.text
+        assert authenticator.authenticate(f"Bearer {OPS}", "generate").name == "ops"
+    assert "its former keys stay valid" in caplog.text
 
 
 def test_a_mounted_secret_changes_by_its_link(tmp_path: Path) -> None:
@@ -41,13 +41,13 @@ def test_a_mounted_secret_changes_by_its_link(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "a")
     watched = FileWatcher([str(link)], lambda: now)
     now = 1.0
-    assert not watched.changed()
+    assert not watched.has_changed()
     link.unlink()
     link.symlink_to(tmp_path / "b")
     now = 2.0
-    assert watched.changed()
+    assert watched.has_changed()
     now = 3.0
-    assert not watched.changed()
+    assert not watched.has_changed()
 
 
 _HASH = hash_key("cc-any")
@@ -58,8 +58,8 @@ _HASH = hash_key("cc-any")
     [
         ("tenants: [", "is not YAML"),
         ("- a", "must hold one list, `tenants`"),
-        ("tenants: []", "has no tenant"),
-        ("tenants: [x]", "tenant 1: it must hold settings"),
+        ("tenants: []", "there is no tenant"),
+        ("tenants: [x]", "an entry of `tenants` must hold settings"),
         (f"tenants: [{{keys: ['{_HASH}']}}]", "name is missing"),
         ("tenants: [{name: a}]", "keys must be a list of at least one sha256:HEX"),
         ("tenants: [{name: a, keys: [cc-plain-secret]}]", "keys must be a list"),
@@ -72,9 +72,12 @@ _HASH = hash_key("cc-any")
             "'b' has the certificate 'dns:b' of 'a'",
         ),
         (f"tenants: [{{name: a, keys: ['{_HASH}'], max_stream: 3}}]", "did you mean 'max_streams'"),
-        (f"tenants: [{{name: a, keys: ['{_HASH}'], max_streams: true}}]", "max_streams is True; it must be a whole"),
-        (f"tenants: [{{name: a, keys: ['{_HASH}'], weight: heavy}}]", "weight is 'heavy'; it must be a number"),
-        (f"tenants: [{{name: 7, keys: ['{_HASH}']}}]", "name is 7; it must be a text"),
+        (
+            f"tenants: [{{name: a, keys: ['{_HASH}'], max_streams: true}}]",
+            "max_streams is True; it must be a valid int",
+        ),
+        (f"tenants: [{{name: a, keys: ['{_HASH}'], weight: heavy}}]", "weight is 'heavy'; it must be a valid number"),
+        (f"tenants: [{{name: 7, keys: ['{_HASH}']}}]", "name is 7; it must be a valid string"),
         (f"tenants: [{{name: a, keys: ['{_HASH}'], role: root}}]", "role is 'root'"),
         (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: b, keys: ['{_HASH}']}}]", "'b' has a key of 'a'"),
         (f"tenants: [{{name: a, keys: ['{_HASH}']}}, {{name: a, keys: ['{_HASH[:-1]}0']}}]", "'a' is there twice"),

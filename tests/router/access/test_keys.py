@@ -31,11 +31,11 @@ def _request() -> pb.GenerateRequest:
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        (None, "this server asks for a key; send a key as `authorization: Bearer KEY`"),
+        (None, "this server requires a key; send a key as `authorization: Bearer KEY`"),
         (bearer("cc-wrong"), "this key is not known here"),
-        ([("authorization", SEARCH)], "none that this server knows"),
-        ([("authorization", "Bearer ")], "none that this server knows"),
-        ([("authorization", "Basic " + base64.b64encode(f"a:{SEARCH}".encode()).decode())], "none that this server"),
+        ([("authorization", SEARCH)], "does not know this form of authorization"),
+        ([("authorization", "Bearer ")], "does not know this form of authorization"),
+        ([("authorization", "Basic " + base64.b64encode(f"a:{SEARCH}".encode()).decode())], "does not know this form"),
     ],
 )
 async def test_without_a_key_of_ours_grpc_is_unauthenticated(

@@ -32,24 +32,24 @@ def test_a_role_allows_just_its_scopes(role: str, scope: Scope, able: bool) -> N
     """What a role does not allow is refused with the roles that do."""
     tenant = Tenant("search", role=role)
     if able:
-        tenant.require(scope)
+        tenant.require_scope(scope)
     else:
         with pytest.raises(PermissionDenied, match="'search' has the role .*admin"):
-            tenant.require(scope)
+            tenant.require_scope(scope)
 
 
 @given(st.text(min_size=1, max_size=8), st.text(max_size=8), st.text(min_size=1, max_size=8), st.text(max_size=8))
 def test_no_salt_of_one_tenant_is_another_s(mine: str, asked: str, theirs: str, tried: str) -> None:
     """Whatever clients send, equal salts come from equal tenants and equal words."""
-    one, two = Tenant("one", salt=mine).salted(asked), Tenant("two", salt=theirs).salted(tried)
+    one, two = Tenant("one", salt=mine).combine_salt(asked), Tenant("two", salt=theirs).combine_salt(tried)
     assert (one == two) == ((mine, asked) == (theirs, tried))
 
 
 def test_clients_only_give_way() -> None:
     """A request may go behind its tenant's others, never before them; without keys its word counts."""
     tenant = Tenant("search", priority=5)
-    assert [tenant.ranked(asked) for asked in (-100, 0, 7, 2**31 - 1)] == [5, 5, 12, 2**31 - 1]
-    assert ANYONE.ranked(-100) == -100
+    assert [tenant.effective_priority(asked) for asked in (-100, 0, 7, 2**31 - 1)] == [5, 5, 12, 2**31 - 1]
+    assert ANYONE.effective_priority(-100) == -100
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from coatcheck.router.access.connection_limits import raise_limit
+from coatcheck.router.access.connection_limits import raise_open_files_limit
 
 
 @dataclass(slots=True)
@@ -83,5 +83,5 @@ def _requests(address: str, count: int, key: str, body: dict[str, Any]) -> list[
 
 
 if __name__ == "__main__":
-    raise_limit()
+    raise_open_files_limit()
     main(*sys.argv[1:])

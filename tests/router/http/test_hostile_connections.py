@@ -13,11 +13,10 @@ from starlette.responses import Response
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelRequest
-from coatcheck.router.access.connection_limits import part_of
-from coatcheck.router.http.body_limit import BodyLimit
-from coatcheck.router.http.host_check import is_ours
+from coatcheck.router.access.connection_limits import share_of_limit
 from coatcheck.router.http.http_protocol import HEAD_BYTES, BoundedHttpProtocol
 from coatcheck.router.http.http_server import HttpServer
+from coatcheck.router.http.middleware import BodyLimitMiddleware, is_local_host
 from coatcheck.router.telemetry.request_metrics import REASONS, RequestMetrics
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
@@ -45,7 +44,9 @@ def counts() -> CollectorRegistry:
 async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
     """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
     measures = RequestMetrics(counts)
-    server = HttpServer(BodyLimit(_echo, measures, 1 << 20, 0.2), connection=_Hasty, on_refused=measures.refused)
+    server = HttpServer(
+        BodyLimitMiddleware(_echo, measures, 1 << 20, 0.2), connection=_Hasty, on_refused=measures.refused
+    )
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
 
     async def spoken(data: bytes) -> bytes:
@@ -107,7 +108,7 @@ async def test_a_request_that_would_rather_be_http2_keeps_its_body(speak: Speak,
 
 
 @pytest.mark.parametrize(
-    ("host", "ours"),
+    ("host", "is_local"),
     [
         ("", True), ("localhost:8000", True), ("127.0.0.1", True), ("[::1]:8000", True), ("[::1]", True),
         ("192.168.1.7:80", True), ("a.localhost", True), ("host.docker.internal:8000", True), ("localhost.", True),
@@ -115,9 +116,9 @@ async def test_a_request_that_would_rather_be_http2_keeps_its_body(speak: Speak,
         ("127.0.0.1.evil.example", False), (":", True),
     ],
 )  # fmt: skip
-def test_whose_name_it_is(host: str, ours: bool) -> None:
+def test_whose_name_it_is(host: str, is_local: bool) -> None:
     """Addresses and names that nobody can have in the public DNS are this host's."""
-    assert is_ours(host) is ours
+    assert is_local_host(host) is is_local
 
 
 async def test_another_s_name_is_refused(start_http_router: StartHttpRouter) -> None:
@@ -148,8 +149,8 @@ async def test_every_answer_has_its_request_s_id(start_http_router: StartHttpRou
 
 def test_no_limit_is_no_share_of_nothing() -> None:
     """Where the system sets none, connections have one all the same, and it is not zero."""
-    assert part_of(1024, 0.5) == 512
-    assert part_of(resource.RLIM_INFINITY, 0.5) == part_of(1 << 40, 0.5) == 1 << 19
+    assert share_of_limit(1024, 0.5) == 512
+    assert share_of_limit(resource.RLIM_INFINITY, 0.5) == share_of_limit(1 << 40, 0.5) == 1 << 19
 
 
 CROWD = """

@@ -110,7 +110,7 @@ async def test_grpc_reader_that_comes_back_is_told(start_router: StartRouter) ->
         call = method(_request().SerializeToString())
         await call.read()
         await is_given_up(router, group)
-        with pytest.raises(grpc.aio.AioRpcError, match="nothing was taken from this stream for 1 s") as ended:
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was read from this stream for 1 s") as ended:
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
