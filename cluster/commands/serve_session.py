@@ -32,8 +32,7 @@ from coatcheck.proto.errors import InvalidConfig, Unavailable
 from coatcheck.workers.host.disk_space import describe_full_disk
 
 if TYPE_CHECKING:
-    from coatcheck.cluster.supervision.supervisor import Supervisor
-from coatcheck.cluster.supervision.cluster_state import ClusterState, GroupState
+    from coatcheck.cluster.supervision.cluster_state import ClusterState, GroupState
 
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
@@ -126,6 +125,7 @@ class ServeSession:
     def _find_or_start_supervisor(self) -> Any:
         from coatcheck.cluster.ray_cluster import launch
         from coatcheck.cluster.ray_cluster.rank_placement import NoRoom, choose_placement
+        from coatcheck.cluster.supervision.supervisor import Supervisor
 
         config = self._config
         if running := launch.find_actor(launch.SUPERVISOR):
