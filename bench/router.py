@@ -40,7 +40,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
     processes = multiprocessing.get_context("spawn")
     group_pipe, group_end = processes.Pipe()
     client_pipe, client_end = processes.Pipe()
-    plane = PlaneCertificates.signed_by(ClusterCA()) if tls else PlaneCertificates()
+    plane = PlaneCertificates.sign_pair(ClusterCA()) if tls else PlaneCertificates()
     group = processes.Process(target=run_group, args=(group_end, streams, pace, plane.group), daemon=True)
     group.start()
     aside = asyncio.get_running_loop().run_in_executor

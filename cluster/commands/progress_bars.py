@@ -1,16 +1,17 @@
-"""ProgressBars: each rank's start as a line on a terminal, and as nothing where there is none."""
+"""ProgressBars: a progress bar for each rank that loads weights. Shows nothing unless stderr is a terminal."""
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from coatcheck.cluster.supervision.cluster_state import ClusterState
+if TYPE_CHECKING:
+    from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 
 
 class ProgressBars:
-    """A context manager; `show` may be called as often as one likes."""
+    """A context manager. The bars disappear when it is left."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -34,14 +35,13 @@ class ProgressBars:
     ) -> None:
         self._progress.stop()
 
-    def show(self, state: ClusterState) -> None:
-        """Brings every line up to date."""
+    def update_bars(self, state: "ClusterState") -> None:
         for group in state.groups:
-            for rank, said in enumerate(group.ranks):
+            for rank, progress in enumerate(group.ranks):
                 task = self._tasks.get((group.name, rank))
                 if task is None:
                     name = f"{group.name} rank {rank}"
                     task = self._tasks[group.name, rank] = self._progress.add_task(name, total=None, phase="")
                 self._progress.update(
-                    task, completed=said.done_bytes, total=said.total_bytes or None, phase=said.phase.value
+                    task, completed=progress.done_bytes, total=progress.total_bytes or None, phase=progress.phase.value
                 )

@@ -2,8 +2,8 @@
 
 Ray's client waits a minute for a GCS (the head's process) or a raylet (the node manager's process) that is gone. It
 cannot be interrupted meanwhile, and then ends the process with log lines of its own. A thread of RayWatch is faster: a
-Ray that this process started is lost once either process has ended. An existing cluster may have its head restarted, so
-RayWatch waits for that head as long as Ray's client would.
+local Ray is lost once either process has ended. The head of a joined cluster may be restarted, so RayWatch waits for
+that head as long as Ray's client would.
 """
 
 import os
@@ -20,19 +20,25 @@ from rich.console import Console
 
 from coatcheck.cluster.command import EXIT_FAILED, fail
 from coatcheck.cluster.commands.stop_signals import StopSignals
-from coatcheck.cluster.ray_cluster.local_ray import forget_ended, ray_folder
-from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, children, descendants, end_descendants, reap
-from coatcheck.cluster.ray_cluster.ray_address import listens
+from coatcheck.cluster.ray_cluster.local_ray import delete_stale_tokens, ray_folder
+from coatcheck.cluster.ray_cluster.process_tree import (
+    adopt_orphans,
+    children,
+    descendants,
+    kill_descendants,
+    reap_children,
+)
+from coatcheck.cluster.ray_cluster.ray_address import is_listening
 
 _POLL_SECONDS: Final = 1.0
 _MISSES: Final = 3  # failed connections in a row before the head counts as lost: a busy head may miss one
-_KILL_SECONDS: Final = 5.0  # most that killed processes need to end, on a busy machine
+_KILL_SECONDS: Final = 5.0  # longest wait until a killed process has ended; a busy machine delays that
 # Program names of Ray's processes, and what messages call them; a message adds the process id and the bracket.
 _PROCESSES: Final = {"gcs_server": "head (its GCS", "raylet": "node manager (its raylet"}
 
 
 class RayWatch:
-    """Between `start_own` or `start_joined` and `stop`, the loss of Ray ends this process with exit code 1."""
+    """From `watch_local_ray` or `watch_joined_ray` until `stop`, the loss of Ray ends this process with exit code 1."""
 
     def __init__(self, console: Console, signals: StopSignals) -> None:
         self._console = console
@@ -42,7 +48,7 @@ class RayWatch:
         # Acquired once and never released, by the thread that decides how the command ends: `stop`, or a loss of Ray.
         self._exit_lock = threading.Lock()
 
-    def start_own(self, logs: Path) -> None:
+    def watch_local_ray(self, logs: Path) -> None:
         """Watch the GCS and the raylet that this process has started. `logs`: Ray's log folder. Linux only."""
         if sys.platform != "linux":
             return
@@ -54,14 +60,15 @@ class RayWatch:
                     self._watched[os.pidfd_open(pid)] = f"{_PROCESSES[name]}, process {pid})"
         self._run(self._watch_own, logs)
 
-    def start_joined(self, address: str, patience: float) -> None:
-        """Watch the head of the cluster at `address`. The process ends once the head is gone for `patience` seconds."""
-        self._run(self._watch_joined, address, patience)
+    def watch_joined_ray(self, address: str, reconnect_seconds: float) -> None:
+        """Watch the head of the cluster at `address`. The process ends once the head has been gone for
+        `reconnect_seconds`."""
+        self._run(self._watch_joined, address, reconnect_seconds)
 
     def stop(self) -> None:
-        """Ends the watch, so that Ray may be shut down. Never returns if Ray is lost: the watch ends this process."""
-        if self._ended(0.0):
-            threading.Event().wait()  # for ever
+        """End the watch, so that Ray may be shut down. Never returns if Ray is lost: the watch ends this process."""
+        if self._wait_for_end(0.0):
+            threading.Event().wait()  # until the other thread has ended this process
         self._stopped.set()
         self._exit_lock.acquire()
 
@@ -70,41 +77,41 @@ class RayWatch:
 
     def _watch_own(self, logs: Path) -> None:
         ours = children()  # Ray's client waits for these itself
-        while not (ended := self._ended(_POLL_SECONDS)):
-            reap(children() - ours)
+        while not (ended := self._wait_for_end(_POLL_SECONDS)):
+            reap_children(children() - ours)
             if self._stopped.is_set():
                 return
         if self._exit_lock.acquire(blocking=False):
             try:
-                end_descendants()
+                kill_descendants()
                 self._wait_all_ended()
-                forget_ended(ray_folder())  # removes the token file, now that the head no longer listens
+                delete_stale_tokens(ray_folder())  # removes the token file, now that the head no longer listens
             finally:
-                self._end(
+                self._end_process(
                     f"Ray's {ended} has ended, so every process of this command was ended; start the same command "
                     f"again (if nobody ended that process, {logs} and `dmesg` may say why it ended)"
                 )
 
     def _wait_all_ended(self) -> None:
-        """Waits until the watched processes, which were killed, have ended; at most _KILL_SECONDS for each."""
+        """Wait until the watched processes, which were killed, have ended; at most _KILL_SECONDS for each."""
         for descriptor in self._watched:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
             poller.poll(_KILL_SECONDS * 1000)
 
-    def _ended(self, seconds: float) -> str:
-        """Waits up to `seconds` for a watched process to end. Returns what messages call it; "" if none ended."""
+    def _wait_for_end(self, seconds: float) -> str:
+        """Wait up to `seconds` for a watched process to end. Returns what messages call it; "" if none ended."""
         poller = select.poll()
         for descriptor in self._watched:
             poller.register(descriptor, select.POLLIN)
         found = poller.poll(seconds * 1000)
         return self._watched[found[0][0]] if found else ""
 
-    def _watch_joined(self, address: str, patience: float) -> None:
+    def _watch_joined(self, address: str, reconnect_seconds: float) -> None:
         lost_since = None
         misses = 0
         while not self._stopped.wait(_POLL_SECONDS):
-            if listens(address):
+            if is_listening(address):
                 if lost_since is not None:
                     self._print(f"Ray's head at {address} is back")
                 lost_since = None
@@ -117,17 +124,17 @@ class RayWatch:
                 lost_since = time.monotonic()
                 self._print(
                     f"warning: Ray's head at {address} is gone; requests are served, and everything waits "
-                    f"{patience:.0f} s for the head"
+                    f"{reconnect_seconds:.0f} s for the head"
                 )
-            is_over = time.monotonic() - lost_since > patience
+            is_over = time.monotonic() - lost_since > reconnect_seconds
             if (is_over or self._signals.asked.is_set()) and self._exit_lock.acquire(blocking=False):
                 gone = f"Ray's head (its GCS) at {address} has been gone for {time.monotonic() - lost_since:.0f} s"
-                self._end(
+                self._end_process(
                     f"{gone}; start Ray's head again, then this command: with Redis it finds the groups that still "
                     "run, without Redis it starts new ones"
                 )
 
-    def _end(self, message: str) -> NoReturn:
+    def _end_process(self, message: str) -> NoReturn:
         self._console.show_cursor()  # a progress bar may have hidden it
         os._exit(fail(message, EXIT_FAILED))
 

@@ -1,15 +1,18 @@
-"""`coatcheck restart`: everything gets new processes, one after another, and no request is lost. Knows the supervisor.
+"""`coatcheck restart`: replaces the processes of a running cluster one group at a time, without losing a request.
 
-An upgrade is this, once every node has the new version installed.
+To upgrade, install the new version on every node, then run this command.
 """
 
 import time
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coatcheck.cluster.commands.supervisor_client import RayAddress, supervisor_at
+from coatcheck.cluster.commands.supervisor_client import RayAddress, connect_to_supervisor
+
+if TYPE_CHECKING:
+    from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle
 
 _ADOPT_SECONDS = 30.0
 _POLL_SECONDS = 0.1
@@ -21,50 +24,53 @@ def restart(
     ] = None,
     ray_address: RayAddress = "auto",
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long what runs on a group may take to end; then it moves to others.")
+        float,
+        typer.Option(min=0.0, help="Seconds that requests on a group have to end; then they move to other groups."),
     ] = 30.0,
     routers: Annotated[
-        bool, typer.Option("--routers", help="Then the routers too: each takes no new request while what runs ends.")
+        bool,
+        typer.Option("--routers", help="Restart the routers afterwards; each refuses new requests while its own end."),
     ] = False,
 ) -> None:
-    """Start the groups again, one at a time, while the others serve: with whatever version is installed now."""
-    with supervisor_at(ray_address) as supervisor:
-        _roll(supervisor, groups or [], drain_seconds, routers=routers)
+    """Rolling restart: restart one group at a time while the others serve, with the version that is installed now."""
+    with connect_to_supervisor(ray_address) as supervisor:
+        _restart_groups(supervisor, groups or [], drain_seconds, routers=routers)
 
 
-def _roll(supervisor: Any, groups: list[str], drain_seconds: float, *, routers: bool) -> None:
+def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_seconds: float, *, routers: bool) -> None:
     import ray
 
     if not groups:
-        # First, since it tells the others what to be: an older one could not tell newer groups all of it.
+        # First, because the supervisor sends the groups their settings: an older one does not know new settings.
         began = time.monotonic()
-        _renew(supervisor)
-        _say("the supervisor", began)
-        groups = ray.get(supervisor.config.remote()).group_names
+        _restart_supervisor(supervisor)
+        _print_duration("the supervisor", began)
+        groups = ray.get(supervisor.get_config.remote()).group_names
     for group in groups:
         began = time.monotonic()
-        ray.get(supervisor.restart.remote(group, drain_seconds))
-        _say(group, began)
-    for address in ray.get(supervisor.state.remote()).routers if routers else ():
+        ray.get(supervisor.restart_group.remote(group, drain_seconds))
+        _print_duration(group, began)
+    for address in ray.get(supervisor.get_state.remote()).routers if routers else ():
         began = time.monotonic()
         ray.get(supervisor.restart_router.remote(address, drain_seconds))
-        _say(f"the router at {address}", began)
+        _print_duration(f"the router at {address}", began)
 
 
-def _renew(supervisor: Any) -> None:
-    """Returns once the next one has adopted everything, or has had its time: what is wrong then is said of a group."""
+def _restart_supervisor(supervisor: "SupervisorHandle") -> None:
+    """Returns once the new supervisor has adopted everything, after 30 s at the latest: if something is wrong then, the
+    restart of a group says it."""
     import ray
     from ray.exceptions import RayError
 
-    with suppress(RayError):  # it has ended
+    with suppress(RayError):  # the process ends without an answer
         ray.get(supervisor.restart_supervisor.remote())
     deadline = time.monotonic() + _ADOPT_SECONDS
     while time.monotonic() < deadline:
-        with suppress(RayError):  # the next one is not there yet
-            if ray.get(supervisor.state.remote(), timeout=_ADOPT_SECONDS).is_ready:
+        with suppress(RayError):  # the new one has not started yet
+            if ray.get(supervisor.get_state.remote(), timeout=_ADOPT_SECONDS).is_ready:
                 return
         time.sleep(_POLL_SECONDS)
 
 
-def _say(what: str, began: float) -> None:
+def _print_duration(what: str, began: float) -> None:
     print(f"{what} serves again after {time.monotonic() - began:.1f} s", flush=True)

@@ -1,4 +1,4 @@
-"""StopSignals: what SIGINT and SIGTERM ask of `coatcheck serve`. It does not know what is served, nor how that ends."""
+"""StopSignals: SIGINT and SIGTERM for `coatcheck serve`. The first asks to drain, the second to stop at once."""
 
 import os
 import signal
@@ -6,17 +6,17 @@ import socket
 import threading
 from typing import Final
 
-from coatcheck.cluster.ray_cluster.process_tree import end_descendants
+from coatcheck.cluster.ray_cluster.process_tree import kill_descendants
 
 EXIT_STOPPED: Final = 130
 
 
 class StopSignals:
-    """The first SIGINT or SIGTERM asks to drain, the second to stop at once.
+    """`asked` is set by the first signal, `forced` by the second.
 
-    Both are only noted: an exception out of a handler would tear through Ray's own code. A thread notes them, since
-    Python's handlers wait for the main thread, which Ray may keep for minutes. `ends_at_once`: as long as nothing is
-    there that has to be put away, the first one ends the process.
+    Signals are only recorded: an exception from a handler would interrupt Ray's code anywhere. A thread records them,
+    because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, there is
+    nothing to clean up, and the first signal ends the process.
     """
 
     def __init__(self) -> None:
@@ -25,24 +25,24 @@ class StopSignals:
         self.ends_at_once = True
         self._arrivals, wakeup = socket.socketpair()
         wakeup.setblocking(False)
-        self._wakeup = wakeup  # Python writes each signal's number into it, whatever the main thread does
-        self.install()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._wakeup = wakeup  # Python writes each signal's number to this socket, even if the main thread is blocked
+        self.install_handlers()
+        threading.Thread(target=self._record_signals, daemon=True).start()
 
-    def install(self) -> None:
-        """Ray installs handlers of its own when it connects."""
+    def install_handlers(self) -> None:
+        """Call this again after connecting to Ray, which installs handlers of its own."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
 
-    def _listen(self) -> None:
+    def _record_signals(self) -> None:
         while True:
             if self._arrivals.recv(1)[0] in (signal.SIGINT, signal.SIGTERM):
                 (self.forced if self.asked.is_set() else self.asked).set()
                 if self.ends_at_once:
-                    # A Ray of our own ends with its parent, but for what has been started by what then ends: Ray's
-                    # agents would first try for a minute to tell a head that is gone.
+                    # A local Ray ends with this process, but Ray's agents would first try for a minute to reach the
+                    # head that has ended.
                     try:
-                        end_descendants()
-                    finally:  # whatever becomes of them: no other thread would end this process
+                        kill_descendants()
+                    finally:  # in any case: no other thread would end this process
                         os._exit(EXIT_STOPPED)

@@ -1,37 +1,41 @@
-"""SupervisorCall: how a command reaches the supervisor of a cluster that runs. It does not know what is asked then."""
+"""Connects a command to the supervisor of a running cluster."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
-from coatcheck.cluster.ray_cluster.ray_environment import quiet_driver, show_token
+from coatcheck.cluster.ray_cluster.ray_environment import silence_ray_driver, use_local_ray_token
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 
+if TYPE_CHECKING:
+    from coatcheck.cluster.ray_cluster.actor_handles import SupervisorHandle
+
 RayAddress = Annotated[
-    str, typer.Option(help="The Ray cluster, HOST:PORT or auto: the one on this host, by `serve` or Ray.")
+    str, typer.Option(help="HOST:PORT of the Ray cluster's head; auto: the Ray cluster on this host.")
 ]
 
 
 @contextmanager
-def supervisor_at(ray_address: str) -> Iterator[Any]:
-    """The supervisor's actor. Whatever Ray raises inside comes out as an error of ours."""
+def connect_to_supervisor(ray_address: str) -> Iterator["SupervisorHandle"]:
+    """The supervisor of the cluster at `ray_address`. What Ray raises inside is raised as a CoatcheckError."""
     address = find_ray(ray_address, own=True)
     if ray_address == "auto":
         print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
-    quiet_driver()
-    show_token(address)
+    silence_ray_driver()
+    use_local_ray_token(address)
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     from coatcheck.cluster.ray_cluster import launch
+    from coatcheck.cluster.ray_cluster.ray_connection import join_ray
 
-    launch.join(address)
+    join_ray(address)
     try:
-        supervisor = launch.find_actor(launch.SUPERVISOR)
+        supervisor = launch.find_supervisor()
         if supervisor is None:
             raise Unavailable(f"nothing serves on the Ray cluster at {address}; start it with `coatcheck serve`")
         yield supervisor

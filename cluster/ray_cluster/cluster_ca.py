@@ -1,6 +1,6 @@
-"""ClusterCA: signs the certificates of one cluster's own connections. Made anew with each cluster, kept in no file.
+"""ClusterCA: the certificate authority of one cluster, for mutual TLS between its routers and groups.
 
-It does not know who asks for a certificate, nor where that goes.
+Each cluster has its own. Its key exists only in the memory of the process that starts the cluster.
 """
 
 import datetime
@@ -15,26 +15,25 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coatcheck.proto.plane_certificate import GROUP, ROUTER, PlaneCertificate
 
-# Longer than any cluster runs; its end is the end of the authority, not a date.
-_LIFETIME: Final = datetime.timedelta(days=3650)
-_CLOCKS_DIFFER: Final = datetime.timedelta(hours=1)
+_LIFETIME: Final = datetime.timedelta(days=3650)  # longer than any cluster runs
+_CLOCK_SKEW: Final = datetime.timedelta(hours=1)  # between hosts
 
 
 @dataclass(frozen=True)
 class PlaneCertificates:
-    """What routers and groups of one cluster show each other; None: their connections are plain."""
+    """The certificates of a cluster's routers and of its groups. None: their connections are not encrypted."""
 
     router: PlaneCertificate | None = None
     group: PlaneCertificate | None = None
 
     @classmethod
-    def signed_by(cls, authority: "ClusterCA") -> Self:
-        """A new pair."""
-        return cls(authority.for_router(), authority.for_group())
+    def sign_pair(cls, authority: "ClusterCA") -> Self:
+        """A new certificate for routers and a new one for groups."""
+        return cls(authority.sign_router_certificate(), authority.sign_group_certificate())
 
 
 class ClusterCA:
-    """Hands out leaves that are good for one side of a connection."""
+    """A self-signed authority. Each certificate that it signs is valid for one side of a connection only."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -43,15 +42,15 @@ class ClusterCA:
         builder = self._builder(self._name, self._key.public_key()).add_extension(constraints, critical=True)
         self._certificate = builder.sign(self._key, hashes.SHA256())
 
-    def for_router(self) -> PlaneCertificate:
-        """Opens connections to groups."""
-        return self._issue(ROUTER, [ExtendedKeyUsageOID.CLIENT_AUTH])
+    def sign_router_certificate(self) -> PlaneCertificate:
+        """A client certificate: it opens connections to groups."""
+        return self._sign(ROUTER, [ExtendedKeyUsageOID.CLIENT_AUTH])
 
-    def for_group(self) -> PlaneCertificate:
-        """Takes connections from routers."""
-        return self._issue(GROUP, [ExtendedKeyUsageOID.SERVER_AUTH])
+    def sign_group_certificate(self) -> PlaneCertificate:
+        """A server certificate: it accepts connections from routers."""
+        return self._sign(GROUP, [ExtendedKeyUsageOID.SERVER_AUTH])
 
-    def _issue(self, name: str, uses: Sequence[x509.ObjectIdentifier]) -> PlaneCertificate:
+    def _sign(self, name: str, uses: Sequence[x509.ObjectIdentifier]) -> PlaneCertificate:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         leaf = (
@@ -76,6 +75,6 @@ class ClusterCA:
             .issuer_name(self._name)
             .public_key(key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _CLOCKS_DIFFER)
+            .not_valid_before(now - _CLOCK_SKEW)
             .not_valid_after(now + _LIFETIME)
         )

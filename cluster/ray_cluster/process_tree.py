@@ -1,91 +1,74 @@
-"""Descendants: the processes below one, as Linux tells them in /proc, and their end. It does not know what they are.
+"""Finds the processes below one process, kills them, and adopts those whose parent has ended.
 
-A process whose parent ends becomes its nearest adopter's child: where nobody adopts, that is the system's first
-process, and it is out of sight.
+When a process ends, the kernel gives its children to the nearest ancestor that adopts orphans (a child subreaper), else
+to process 1, where `descendants` no longer finds them.
 """
 
 import ctypes
 import os
-import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
+
+import psutil
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_SECONDS: Final = 0.02
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Every process below one that has not ended, with its command line."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, ValueError):  # it has just ended
-                state, parent = _text(entry / "stat").rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(entry.name))
-    found, pending = {}, [root]
-    while pending:
-        for pid in children.get(pending.pop(), []):
-            pending.append(pid)
-            with suppress(OSError):
-                found[pid] = _text(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+    """The command line of each process below process `root`, by process id. Zombies are left out."""
+    found = {}
+    with suppress(psutil.Error):
+        for process in psutil.Process(root).children(recursive=True):
+            with suppress(psutil.Error):  # ended since then, or a zombie
+                found[process.pid] = " ".join(process.cmdline())
     return found
-
-
-def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends is this process's child, and stays in sight."""
-    _set_subreaper(True)
-
-
-def stop_adopting_orphans() -> None:
-    """Undoes adopt_orphans: from now on a descendant whose parent ends goes to process 1, or to a subreaper above."""
-    _set_subreaper(False)
-
-
-def end_descendants(grace_seconds: float = 0.0) -> None:
-    """kill -9 of those that have not ended by themselves in that time, and of whatever they still start."""
-    if sys.platform != "linux":
-        return
-    deadline = time.monotonic() + grace_seconds
-    while time.monotonic() < deadline and descendants(os.getpid()):
-        time.sleep(_POLL_SECONDS)
-    stopped: set[int] = set()
-    while more := descendants(os.getpid()).keys() - stopped:  # one that is stopped starts no other
-        for pid in more:
-            _send(pid, signal.SIGSTOP)
-        stopped |= more
-    for pid in stopped:
-        _send(pid, signal.SIGKILL)
 
 
 def children() -> set[int]:
     """The process ids of this process's children, including zombies."""
-    found: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has just ended
-            found.update(map(int, _text(file).split()))
-    return found
+    return {process.pid for process in psutil.Process().children()}
 
 
-def reap(adopted: set[int]) -> None:
-    """Reaps those of `adopted` that have ended, which would stay zombies otherwise."""
-    for pid in adopted:
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends. Linux only; elsewhere does nothing."""
+    _set_subreaper(True)
+
+
+def stop_adopting_orphans() -> None:
+    """Undo adopt_orphans: from now on an orphan goes to process 1, or to a subreaper above this process."""
+    _set_subreaper(False)
+
+
+def reap_children(pids: set[int]) -> None:
+    """Collect the exit status of those children in `pids` that have ended. They would stay zombies otherwise."""
+    for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def kill_descendants(grace_seconds: float = 0.0) -> None:
+    """Kill (SIGKILL) every descendant of this process that has not ended by itself after `grace_seconds`, and whatever
+    they start meanwhile. Linux only; elsewhere does nothing."""
+    if sys.platform != "linux":
+        return
+    this = psutil.Process()
+    deadline = time.monotonic() + grace_seconds
+    while time.monotonic() < deadline and descendants(this.pid):
+        time.sleep(_POLL_SECONDS)
+    stopped: set[psutil.Process] = set()
+    while more := set(this.children(recursive=True)) - stopped:
+        for process in more:
+            with suppress(psutil.Error):
+                process.suspend()  # a suspended process starts no others
+        stopped |= more
+    for process in stopped:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _set_subreaper(enabled: bool) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
-
-
-def _text(file: Path) -> str:
-    return file.read_text(errors="replace")  # names are bytes, and Linux cuts a long one anywhere
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

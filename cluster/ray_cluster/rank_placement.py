@@ -1,4 +1,4 @@
-"""Where ranks go: device, resources per rank, and whether a Ray cluster has room. Pure: nodes come in as numbers."""
+"""Decides where ranks go: the device, the resources of each rank, and whether the Ray cluster has room. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,39 +9,43 @@ from coatcheck.proto.errors import InvalidConfig
 Resources = Mapping[str, float]
 
 _SHOWN_NODES = 8
+_MIN_ID_DIGITS = 6
 
 
-class NoRoom(InvalidConfig):
-    """Groups that do not fit: the message says what is missing, and where. What helps is for whoever asked to say."""
+class InsufficientResources(InvalidConfig):
+    """The groups do not fit on the Ray cluster. The message says how much is missing and what is free on which node."""
 
     def __init__(self, message: str, resource: str = "CPU") -> None:
         super().__init__(message)
         self.resource = resource
 
-    def at_start(self, *, own_ray: bool) -> InvalidConfig:
-        """As `coatcheck serve` says it."""
+    def for_serve(self, *, own_ray: bool) -> InvalidConfig:
+        """The error of `coatcheck serve`, with what to change. `own_ray`: the command has started this Ray."""
         remedy = "serve on a Ray cluster with more (--ray-address)" if own_ray else "add nodes"
         cpus = ", or use --device cpu" if self.resource == "GPU" else ""
         return InvalidConfig(f"{self}; lower --groups or --tp, or {remedy}{cpus}")
 
-    def at_growth(self, before: int, groups: int, *, own_ray: bool) -> InvalidConfig:
-        """As `coatcheck scale` says it, when so many serve and so many were asked for."""
+    def for_scale(self, before: int, groups: int, *, own_ray: bool) -> InvalidConfig:
+        """The error of `coatcheck scale --groups GROUPS` on a cluster of `before` groups, with what to change."""
         if not own_ray:
             remedy = "ask for fewer, or add nodes"
         elif self.resource == "CPU":
             remedy = (
-                "this Ray is `coatcheck serve`'s own, with places for what that was started with: start it again with "
+                "this Ray was started by `coatcheck serve` with room for the groups of its flags: start it again with "
                 f"--groups {groups}, or with --max-groups {groups}, or on a Ray cluster with more (--ray-address)"
             )
         else:
-            remedy = "it is `coatcheck serve`'s own, on one host: serve on a Ray cluster with more (--ray-address)"
+            remedy = "this Ray is of one host: serve on a Ray cluster with more (--ray-address)"
         return InvalidConfig(f"{counted(before, 'group')} serve, and more have no room: {self}; {remedy}")
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One group's bundles are `tp` times `bundle`. `strategies` has one for each group, in the order in which they
-    are to be reserved: STRICT_PACK, all on one node, comes first, then PACK, over several."""
+    """The resources of a group's placement group: `tp` bundles, each `bundle`.
+
+    `strategies` has Ray's placement strategy of each group, in the order in which to reserve them: first STRICT_PACK
+    (all ranks on one node), then PACK (over several nodes).
+    """
 
     device: str
     bundle: dict[str, float]
@@ -49,27 +53,31 @@ class RankPlacement:
 
 
 def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Resources]) -> RankPlacement:
-    """`nodes`: what each has free, by its name. Raises NoRoom when the groups do not fit."""
+    """Place `groups` groups of `tp` ranks. `nodes`: the free resources of each node, by its name.
+
+    Device "auto" is "cuda" if any node has a free GPU. Raises InsufficientResources if the groups do not fit.
+    """
     if device == "auto":
         device = "cuda" if any(node.get("GPU", 0) >= 1 for node in nodes.values()) else "cpu"
     resource = "GPU" if device == "cuda" else "CPU"
     free = {name: int(node.get(resource, 0)) for name, node in nodes.items()}
     if sum(free.values()) < groups * tp:
-        raise NoRoom(_too_small(resource, groups, tp, free), resource)
+        raise InsufficientResources(_shortage(resource, groups, tp, free), resource)
     strategies = []
     for _ in range(groups):
-        # Ranks of a group talk in every layer: one node where one can hold them, and of those the fullest.
-        holding = [name for name, amount in free.items() if amount >= tp]
-        if not holding:
+        # The ranks of a group exchange tensors in every layer, so one node should hold them all. Of the nodes that can,
+        # take the one with the least room.
+        candidates = [name for name, amount in free.items() if amount >= tp]
+        if not candidates:
             break
-        free[min(holding, key=lambda name: free[name])] -= tp
+        free[min(candidates, key=lambda name: free[name])] -= tp
         strategies.append("STRICT_PACK")
     spread = groups - len(strategies)
     return RankPlacement(device, {resource: 1.0}, (*strategies, *("PACK",) * spread))
 
 
-def _too_small(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> str:
-    needed, there = groups * tp, sum(free.values())
+def _shortage(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> str:
+    needed, total = groups * tp, sum(free.values())
     offering = sorted(((amount, name) for name, amount in free.items() if amount), reverse=True)
     shown = [f"{amount} on {name}" for amount, name in offering[:_SHOWN_NODES]]
     if len(offering) > _SHOWN_NODES:
@@ -77,5 +85,22 @@ def _too_small(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> 
     where = f" ({', '.join(shown)})" if shown else ""
     return (
         f"{counted(groups, 'group')} with tp {tp} {'needs' if groups == 1 else 'need'} {counted(needed, resource)}, "
-        f"and this Ray cluster has {there} free on {counted(len(free), 'node')}{where}: {needed - there} missing"
+        f"and this Ray cluster has {total} free on {counted(len(free), 'node')}{where}: {needed - total} missing"
     )
+
+
+def node_names(names: Mapping[str, str]) -> dict[str, str]:
+    """A distinct name for each node, by node id. `names`: Ray's name of each node.
+
+    Nodes that share a name get as many digits of their id as tell them apart, at least 6.
+    """
+    ids_by_name: dict[str, list[str]] = {}
+    for id, name in names.items():
+        ids_by_name.setdefault(name, []).append(id)
+    distinct: dict[str, str] = {}
+    for name, ids in ids_by_name.items():
+        digits = _MIN_ID_DIGITS
+        while len({id[:digits] for id in ids}) < len(ids):
+            digits += 1
+        distinct |= {id: f"{name} ({id[:digits]})" if len(ids) > 1 else name for id in ids}
+    return distinct

@@ -1,21 +1,24 @@
-"""What Ray reads from the environment as it is imported. This module therefore does not import it."""
+"""Sets the environment variables that Ray reads when it is imported. This module does not import Ray."""
 
 import math
 import os
 import secrets
 from pathlib import Path
 
-from coatcheck.cluster.ray_cluster.local_ray import ray_folder, token_of
+from coatcheck.cluster.ray_cluster.local_ray import ray_folder, read_token
 from coatcheck.proto.errors import InvalidConfig
 
-_LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_MODE = "RAY_AUTH_MODE"
-_TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_HELP = (
     "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token is not its token; a Ray that `coatcheck serve` "
     "has started accepts only commands of the same user on the same host"
 )
+
+# "0" makes Ray listen on the loopback interface alone, on Linux too.
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_MODE = "RAY_AUTH_MODE"
+_TOKEN = "RAY_AUTH_TOKEN"
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_RECONNECT_DEFAULT = "60"
 _EXTRA_SECONDS = 3600
 
 # Time limits of Ray's start, raised because a busy machine exceeds the defaults, which are in the comments.
@@ -27,38 +30,37 @@ _START_TIMEOUTS = {
 }
 
 
-def quiet_driver() -> None:
-    """Keeps Ray's own remarks on dead processes off the terminal: `coatcheck serve` says in a line what died."""
+def silence_ray_driver() -> None:
+    """Keep Ray's lines about dead processes off the terminal. `coatcheck serve` prints its own line for each."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 
 
-def confine_local_ray() -> None:
-    """For a Ray of our own: loopback only, nothing reported home, and a token that only its own processes know."""
-    # Made for other systems, on Linux this too has Ray listen on the loopback interface alone.
-    os.environ.setdefault(_LOOPBACK_ALONE, "0")
+def configure_local_ray() -> None:
+    """For a Ray that this process starts: loopback only, no usage reports, a new token, longer time limits."""
+    os.environ.setdefault(_LOOPBACK_ONLY, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray runs workers at nice 15, so that anything else on the host would slow every token down.
+    # Ray would run workers at nice 15: any other process of the host would slow every token down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     for name, limit in _START_TIMEOUTS.items():
         os.environ.setdefault(name, limit)
-    # Whoever reaches a Ray may run code in it, also another user of this host.
+    # Without a token every user of this host could run code in this Ray.
     os.environ.setdefault(_MODE, "token")
     if _is_token_mode():
         os.environ.setdefault(_TOKEN, secrets.token_hex(32))
 
 
 def extend_reconnect_timeout() -> float:
-    """For a joined cluster: raises the time that Ray's client in this process waits for a lost head, because the client
+    """For a cluster that this process joins: raise the time that Ray's client waits for a lost head, because the client
     then ends the process without an error message. Returns the former limit in seconds, which RayWatch applies."""
-    given = os.environ.get(_RECONNECT) or "60"  # Ray's default
+    given = os.environ.get(_RECONNECT) or _RECONNECT_DEFAULT
     try:
-        patience = float(given)
+        seconds = float(given)
     except ValueError:
         raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to a number of seconds") from None
-    if not 0 <= patience < math.inf:
+    if not 0 <= seconds < math.inf:
         raise InvalidConfig(f"{_RECONNECT} is {given!r} in the environment; set it to 0 or more seconds")
-    os.environ[_RECONNECT] = str(math.ceil(patience) + _EXTRA_SECONDS)
-    return patience
+    os.environ[_RECONNECT] = str(math.ceil(seconds) + _EXTRA_SECONDS)
+    return seconds
 
 
 def environment_token() -> str:
@@ -67,10 +69,18 @@ def environment_token() -> str:
 
 
 def enable_user_token() -> None:
-    """Has Ray's client send the user's token, if the user has one, as `ray.init("auto")` does: a Ray that `ray start`
+    """Have Ray's client send the user's token, if the user has one, as `ray.init("auto")` does: a Ray that `ray start`
     has started on this host asks for it. Does nothing if RAY_AUTH_MODE is set."""
     if _MODE not in os.environ and _user_token():
         os.environ[_MODE] = "token"
+
+
+def use_local_ray_token(address: str) -> None:
+    """If `coatcheck serve` of this user has started the Ray at `address`, have Ray's client send that Ray's token."""
+    if (token := read_token(ray_folder(), address)) is not None:
+        os.environ[_LOOPBACK_ONLY] = "0"
+        os.environ[_MODE] = "token" if token else "disabled"
+        os.environ[_TOKEN] = token
 
 
 def _is_token_mode() -> bool:
@@ -84,11 +94,3 @@ def _user_token() -> str:
         return os.environ.get(_TOKEN) or file.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def show_token(address: str) -> None:
-    """For a command that joins a Ray which `coatcheck serve` has started. Others are for the environment to know."""
-    if (token := token_of(ray_folder(), address)) is not None:
-        os.environ[_LOOPBACK_ALONE] = "0"
-        os.environ[_MODE] = "token" if token else "disabled"
-        os.environ[_TOKEN] = token

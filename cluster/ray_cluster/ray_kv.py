@@ -1,6 +1,7 @@
-"""ClusterNotes: numbers that Ray keeps for a supervisor that comes back when nobody is left to ask.
+"""Numbers that the supervisor keeps in Ray's key-value store, so that a restarted supervisor can read them.
 
-How many groups a scaling has asked for, and how often each has been started. It does not know actors.
+The store holds the number of groups that the last `coatcheck scale` asked for, and the number of each group's newest
+start.
 """
 
 from ray.experimental import internal_kv
@@ -9,37 +10,36 @@ _PREFIX = "coatcheck"
 _GROUP_COUNT = f"{_PREFIX}/groups"
 
 
-def start_of(group: str) -> int | None:
-    """The number of the newest; None: it has had none."""
-    noted: bytes | None = internal_kv._internal_kv_get(_start_key(group))
-    return None if noted is None else int(noted)
+def read_start_number(group: str) -> int | None:
+    """The number of the group's newest start; None if it was never started."""
+    return _read_number(_start_key(group))
 
 
-def note_start(group: str, start: int) -> None:
-    """There is one more."""
+def write_start_number(group: str, start: int) -> None:
     internal_kv._internal_kv_put(_start_key(group), str(start))
 
 
-def forget_starts(group: str) -> None:
-    """The group is no more."""
+def delete_start_number(group: str) -> None:
     internal_kv._internal_kv_del(_start_key(group))
 
 
-def note_group_count(groups: int) -> None:
-    """A scaling has asked for so many."""
+def read_group_count() -> int | None:
+    """The number of groups that the last scaling asked for; None if nobody has scaled this cluster."""
+    return _read_number(_GROUP_COUNT)
+
+
+def write_group_count(groups: int) -> None:
     internal_kv._internal_kv_put(_GROUP_COUNT, str(groups))
 
 
-def group_count() -> int | None:
-    """None: no scaling has asked for any number."""
-    noted: bytes | None = internal_kv._internal_kv_get(_GROUP_COUNT)
-    return None if noted is None else int(noted)
-
-
-def forget_group_count() -> None:
-    """The next start has as many as it is told."""
+def delete_group_count() -> None:
     internal_kv._internal_kv_del(_GROUP_COUNT)
 
 
+def _read_number(key: str) -> int | None:
+    value: bytes | None = internal_kv._internal_kv_get(key)
+    return None if value is None else int(value)
+
+
 def _start_key(group: str) -> str:
-    return f"{_PREFIX}/{group}/incarnation"  # as former versions call it
+    return f"{_PREFIX}/{group}/start"

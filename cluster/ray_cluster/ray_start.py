@@ -1,7 +1,7 @@
-"""RayStart: starts a Ray for `coatcheck serve`, or joins one, and tries again until --ray-start-timeout has passed.
+"""RayStart: starts a local Ray, or joins a Ray cluster, and tries again until --ray-start-timeout has passed.
 
 On a busy machine Ray's own time limits end its start too early. Limits that Ray has a setting for are raised (see
-ray_environment.py). For the one without a setting, the raylet is suspended for a while (see raylet_pause.py). If an
+ray_environment.py). For the one without a setting, the raylet is suspended for a while (see raylet_suspender.py). If an
 attempt fails all the same, its processes are killed, and another attempt is made. The first attempt imports Ray.
 """
 
@@ -20,16 +20,16 @@ from coatcheck.cluster.ray_cluster.local_ray import ray_folder
 from coatcheck.cluster.ray_cluster.process_tree import (
     adopt_orphans,
     descendants,
-    end_descendants,
+    kill_descendants,
     stop_adopting_orphans,
 )
-from coatcheck.cluster.ray_cluster.ray_log import last_error, last_line, session_of
+from coatcheck.cluster.ray_cluster.ray_log import find_session, last_error, last_line
 from coatcheck.cluster.ray_cluster.raylet_suspender import RayletSuspender
 from coatcheck.proto.errors import Unavailable
 
 _PROGRESS_SECONDS: Final = 10.0  # between two progress lines
 _RETRY_SECONDS: Final = 1.0  # from a failed attempt to the next one
-_KILL_SECONDS: Final = 5.0  # most that killed processes need to disappear, on a slow disk
+_KILL_SECONDS: Final = 5.0  # longest wait until killed processes have disappeared; a slow disk delays them
 _POLL_SECONDS: Final = 0.05
 _TICK_SECONDS: Final = 0.5
 
@@ -43,7 +43,7 @@ class RayNotReady(Unavailable):
 
 
 class RayStart:
-    """One start, of one or several attempts. `run` returns once this process is connected to Ray."""
+    """Connects this process to Ray, in one or several attempts."""
 
     def __init__(self, config: ServeConfig, console: Console) -> None:
         self._config = config
@@ -51,14 +51,15 @@ class RayStart:
         self._starts_ray = config.ray_address is None
         self._began = time.monotonic()
         self._reason = ""  # why the last attempt failed
-        self._suspender: RayletSuspender | None = None  # of the current attempt, if we start Ray
+        self._suspender: RayletSuspender | None = None  # of the current attempt, if this process starts Ray
         self._finished = threading.Event()
         # Held while the result of an attempt is recorded, so that either the main thread continues or the thread of
         # _watch_clock ends the process.
         self._outcome_lock = threading.Lock()
 
-    def run(self) -> None:
-        """Raises Unavailable or InvalidConfig for what no further attempt would change.
+    def wait_until_connected(self) -> None:
+        """Return once this process is connected to Ray. Raises Unavailable or InvalidConfig if no further attempt can
+        succeed.
 
         When the time is up during an attempt, another thread prints one line and ends the process with exit code 1,
         because Ray's code may wait for minutes and cannot be interrupted.
@@ -72,25 +73,25 @@ class RayStart:
                 pass
         finally:
             self._finished.set()
-            clock.join()  # else it could suspend the raylet after this resumes it
+            clock.join()  # else that thread could suspend the raylet after the next lines resume it
             if self._suspender is not None:
-                self._suspender.resume()
+                self._suspender.resume_raylet()
             if self._starts_ray:
                 stop_adopting_orphans()
 
     def _try_connect(self) -> bool:
-        """Makes one attempt. Returns False if it failed and another may succeed; its processes are killed then."""
+        """Make one attempt. If it fails and another may succeed, kill its processes and return False."""
         import ray
 
-        from coatcheck.cluster.ray_cluster import launch
+        from coatcheck.cluster.ray_cluster.ray_connection import connect_to_ray
 
         try:
-            launch.connect(self._config)
+            connect_to_ray(self._config)
         except RayNotReady as error:
             with self._outcome_lock:
                 self._reason = self._logged_error() or error.reason
                 self._print(f"{self._failure()}: {self._reason}; trying again ({self._progress()})")
-                self._end_processes()
+                self._kill_ray()
             ray.shutdown()
             time.sleep(_RETRY_SECONDS)
             with self._outcome_lock:  # not while the other thread is ending the process
@@ -100,7 +101,7 @@ class RayStart:
             return True
 
     def _watch_clock(self) -> None:
-        """Prints every 10 s how long the start has taken; ends the process once the time is up."""
+        """Print every 10 s how long the start has taken. End the process once the time is up."""
         deadline = self._began + self._config.ray_start_timeout
         next_progress = self._began + _PROGRESS_SECONDS
         doing = "still starting Ray" if self._starts_ray else f"still connecting to Ray at {self._config.ray_address}"
@@ -123,12 +124,12 @@ class RayStart:
             return
         if self._suspender is None or self._suspender.session != session:
             self._suspender = RayletSuspender(session)
-        self._suspender.poll()
+        self._suspender.check_raylet()
 
     def _give_up(self) -> None:
         message = self._timeout_message()  # from the logs, before the processes are killed
         try:
-            self._end_processes()
+            self._kill_ray()
         finally:
             os._exit(fail(message, EXIT_FAILED))
 
@@ -152,13 +153,13 @@ class RayStart:
 
     def _session(self) -> Path | None:
         """The session folder of the last attempt; None if there is none yet, or if an existing Ray is joined."""
-        return session_of(ray_folder(), os.getpid()) if self._starts_ray else None
+        return find_session(ray_folder(), os.getpid()) if self._starts_ray else None
 
-    def _end_processes(self) -> None:
-        """Kills every process of a Ray that we start (on Linux); does nothing if an existing Ray is joined."""
+    def _kill_ray(self) -> None:
+        """Kill every process of a local Ray, on Linux. Does nothing if an existing Ray is joined."""
         if not self._starts_ray:
             return
-        end_descendants()
+        kill_descendants()
         deadline = time.monotonic() + _KILL_SECONDS
         while descendants(os.getpid()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""RayletSuspender: suspends a raylet while its agent processes start, because it does not wait for them long enough.
+"""RayletSuspender: suspends the raylet while its agent processes start, because it waits too short a time for them.
 
 A raylet starts two Python processes, its agents, and ends itself unless they have written their ports to files of the
 session within 15 s. Ray has no setting for that limit. On two cores under a load of 13, four of four starts failed for
@@ -21,15 +21,15 @@ _SUSPEND_AFTER_SECONDS: Final = 8.0
 
 
 class RayletSuspender:
-    """Suspends and resumes the raylet of one attempt to start Ray. Call `poll` at least once a second."""
+    """Suspends and resumes the raylet of one attempt to start Ray. Call `check_raylet` at least once a second."""
 
     def __init__(self, session: Path) -> None:
         self.session = session
         self._since: float | None = None  # when the raylet was first seen waiting for its agents
         self._stopped: int | None = None  # process id of the suspended raylet
 
-    def poll(self) -> None:
-        """Suspends the raylet or resumes it. Does nothing with a version of Ray that does not wait for port files."""
+    def check_raylet(self) -> None:
+        """Suspend or resume the raylet, as needed. Does nothing if this version of Ray does not wait for port files."""
         raylet = next((pid for pid, command in descendants(os.getpid()).items() if _is_raylet(command)), None)
         # With fewer agents one has ended: the raylet must run, so that it reports that.
         waits = raylet is not None and self._waits_for_ports() and len(descendants(raylet)) >= _AGENTS
@@ -38,8 +38,7 @@ class RayletSuspender:
         elif self._since is None:
             self._since = time.monotonic()
         if self._stopped is not None and not waits:
-            self._send(self._stopped, signal.SIGCONT)
-            self._stopped = None
+            self.resume_raylet()
         elif (
             self._stopped is None
             and self._since is not None
@@ -49,8 +48,8 @@ class RayletSuspender:
             self._send(raylet, signal.SIGSTOP)
             self._stopped = raylet
 
-    def resume(self) -> None:
-        """Resumes the raylet if it is suspended."""
+    def resume_raylet(self) -> None:
+        """Resume the raylet if it is suspended."""
         if self._stopped is not None:
             self._send(self._stopped, signal.SIGCONT)
             self._stopped = None

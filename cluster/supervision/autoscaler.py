@@ -1,7 +1,7 @@
-"""Autoscaler: looks at the queue once a second, asks Ray for room, and adds or ends a group. See autoscale.py for when.
+"""Autoscaler: once a second measures how long requests queue, and adds or removes one group when AutoscaleRule says so.
 
-Ray's own autoscaler, where there is one, brings nodes; where there is none, only what is free already can be taken. It
-knows neither Ray nor groups but by the four things that it is given.
+If the Ray cluster has an autoscaler of its own, it brings the nodes for new groups. If not, groups are added only while
+running nodes have free resources.
 """
 
 import asyncio
@@ -9,85 +9,144 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from coatcheck.cluster.plural import counted
-from coatcheck.cluster.ray_cluster.rank_placement import NoRoom
-from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, QueueSample
+from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources
 from coatcheck.proto.errors import CoatcheckError
 
-_LOOK_SECONDS = 1.0
-_RETRY_SECONDS = 15.0  # after what takes time to fail: a group that did not start, say
+_SAMPLE_SECONDS = 1.0
+_RETRY_SECONDS = 15.0  # after a failure that takes time to happen, such as a group that did not start
 _DRAIN_SECONDS = 300.0
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class QueueSample:
+    """One measurement: `queue_seconds` is how long requests waited, `busy_groups` how many groups had requests."""
+
+    time: float
+    queue_seconds: float
+    busy_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscaleRule:
+    """Keeps the number of groups between `min_groups` and `max_groups`.
+
+    Adding is fast and removing is slow, because a group that is removed loses its cached prefixes.
+    """
+
+    min_groups: int
+    max_groups: int
+    target_seconds: float
+    grow_hold_seconds: float = 10.0
+    shrink_hold_seconds: float = 600.0
+
+    def choose_size(self, samples: Sequence[QueueSample], groups: int, now: float) -> int:
+        """The number of groups to have: `groups`, one more, or one fewer.
+
+        One more if the queue was above target for all of the last `grow_hold_seconds`. One fewer if for all of the last
+        `shrink_hold_seconds` no request waited and some group was idle. `samples` are in order of time and begin after
+        the number of groups last changed. A number that an operator set outside the bounds is left alone.
+        """
+        is_queueing = [sample.queue_seconds > self.target_seconds for sample in samples]
+        if groups < self.max_groups and _holds_since(now - self.grow_hold_seconds, samples, is_queueing):
+            return groups + 1
+        is_idle = [sample.queue_seconds == 0.0 and sample.busy_groups < groups for sample in samples]
+        if groups > self.min_groups and _holds_since(now - self.shrink_hold_seconds, samples, is_idle):
+            return groups - 1
+        return groups
+
+
+def _holds_since(start: float, samples: Sequence[QueueSample], holds: Sequence[bool]) -> bool:
+    """Whether `holds` is true for the last sample at or before `start`, which tells how the period began, and for every
+    later one. `holds` has one value for each sample."""
+    before = sum(1 for sample in samples if sample.time <= start)
+    return before > 0 and all(holds[before - 1 :])
+
+
 class Autoscaler:
-    """`pressure`: how long requests wait, and how many groups are busy; `size`: groups now; `ask_room`: tells Ray how
-    many groups there should be room for, those that run included, or 0 when they have all the room that is wanted;
-    `scale`: to so many, with so long for what runs."""
+    """Applies an AutoscaleRule to a running cluster, through four functions.
+
+    `measure_queue` returns (seconds that requests wait, number of busy groups). `count_groups` returns the number of
+    groups now. `request_room(groups)` asks Ray's autoscaler for nodes for that many groups in all; 0 withdraws the
+    request. `scale_groups(groups, drain_seconds)` changes the number of groups.
+    """
 
     def __init__(
         self,
         rule: AutoscaleRule,
         *,
-        pressure: Callable[[], Awaitable[tuple[float, int]]],
-        size: Callable[[], int],
-        ask_room: Callable[[int], None],
-        scale: Callable[[int, float], Awaitable[None]],
+        measure_queue: Callable[[], Awaitable[tuple[float, int]]],
+        count_groups: Callable[[], int],
+        request_room: Callable[[int], None],
+        scale_groups: Callable[[int, float], Awaitable[None]],
     ) -> None:
         self._rule = rule
-        self._pressure = pressure
-        self._size = size
-        self._ask_room = ask_room
-        self._scale = scale
+        self._measure_queue = measure_queue
+        self._count_groups = count_groups
+        self._request_room = request_room
+        self._scale_groups = scale_groups
         self._samples: deque[QueueSample] = deque()
-        self._seen = 0  # groups at the last look
-        self._asked = -1  # the last word to `ask_room`; before this one a supervisor that is gone may have had it
-        self._said = 0  # the number that was last said to be wanted, until there are as many
+        self._last_count = 0  # of groups, at the last sample
+        self._last_request = -1  # last argument of `request_room`; -1: unknown, a former supervisor may have called it
+        self._logged_size = 0  # the size that was last logged as wanted; 0 once it is reached
         self._not_before = -math.inf
 
-    async def keep(self) -> None:
-        """Until cancelled; what goes wrong here keeps no group from being kept up."""
+    async def run_forever(self) -> None:
+        """Until cancelled. An error is logged, and the next attempt follows after 15 s."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_SAMPLE_SECONDS)
             try:
-                await self.look(time.monotonic())
+                await self.evaluate_rule(time.monotonic())
             except Exception:  # Ray's head may be gone for a while
                 _log.exception("the number of groups could not be changed")
                 self._not_before = time.monotonic() + _RETRY_SECONDS
 
-    async def look(self, now: float) -> None:
-        """Once: sees how it is, and does what is to be done."""
-        (queue_seconds, busy), groups = await self._pressure(), self._size()
-        if groups != self._seen:
-            self._samples.clear()
-            self._seen = groups
-        self._samples.append(QueueSample(now, queue_seconds, busy))
-        longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
-        # One that is as old stays, however long ago the look was: it says how that time began.
-        while len(self._samples) > 1 and self._samples[1].time <= now - longest:
-            self._samples.popleft()
-        wished = self._rule.wished(self._samples, groups, now)
-        # What groups hold is in use. To ask for that too would keep a node that has none: it could serve as well.
-        room = wished if wished > groups else 0
-        if room != self._asked:
-            await asyncio.to_thread(self._ask_room, room)
-            self._asked = room
-        if wished == groups:
-            self._said = 0
-        if wished == groups or now < self._not_before:
+    async def evaluate_rule(self, now: float) -> None:
+        """Take one sample, and add or remove a group if the rule says so."""
+        groups = await self._add_sample(now)
+        wanted = self._rule.choose_size(self._samples, groups, now)
+        await self._request_nodes(wanted, groups)
+        if wanted == groups:
+            self._logged_size = 0
             return
-        is_new, self._said = wished != self._said, wished
+        if now < self._not_before:
+            return
+        is_new, self._logged_size = wanted != self._logged_size, wanted
         if is_new:
-            _log.info("requests wait %.1f s: %s, and %d wanted", queue_seconds, counted(groups, "group"), wished)
+            queue_seconds = self._samples[-1].queue_seconds
+            _log.info("requests wait %.1f s: %s, and %d wanted", queue_seconds, counted(groups, "group"), wanted)
         try:
-            await self._scale(wished, _DRAIN_SECONDS)
-        except NoRoom as error:
-            # Found out by asking Ray what is free. A node may be on its way: the next look asks again.
+            await self._scale_groups(wanted, _DRAIN_SECONDS)
+        except InsufficientResources as error:
+            # Checking what is free is cheap, and a node may be starting: the next sample tries again.
             if is_new:
                 _log.warning("still %s: %s", counted(groups, "group"), error)
         except CoatcheckError as error:
             _log.warning("still %s: %s", counted(groups, "group"), error)
             self._not_before = now + _RETRY_SECONDS
+
+    async def _add_sample(self, now: float) -> int:
+        """Add a sample, drop those that are too old, and return the number of groups."""
+        (queue_seconds, busy_groups), groups = await self._measure_queue(), self._count_groups()
+        if groups != self._last_count:
+            self._samples.clear()
+            self._last_count = groups
+        self._samples.append(QueueSample(now, queue_seconds, busy_groups))
+        longest = max(self._rule.grow_hold_seconds, self._rule.shrink_hold_seconds)
+        # One sample from before the period stays, because it tells how the period began.
+        while len(self._samples) > 1 and self._samples[1].time <= now - longest:
+            self._samples.popleft()
+        return groups
+
+    async def _request_nodes(self, wanted: int, groups: int) -> None:
+        # Only growth needs a request: running groups hold their nodes. A lasting request for all groups would also keep
+        # an idle node that could have held one.
+        request = wanted if wanted > groups else 0
+        if request != self._last_request:
+            await asyncio.to_thread(self._request_room, request)
+            self._last_request = request

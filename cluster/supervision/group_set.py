@@ -1,12 +1,11 @@
-"""GroupSet: the groups of a cluster, each with its place and its keeper; their number may change while they serve.
+"""GroupSet: the groups of a cluster, each with a placement group and a GroupSupervisor. Scales and restarts them.
 
-They are group-0 and up without a gap, so that their number says which there are: Ray keeps it, for a supervisor that
-comes back. It does not know routers: whoever makes it hears of changes, and gives a way to wait for a group to empty.
+Groups are named group-0, group-1, ... without a gap. So their number, which is in Ray's key-value store, tells a
+restarted supervisor which groups exist.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import ray
@@ -14,14 +13,13 @@ from ray.util.placement_group import PlacementGroup
 
 from coatcheck.cluster.config.serve_config import ServeConfig, group_names
 from coatcheck.cluster.plural import counted
-from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.ray_cluster import ray_kv as cluster_notes
+from coatcheck.cluster.ray_cluster import launch, ray_kv
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, choose_placement
-from coatcheck.cluster.supervision.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
 from coatcheck.cluster.supervision.member_config import group_config
-from coatcheck.cluster.supervision.rank_actors import RankActors
-from coatcheck.cluster.supervision.rank_hosts import RankHosts
+from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
+from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
 from coatcheck.proto.plane_certificate import PlaneCertificate
 
@@ -29,203 +27,206 @@ _RESERVE_SECONDS = 60
 
 _log = logging.getLogger(__name__)
 
-# Waits until a group that takes no new work has none, or the time is up.
-WaitIdle = Callable[[str, float], Awaitable[None]]
-# Until every router uses a group that serves; raises Unavailable where one does not.
-WaitUsed = Callable[[str], Awaitable[None]]
-
 
 class GroupSet:
-    """`states` is always current. One change at a time: the next one waits."""
+    """All groups of a cluster. Sends every change of a group's state to `routers`.
+
+    `is_restarted`: a former supervisor has started the groups. Scalings and restarts run one at a time.
+    """
 
     def __init__(
         self,
         config: ServeConfig,
         placement: RankPlacement,
         plane: PlaneCertificate | None,
+        routers: RouterSet,
         *,
         is_restarted: bool,
-        on_change: Callable[[], None],
-        wait_idle: WaitIdle,
-        wait_used: WaitUsed,
     ) -> None:
         self._config = config
         self._placement = placement
         self._plane = plane
+        self._routers = routers
         self._is_restarted = is_restarted
-        self._on_change = on_change
-        self._wait_idle = wait_idle
-        self._wait_used = wait_used
         self._hosts = RankHosts()
-        self._keepers: list[GroupSupervisor] = []
-        self._reserved: dict[str, PlacementGroup] = {}
-        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._supervisors: list[GroupSupervisor] = []
+        self._placement_groups: dict[str, PlacementGroup] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._task_group: asyncio.TaskGroup | None = None
-        self._left: set[str] = set()  # by name, since Ray still knows their numbers
-        self._growing: set[str] = set()  # not yet known to serve: their failure is theirs alone
-        self._changing = asyncio.Lock()
+        self._removed: set[str] = set()  # names whose start number is still in Ray's key-value store
+        self._growing: set[str] = set()  # names that a scaling is adding; if one fails, only the scaling fails
+        self._change_lock = asyncio.Lock()
 
     @property
     def states(self) -> list[GroupState]:
-        """Of every group."""
-        return [keeper.state for keeper in self._keepers]
+        """The current state of every group."""
+        return [supervisor.state for supervisor in self._supervisors]
 
     @property
     def failure(self) -> str:
-        """Why the cluster will never serve, else empty."""
-        failed = (one for one in self.states if one.state == "failed" and one.name not in self._growing)
-        return next((one.reason for one in failed), "")
+        """Why the cluster will never serve; "" if it may."""
+        failed = (group for group in self.states if group.state == "failed" and group.name not in self._growing)
+        return next((group.reason for group in failed), "")
 
     @property
     def size(self) -> int:
-        """How many there are to be."""
-        return len(self._keepers) or self._wished()
+        """How many groups there are, or will be once they are started."""
+        return len(self._supervisors) or self._configured_size()
 
-    async def keep(self, task_group: asyncio.TaskGroup) -> None:
-        """Finds a place for all, adopts what runs, and holds each up in a task of that group."""
+    async def start_groups(self, task_group: asyncio.TaskGroup) -> None:
+        """Reserve a placement group for each group, adopt ranks that run already, and supervise each group in a task of
+        `task_group`. Raises InvalidConfig if Ray has no room."""
         self._task_group = task_group
-        async with self._changing:
+        async with self._change_lock:
             if not self._is_restarted:
-                cluster_notes.forget_group_count()
-            names = group_names(self._wished())
-            # Those that need a whole node come first; what a scaling has added is there, and found by its name.
+                ray_kv.delete_group_count()
+            names = group_names(self._configured_size())
+            # Groups that need a whole node come first. A group that a scaling has added has its placement group
+            # already, so that its strategy here has no effect.
             strategies = [*self._placement.strategies, *["PACK"] * len(names)]
             for name, strategy in zip(names, strategies, strict=False):
                 await self._reserve(name, strategy, wait=not self._is_restarted)
-            self._keepers = [self._keeper(name, has_served=self._is_restarted) for name in names]
-            # All are known before a router hears of any, so that it drops none that a restart has found running.
-            await asyncio.gather(*(keeper.adopt() for keeper in self._keepers))
-            self._on_change()
-            for keeper in self._keepers:
-                self._live(keeper)
+            self._supervisors = [self._make_supervisor(name, has_served=self._is_restarted) for name in names]
+            # Routers drop every group that is not in the list they get. So the first list must be complete.
+            await asyncio.gather(*(supervisor.adopt_group() for supervisor in self._supervisors))
+            self._publish_states()
+            for supervisor in self._supervisors:
+                self._supervise(supervisor)
 
-    async def restart(self, group: str, drain_seconds: float) -> None:
-        """See Supervisor.restart."""
-        async with self._changing:
-            keeper = next((keeper for keeper in self._keepers if keeper.state.name == group), None)
-            if keeper is None:
-                names = ", ".join(one.name for one in self.states)
+    async def restart_group(self, group: str, drain_seconds: float) -> None:
+        """See Supervisor.restart_group."""
+        async with self._change_lock:
+            supervisor = self._find_supervisor(group)
+            if supervisor is None:
+                names = ", ".join(state.name for state in self.states)
                 raise NotFound(f"there is no group {group!r}; there are {names}")
-            if not any(other.state.state == "serving" for other in self._keepers if other is not keeper):
+            if not any(state.state == "serving" for state in self.states if state.name != group):
                 raise Unavailable(f"no group but {group} serves, and requests would be refused; wait, or add a group")
-            keeper.drain()
-            await self._wait_idle(group, drain_seconds)
-            await keeper.renew()
-            await self._wait_used(group)
+            supervisor.drain_group()
+            await self._routers.wait_until_idle(group, drain_seconds)
+            await supervisor.restart_group()
+            await self._routers.wait_until_used(group)
 
-    async def scale(self, groups: int, drain_seconds: float) -> None:
-        """See Supervisor.scale."""
+    async def scale_groups(self, groups: int, drain_seconds: float) -> None:
+        """See Supervisor.scale_groups."""
         if groups < 1:
-            raise InvalidConfig(f"groups is {groups}; at least one is needed to serve: end the command to stop")
-        async with self._changing:
-            if not self._keepers:
+            raise InvalidConfig(f"groups is {groups}; it must be at least 1 (to stop, end `coatcheck serve`)")
+        async with self._change_lock:
+            if not self._supervisors:
                 raise Unavailable("the cluster has no places for its groups yet; wait until it serves")
-            if groups > len(self._keepers):
-                await self._grow(groups)
-            while groups < len(self._keepers):
-                await self._shrink(groups, drain_seconds)
+            if groups > len(self._supervisors):
+                await self._add_groups(groups)
+            elif groups < len(self._supervisors):
+                await self._remove_groups(groups, drain_seconds)
 
-    async def stop(self, *, now: bool) -> None:
-        """Ends every rank, and gives the places back."""
-        await asyncio.gather(*(keeper.stop(now=now) for keeper in self._keepers))
-        for reserved in self._reserved.values():
-            ray.util.remove_placement_group(reserved)
-        for name in self._left:
-            cluster_notes.forget_starts(name)
-        cluster_notes.forget_group_count()
+    async def stop_groups(self, *, now: bool) -> None:
+        """End every rank, and give the placement groups back."""
+        await asyncio.gather(*(supervisor.stop_group(now=now) for supervisor in self._supervisors))
+        for placement_group in self._placement_groups.values():
+            ray.util.remove_placement_group(placement_group)
+        for name in self._removed:
+            ray_kv.delete_start_number(name)
+        ray_kv.delete_group_count()
 
-    def _wished(self) -> int:
-        return cluster_notes.group_count() or self._config.groups
+    def _configured_size(self) -> int:
+        return ray_kv.read_group_count() or self._config.groups
 
-    async def _grow(self, groups: int) -> None:
-        """Up to so many, or, where one finds no place or does not serve, as many as before.
+    async def _add_groups(self, groups: int) -> None:
+        """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.
 
-        The number is noted before there is anything to find, and again after it is gone: a supervisor that is lost in
-        between finds every group by it, and leaves none behind.
+        The number is written before the first group exists, and restored after the last one is removed: a supervisor
+        that is restarted in between finds every group, and leaves none behind.
         """
-        before, tp = len(self._keepers), self._config.tp
+        before, tp = len(self._supervisors), self._config.tp
         names = group_names(groups)[before:]
         free = await asyncio.to_thread(launch.free_resources)
-        added = choose_placement(self._placement.device, len(names), tp, free)
+        placement = choose_placement(self._placement.device, len(names), tp, free)
         try:
-            cluster_notes.note_group_count(groups)
-            for name, strategy in zip(names, added.strategies, strict=True):
+            ray_kv.write_group_count(groups)
+            for name, strategy in zip(names, placement.strategies, strict=True):
                 await self._reserve(name, strategy, wait=True)
             self._growing.update(names)
-            grown = [self._keeper(name, has_served=False) for name in names]
-            self._keepers += grown
-            for keeper in grown:
-                await keeper.adopt()  # of one that was here before, only its number is left
-                self._live(keeper)
-            for keeper in grown:
-                await keeper.wait_started()
-                await self._wait_used(keeper.state.name)
+            added = [self._make_supervisor(name, has_served=False) for name in names]
+            self._supervisors += added
+            for supervisor in added:
+                await supervisor.adopt_group()  # for its start number, if a group of this name was removed before
+                self._supervise(supervisor)
+            for supervisor in added:
+                await supervisor.wait_until_serving()
+                await self._routers.wait_until_used(supervisor.state.name)
             _log.info("%s now", counted(groups, "group"))
         except BaseException:
             for name in reversed(names):
                 await self._remove(name)
-            cluster_notes.note_group_count(before)
+            ray_kv.write_group_count(before)
             raise
         finally:
             self._growing.difference_update(names)
 
-    async def _shrink(self, groups: int, drain_seconds: float) -> None:
-        """By the last one; what still runs there after that time moves to others."""
-        leaving = self._keepers[groups:]
-        if not any(keeper.state.state == "serving" for keeper in self._keepers[:groups]):
+    async def _remove_groups(self, groups: int, drain_seconds: float) -> None:
+        """Remove the last groups until there are `groups`. Requests that run after `drain_seconds` move to others."""
+        leaving = self._supervisors[groups:]
+        if not any(state.state == "serving" for state in self.states[:groups]):
             raise Unavailable(f"none of {', '.join(group_names(groups))} serves, and requests would be refused; wait")
-        for keeper in leaving:  # at once, so that none of them takes over what another had
-            keeper.drain()
+        for supervisor in leaving:  # all before the wait, so that no request moves to a group that is removed next
+            supervisor.drain_group()
         try:
-            await asyncio.gather(*(self._wait_idle(keeper.state.name, drain_seconds) for keeper in leaving))
+            await asyncio.gather(
+                *(self._routers.wait_until_idle(supervisor.state.name, drain_seconds) for supervisor in leaving)
+            )
         except BaseException:
-            for keeper in leaving:
-                keeper.undrain()
+            for supervisor in leaving:
+                supervisor.undrain_group()
             raise
-        for keeper in reversed(leaving):
-            await self._remove(keeper.state.name)
-            # Only now: a supervisor that is lost before finds the group, and nothing is left behind.
-            cluster_notes.note_group_count(len(self._keepers))
+        for supervisor in reversed(leaving):
+            await self._remove(supervisor.state.name)
+            # After the removal: a supervisor that is restarted in between still finds the group.
+            ray_kv.write_group_count(len(self._supervisors))
         _log.info("%s now", counted(groups, "group"))
 
     async def _remove(self, name: str) -> None:
-        keeper = next((keeper for keeper in self._keepers if keeper.state.name == name), None)
-        if keeper is not None:
-            self._keepers.remove(keeper)
-            self._on_change()  # routers let go of it first: its streams move at once
-            if (life := self._lives.pop(name, None)) is not None:
-                life.cancel()
+        supervisor = self._find_supervisor(name)
+        if supervisor is not None:
+            self._supervisors.remove(supervisor)
+            self._publish_states()  # before the ranks end, so that routers move its streams at once
+            if (task := self._tasks.pop(name, None)) is not None:
+                task.cancel()
                 with suppress(asyncio.CancelledError):
-                    await life
-            await keeper.stop(now=False)
-            # Ray may not have freed its ranks' names when a group of this name comes again: it takes the next ones.
-            cluster_notes.note_start(name, keeper.state.restarts)
-            self._left.add(name)
-        self._hosts.note(name, [])
-        if (reserved := self._reserved.pop(name, None)) is not None:
-            ray.util.remove_placement_group(reserved)
+                    await task
+            await supervisor.stop_group(now=False)
+            # Ray may not have freed the actors' names when a group of this name is added again. The number makes that
+            # group use the next names.
+            ray_kv.write_start_number(name, supervisor.state.restarts)
+            self._removed.add(name)
+        self._hosts.set_hosts(name, [])
+        if (placement_group := self._placement_groups.pop(name, None)) is not None:
+            ray.util.remove_placement_group(placement_group)
 
     async def _reserve(self, name: str, strategy: str, *, wait: bool) -> None:
-        """A place for a group; one that need not be there at once is waited for by the group's keeper."""
-        reserved = launch.reserve(name, self._placement.bundle, strategy, self._config.tp)
-        self._reserved[name] = reserved
-        if wait and not await asyncio.to_thread(reserved.wait, _RESERVE_SECONDS):
-            raise InvalidConfig(self._no_place(name, strategy))
-        self._hosts.note(name, launch.hosts_of(reserved))
+        """Reserve the placement group of a group. Without `wait` the GroupSupervisor waits for its nodes."""
+        placement_group = launch.reserve_placement_group(name, self._placement.bundle, strategy, self._config.tp)
+        self._placement_groups[name] = placement_group
+        if wait and not await asyncio.to_thread(placement_group.wait, _RESERVE_SECONDS):
+            needs = ", ".join(f"{self._config.tp * amount:g} {kind}" for kind, amount in self._placement.bundle.items())
+            where = "on one node" if strategy == "STRICT_PACK" else "over its nodes"
+            raise InvalidConfig(
+                f"Ray found no place for {name} in {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
+                "`ray status` shows who holds them"
+            )
+        self._hosts.set_hosts(name, launch.bundle_nodes(placement_group))
 
-    def _keeper(self, name: str, *, has_served: bool) -> GroupSupervisor:
+    def _make_supervisor(self, name: str, *, has_served: bool) -> GroupSupervisor:
         config = group_config(self._config, name, self._placement, self._plane)
-        ranks = RankActors(config, self._reserved[name], self._hosts, loopback=self._config.ray_address is None)
-        return GroupSupervisor(ranks, has_served=has_served, on_change=self._on_change)
+        loopback = self._config.ray_address is None
+        ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
+        return GroupSupervisor(ranks, has_served=has_served, on_change=self._publish_states)
 
-    def _live(self, keeper: GroupSupervisor) -> None:
+    def _find_supervisor(self, name: str) -> GroupSupervisor | None:
+        return next((supervisor for supervisor in self._supervisors if supervisor.state.name == name), None)
+
+    def _supervise(self, supervisor: GroupSupervisor) -> None:
         assert self._task_group is not None
-        self._lives[keeper.state.name] = self._task_group.create_task(keeper.keep())
+        self._tasks[supervisor.state.name] = self._task_group.create_task(supervisor.supervise_group())
 
-    def _no_place(self, name: str, strategy: str) -> str:
-        needs = ", ".join(f"{self._config.tp * amount:g} {kind}" for kind, amount in self._placement.bundle.items())
-        where = "on one node" if strategy == "STRICT_PACK" else "over its nodes"
-        return (
-            f"Ray found no place for {name} in {_RESERVE_SECONDS} s: it needs {needs} free {where}; "
-            "see `ray status` for who else holds them"
-        )
+    def _publish_states(self) -> None:
+        self._routers.set_groups(self.states)

@@ -1,7 +1,7 @@
-"""GroupSupervisor: holds one group up. Starts its ranks, watches them, and starts all of them again when one ends.
+"""GroupSupervisor: keeps one group running. Starts its ranks, watches them, and restarts all of them when one ends.
 
-One coroutine, `keep`, is the group's whole life; whoever awaits elsewhere learns of changes through `on_change`. It
-does not know Ray, routers, nor other groups.
+`supervise_group` is one coroutine for the whole lifetime of the group. The other methods only read `state` or set
+events for it. It calls `on_change` after every change of `state` that routers must know.
 """
 
 import asyncio
@@ -11,35 +11,37 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from coatcheck.cluster.supervision.cluster_state import GroupState
-from coatcheck.cluster.supervision.rank_actors import RankActors
-from coatcheck.cluster.supervision.rank_end import RankEnded
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
+from coatcheck.cluster.supervision.rank_actors import RankActors, RankEnded
 from coatcheck.proto.errors import Unavailable
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 _POLL_SECONDS = 0.1
-_LOOK_SECONDS = 1.0  # between two looks at ranks that serve
-_LONGEST_BACKOFF = 30.0
-_STEADY_SECONDS = 5.0
+_CHECK_SECONDS = 1.0  # between two checks of ranks that serve
+_MAX_BACKOFF_SECONDS = 30.0
+_STABLE_SECONDS = 5.0  # a group that served for longer than this starts with the shortest backoff again
 
-_RENEWED = "it is being started again, as asked"
-_NO_PLACE = "it waits for a place in the Ray cluster"
+_RESTART_REQUESTED = "it is being started again, as asked"
+_NO_NODES = "it waits for a place in the Ray cluster"
 
 _log = logging.getLogger(__name__)
 
 
-class Renewal(Exception):
-    """The group is to be ended and started again, though nothing is wrong with it."""
+class RestartRequested(Exception):
+    """Somebody called `restart_group`."""
 
 
 def backoff_seconds(failures: int) -> float:
-    """How long to wait before the next start, after so many that did not last."""
-    return min(0.25 * 2.0**failures, _LONGEST_BACKOFF)
+    """Seconds to wait before the next start, after `failures` starts in a row that did not last."""
+    return min(0.25 * 2.0**failures, _MAX_BACKOFF_SECONDS)
 
 
 class GroupSupervisor:
-    """`state` is always current. `has_served`: whether it did so before this keeper's time; then a start that fails is
-    tried again."""
+    """Supervises one group. `state` is always current.
+
+    `has_served`: whether the group served under a former supervisor. A group that has served is restarted for ever; one
+    that has not is given up when its first start fails.
+    """
 
     def __init__(
         self,
@@ -54,139 +56,147 @@ class GroupSupervisor:
         self._has_served = has_served
         self._on_change = on_change
         self._backoff = backoff
-        self._renewal = asyncio.Event()
+        self._restart_requested = asyncio.Event()
         self._changed = asyncio.Event()
 
-    async def adopt(self) -> None:
-        """Takes over ranks that a former supervisor has started, if all of them serve; else ends what is left."""
-        number, ranks = await self._ranks.adopt()
+    async def adopt_group(self) -> None:
+        """Take over the ranks that a former supervisor has started, if all of them serve; else kill what is left."""
+        number, ranks = await self._ranks.adopt_ranks()
         if number is None:
             return
-        # Where a start before them failed early, theirs was a smaller one, and how they end will not be known.
-        self.state = replace(self.state, restarts=number, incarnation=number)
         if ranks:
-            self.state = replace(self.state, state="serving", address=ranks[0].address, ranks=ranks)
+            # The number of the start stands in for the incarnation, which no process remembers. If a start before them
+            # ended early, their real incarnation is smaller, and how they end will not be known.
+            self.state = replace(
+                self.state, state="serving", address=ranks[0].address, ranks=ranks, restarts=number, incarnation=number
+            )
             _log.info("%s is adopted", self.state.name)
         else:
             self.state = replace(self.state, restarts=number + 1, incarnation=number + 1)
 
-    async def keep(self) -> None:
-        """Holds the group up until cancelled; gives up only on one that has never served."""
+    async def supervise_group(self) -> None:
+        """Keep the group running until cancelled. Returns only if a group that has never served cannot start."""
         failures = 0
         while True:
             serving_since = math.inf
             try:
-                if not self._ranks.have_begun:
+                if not self._ranks.have_run:
                     await self._start()
                 self._has_served = True
                 serving_since = time.monotonic()
                 self._change(state="serving", address=self.state.ranks[0].address, reason="")
                 await self._watch()
             except RankEnded as ended:
-                failures = 0 if time.monotonic() - serving_since > _STEADY_SECONDS else failures + 1
+                failures = 0 if time.monotonic() - serving_since > _STABLE_SECONDS else failures + 1
                 _log.error("%s is lost: %s", self.state.name, ended)
-                # The router is told first: each moment that it knows nothing costs requests.
+                # Routers first: until they know, they send requests to this group.
                 self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
-                had_run = self._ranks.have_begun
-                self._ranks.kill()
+                had_run = self._ranks.have_run
+                self._ranks.kill_ranks()
                 if not self._has_served:
                     return
                 await asyncio.sleep(self._backoff(failures))
-                self._next(had_run)
-            except Renewal:
+                self._prepare_next_start(had_run)
+            except RestartRequested:
                 _log.info("%s is started again", self.state.name)
-                self._change(state="lost", address="", reason=_RENEWED)
-                await self._ranks.end()
-                self._next(had_run=True)
+                self._change(state="lost", address="", reason=_RESTART_REQUESTED)
+                await self._ranks.stop_ranks()
+                self._prepare_next_start(had_run=True)
 
-    def drain(self) -> None:
-        """Lets no new work in; what runs goes on. A start ends it."""
+    def drain_group(self) -> None:
+        """Have routers send no new requests; those that run go on. The next start ends the draining."""
         if self.state.state == "serving":
             self._change(state="draining")
 
-    def undrain(self) -> None:
-        """Lets work in again."""
+    def undrain_group(self) -> None:
+        """Have routers send new requests again."""
         if self.state.state == "draining":
             self._change(state="serving")
 
-    async def wait_started(self) -> None:
-        """Returns once the group serves; raises Unavailable when it never will."""
+    async def wait_until_serving(self) -> None:
+        """Raises Unavailable if the group cannot start."""
         while self.state.state != "serving":
             self._changed.clear()
             if self.state.state == "failed":
                 raise Unavailable(f"{self.state.name} does not start: {self.state.reason}")
             await self._changed.wait()
 
-    async def renew(self) -> None:
-        """Ends the ranks and starts others; what still runs moves to other groups. Returns once the new ones serve;
-        raises Unavailable when they do not come up at once."""
+    async def restart_group(self) -> None:
+        """End the ranks and start new ones. Requests that still run move to other groups.
+
+        Returns once the new ranks serve. Raises Unavailable if the group does not serve now, or if the first start
+        fails (later ones follow).
+        """
         before = self.state.restarts
         if self.state.state not in ("serving", "draining"):
             raise Unavailable(f"{self.state.name} is {self.state.state}: {self.state.reason or 'wait until it serves'}")
-        self._renewal.set()
+        self._restart_requested.set()
         while self.state.restarts == before or self.state.state == "starting":
             self._changed.clear()
             await self._changed.wait()
         if self.state.state != "serving":
             raise Unavailable(f"{self.state.name} does not start again: {self.state.reason}")
 
-    async def stop(self, *, now: bool) -> None:
-        """Ends the ranks, first with a word (unless `now`), then without."""
+    async def stop_group(self, *, now: bool) -> None:
+        """End the ranks for good. `now`: kill them at once."""
         if now:
-            self._ranks.kill()
+            self._ranks.kill_ranks()
         else:
-            await self._ranks.end()
-        self._ranks.forget()
+            await self._ranks.stop_ranks()
+        self._ranks.forget_starts()
 
     async def _start(self) -> None:
-        """Returns once every rank serves; raises RankEnded when one cannot."""
-        await self._find_place()
-        await self._ranks.start(self.state.restarts, self.state.incarnation)
+        """Return once every rank serves. Raises RankEnded if one ends before that."""
+        await self._wait_for_nodes()
+        await self._ranks.start_ranks(self.state.restarts, self.state.incarnation)
         await self._read_predecessor()
-        await self._ranks.begin()
+        await self._ranks.run_ranks()
         while not all(rank.phase is Phase.SERVING for rank in self.state.ranks):
-            await self._ranks.live(_POLL_SECONDS)
-            self.state = replace(self.state, ranks=await self._ranks.progress())
+            await self._ranks.wait_for_exit(_POLL_SECONDS)
+            self.state = replace(self.state, ranks=await self._ranks.read_progress())
 
-    async def _find_place(self) -> None:
-        while not await self._ranks.find_place():
-            if not self.state.reason.startswith(_NO_PLACE):
+    async def _wait_for_nodes(self) -> None:
+        while not await self._ranks.find_nodes():
+            if not self.state.reason.startswith(_NO_NODES):
                 _log.warning("%s waits for a place", self.state.name)
-                self._change(reason=f"{_NO_PLACE}, which has no room for {self._ranks.tp} ranks now: is a node lost?")
-            await asyncio.sleep(_LOOK_SECONDS)
+                self._change(reason=f"{_NO_NODES}, which has no room for {self._ranks.tp} ranks now: is a node lost?")
+            await asyncio.sleep(_CHECK_SECONDS)
 
     async def _read_predecessor(self) -> None:
-        """How the ranks before these have ended, which routers want to know of what ran there."""
+        """Find out how the former ranks ended. Routers use it to judge the requests that ran there."""
         if not self.state.incarnation:
             return
-        crash = await self._ranks.predecessor_crash()
+        crash = await self._ranks.read_predecessor_crash()
         if crash:
             _log.error("%s had ended by itself: %s", self.state.name, crash)
         self._change(predecessor=crash)
 
     async def _watch(self) -> None:
-        """Waits until a rank ends or hangs, and raises RankEnded (a stopped process keeps its connections), or until
-        others are wanted, and raises Renewal."""
-        self._renewal.clear()
-        watches = [asyncio.ensure_future(watch) for watch in (self._ranks.live(), self._look(), self._renewal.wait())]
+        """Raises RankEnded when a rank ends or hangs, RestartRequested when `restart_group` is called."""
+        self._restart_requested.clear()
+        endings = (self._ranks.wait_for_exit(), self._check_ranks(), self._wait_for_restart_request())
+        watches = [asyncio.ensure_future(ending) for ending in endings]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            if watches[2] in done:
-                raise Renewal
-            await done.pop()
+            done.pop().result()
         finally:
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _check_ranks(self) -> None:
+        """Call every rank once a second: a suspended process keeps its connections, and only its silence shows it."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            self.state = replace(self.state, ranks=await self._ranks.progress())
+            await asyncio.sleep(_CHECK_SECONDS)
+            self.state = replace(self.state, ranks=await self._ranks.read_progress())
 
-    def _next(self, had_run: bool) -> None:
-        """The next start. It makes another incarnation only if there was one: what is to be learned of how the last one
-        has ended is learned by ranks that come so far."""
+    async def _wait_for_restart_request(self) -> None:
+        await self._restart_requested.wait()
+        raise RestartRequested
+
+    def _prepare_next_start(self, had_run: bool) -> None:
+        """Count the next start. It is a new incarnation only if the last ranks ran: ranks that never ran have neither
+        served requests nor recorded how their predecessors ended."""
         incarnation = self.state.incarnation + had_run
         self._change(state="starting", restarts=self.state.restarts + 1, incarnation=incarnation, predecessor=None)
 

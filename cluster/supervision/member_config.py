@@ -1,4 +1,4 @@
-"""MemberConfig: what each group and each router of a cluster is told, from what its operator said."""
+"""Derives the settings of each group and each router from the settings of the cluster."""
 
 from coatcheck.cluster.config.exposure import absolute
 from coatcheck.cluster.config.serve_config import BATCH_TOKENS, FREE_SHARE, ServeConfig
@@ -11,7 +11,6 @@ from coatcheck.workers.core.group_config import GroupConfig
 def group_config(
     config: ServeConfig, name: str, placement: RankPlacement, plane: PlaneCertificate | None = None
 ) -> GroupConfig:
-    """What one group is told."""
     return GroupConfig(
         name=name,
         model=config.model_source,
@@ -35,7 +34,6 @@ def group_config(
 
 
 def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertificate | None = None) -> RouterConfig:
-    """What a router is told."""
     return RouterConfig(
         model=config.model_source,
         served_model_name=config.model_name,

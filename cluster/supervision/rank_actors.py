@@ -1,81 +1,110 @@
-"""RankActors: the processes of one group, as Ray has them: found, started, asked, watched and ended.
+"""RankActors: the Ray actors of one group. Starts, calls, watches and ends them; GroupSupervisor decides when.
 
-They live and die together. It does not know when any of this is called for, nor what is concluded from it: see
-GroupSupervisor.
+The ranks of a group start together and end together: one start makes one actor for each rank.
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
-import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.ray_cluster import ray_kv as cluster_notes
-from coatcheck.cluster.supervision.rank_end import RankEnded, brief, cause_of
-from coatcheck.cluster.supervision.rank_hosts import RankHosts
+from coatcheck.cluster.ray_cluster import launch, ray_kv
+from coatcheck.cluster.ray_cluster.actor_handles import RankHandle
+from coatcheck.cluster.ray_cluster.ray_connection import log_folder, node_id
 from coatcheck.proto.errors import CoatcheckError
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 from coatcheck.workers.host.disk_space import describe_full_disk
 
+T = TypeVar("T")
+
 _STOP_SECONDS = 5.0
-# How many waits for an answer, and how long ones, a rank may let pass. Several short ones: a supervisor that was itself
-# held up finds the answers before it has counted them all.
+# A rank hangs if it has not answered a call after this many waits. Several short waits instead of a long one: if the
+# supervisor itself was suspended, it finds the answers before it has counted all waits.
 _WAIT_SECONDS = 0.5
 _WAITS = 6
-# While it starts, a rank imports torch, which answers nobody for a while.
-_WAITS_WHILE_STARTING = 120
+_WAITS_WHILE_STARTING = 120  # a rank that imports torch answers nothing for a while
+
+
+class RankEnded(Exception):
+    """A rank has ended or hangs. The message says which one and why."""
+
+
+class RankHosts:
+    """The nodes that hold the ranks of every group, because ranks on one node share its CPU cores."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, tuple[str, ...]] = {}
+
+    def set_hosts(self, group: str, hosts: Sequence[str]) -> None:
+        """Record the node id of each rank of a group. Empty: the group is gone."""
+        self._hosts[group] = tuple(hosts)
+
+    def get_hosts(self, group: str) -> tuple[str, ...]:
+        """The node id of each rank of the group; empty if it has no nodes."""
+        return self._hosts.get(group, ())
+
+    def max_ranks_per_host(self, group: str) -> int:
+        """The number of ranks, of all groups, on the fullest of this group's nodes."""
+        ranks = Counter(host for hosts in self._hosts.values() for host in hosts)
+        return max((ranks[host] for host in self.get_hosts(group)), default=0)
 
 
 class RankActors:
-    """Of the last start; `loopback` is theirs (see RankActor), and `hosts` is kept current."""
+    """The actors of the group's newest start. `hosts` is updated when the group gets nodes."""
 
-    def __init__(self, config: GroupConfig, reserved: PlacementGroup, hosts: RankHosts, *, loopback: bool) -> None:
+    def __init__(
+        self, config: GroupConfig, placement_group: PlacementGroup, hosts: RankHosts, *, loopback: bool
+    ) -> None:
         self.group = config.name
         self.tp = config.tp
         self._config = config
-        self._reserved = reserved
+        self._placement_group = placement_group
         self._hosts = hosts
-        self._loopback = loopback
-        self._actors: list[launch.Actor] = []
+        self._loopback = loopback  # see RankActor
+        self._actors: list[RankHandle] = []
         self._logs: list[str] = []
-        self._lives: list[asyncio.Future[None]] = []  # one per rank: done when it has ended
+        self._exits: list[asyncio.Future[None]] = []  # one for each rank: done when the rank has ended
         self._have_served = False
-        self._full_disks: tuple[str, ...] = ()  # by rank, of its last progress: see RankProgress.full_disk
+        self._full_disks: tuple[str, ...] = ()  # RankProgress.full_disk of each rank, of the last progress
 
     @property
-    def have_begun(self) -> bool:
-        """Whether there are any that run, or did until they ended by themselves."""
-        return bool(self._lives)
+    def have_run(self) -> bool:
+        """Whether the ranks of this start run, or ran until they ended by themselves."""
+        return bool(self._exits)
 
-    async def adopt(self) -> tuple[int | None, tuple[RankProgress, ...]]:
-        """The number of the newest start that a former supervisor has made (None: there was none), and what its ranks
-        say, if all of them serve; else what is left of them is ended."""
+    async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
+        """Find the ranks that a former supervisor has started. If all of them serve, take them over; else kill them.
+
+        Returns the number of their start (None if there was none), and the progress of each rank that was taken over.
+        """
         number, self._actors = launch.find_ranks(self.group, self.tp)
         self._have_served = True
         if len(self._actors) == self.tp:
             with suppress(RankEnded):
                 await self._read_logs()
-                progress = await self.progress()
+                progress = await self.read_progress()
                 if _all_serve(progress):
-                    self._lives = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
+                    self._exits = [asyncio.ensure_future(actor.watch.remote()) for actor in self._actors]
                     return number, progress
-        self.kill()
+        self.kill_ranks()
         return number, ()
 
-    async def find_place(self) -> bool:
-        """Whether Ray has one for each: a node may be gone, and another to come."""
-        hosts = await asyncio.to_thread(launch.hosts_of, self._reserved)
-        if hosts:
-            self._hosts.note(self.group, hosts)
-        return bool(hosts)
+    async def find_nodes(self) -> bool:
+        """Whether Ray holds a bundle for each rank. A lost node's bundles come back once another node has room."""
+        nodes = await asyncio.to_thread(launch.bundle_nodes, self._placement_group)
+        if nodes:
+            self._hosts.set_hosts(self.group, nodes)
+        return bool(nodes)
 
-    async def start(self, number: int, incarnation: int) -> None:
-        """Processes that wait to be told to run, under the names of this start. Raises RankEnded."""
-        cluster_notes.note_start(self.group, number)
+    async def start_ranks(self, number: int, incarnation: int) -> None:
+        """Start the actors, under the names of start `number`. They load nothing until `run_ranks`. Raises
+        RankEnded."""
+        ray_kv.write_start_number(self.group, number)
         self._have_served = False
         try:
             for rank in range(self.tp):
@@ -84,116 +113,134 @@ class RankActors:
                     rank,
                     number,
                     incarnation,
-                    self._reserved,
-                    ranks_on_host=self._hosts.busiest(self.group),
+                    self._placement_group,
+                    ranks_on_host=self._hosts.max_ranks_per_host(self.group),
                     loopback=self._loopback,
                 )
                 self._actors.append(actor)
         except ValueError as error:  # Ray has not freed the name of a former rank yet
-            raise RankEnded(f"rank {len(self._actors)} could not start: {brief(error)}") from None
+            raise RankEnded(f"rank {len(self._actors)} could not start: {_summarize(error)}") from None
         await self._read_logs()
 
-    async def predecessor_crash(self) -> str | None:
-        """How the incarnation before theirs has ended; see GroupEndpoint. Raises RankEnded."""
-        told: list[str | None] = await self._call_ranks(self._actors, "predecessor_crash")
-        return next((words for words in told if words), None if None in told else "")
+    async def read_predecessor_crash(self) -> str | None:
+        """How the incarnation before this one ended; see GroupEndpoint.predecessor. Raises RankEnded."""
+        crashes = await self._call_ranks([actor.predecessor_crash.remote() for actor in self._actors])
+        return next((crash for crash in crashes if crash), None if None in crashes else "")
 
-    async def begin(self) -> None:
-        """Lets them meet, load and serve. Raises RankEnded."""
-        (rendezvous,) = await self._call_ranks(self._actors[:1], "rendezvous")
-        self._lives = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
+    async def run_ranks(self) -> None:
+        """Have the ranks connect to each other, load the model and serve. Raises RankEnded."""
+        (rendezvous,) = await self._call_ranks([self._actors[0].rendezvous.remote()])
+        self._exits = [asyncio.ensure_future(actor.run.remote(rendezvous)) for actor in self._actors]
 
-    async def progress(self) -> tuple[RankProgress, ...]:
-        """How far each is; raises RankEnded for one that has ended or hangs."""
-        progress: tuple[RankProgress, ...] = tuple(await self._call_ranks(self._actors, "progress"))
+    async def read_progress(self) -> tuple[RankProgress, ...]:
+        """The progress of each rank. Raises RankEnded if one has ended or hangs."""
+        progress = tuple(await self._call_ranks([actor.progress.remote() for actor in self._actors]))
         self._have_served = self._have_served or _all_serve(progress)
         self._full_disks = tuple(rank.full_disk for rank in progress)
         return progress
 
-    async def live(self, seconds: float | None = None) -> None:
-        """Returns after that time; raises RankEnded once one has ended, with the best reason that any of them gives."""
-        if not (await asyncio.wait(self._lives, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
+    async def wait_for_exit(self, seconds: float | None = None) -> None:
+        """Return after `seconds`. Raises RankEnded once a rank has ended, with the best reason that any rank gives."""
+        if not (await asyncio.wait(self._exits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
             return
-        first = next(rank for rank, life in enumerate(self._lives) if life.done())
+        first = next(rank for rank, ended in enumerate(self._exits) if ended.done())
         if not self._have_served:
-            # While starting, one rank may only have lost another that knows more: its own word is worth a moment.
-            await asyncio.wait(self._lives, timeout=1.0)
-        told = [rank for rank, life in enumerate(self._lives) if life.done() and cause_of(life.exception())]
-        rank = told[0] if told else first
-        raise RankEnded(self._explain(rank, self._lives[rank].exception()))
+            # While a group starts, a rank may end only because another did. Give that one a second to say why.
+            await asyncio.wait(self._exits, timeout=1.0)
+        with_cause = (rank for rank, ended in enumerate(self._exits) if ended.done() and _cause_of(ended.exception()))
+        rank = next(with_cause, first)
+        raise RankEnded(self._explain_exit(rank, self._exits[rank].exception()))
 
-    async def end(self) -> None:
-        """First with a word, then without."""
+    async def stop_ranks(self) -> None:
+        """Let the step under way end, then end the ranks. Kills those that are not gone after 5 s."""
         if self._actors:
-            with suppress(RayError, TimeoutError):  # a rank that hangs does not hear it
+            with suppress(RayError, TimeoutError):  # a rank that hangs does not answer
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._actors[0].stop.remote()
-            if self._lives:
-                await asyncio.wait(self._lives, timeout=_STOP_SECONDS)
-        self.kill()
+            if self._exits:
+                await asyncio.wait(self._exits, timeout=_STOP_SECONDS)
+        self.kill_ranks()
 
-    def kill(self) -> None:
-        """At once."""
+    def kill_ranks(self) -> None:
         for actor in self._actors:
-            ray.kill(actor)
-        for life in self._lives:
-            # Its end is no longer news to anybody.
-            life.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._actors, self._lives = [], []
+            launch.kill_actor(actor)
+        for ended in self._exits:
+            ended.add_done_callback(_discard_result)
+        self._actors, self._exits = [], []
 
-    def forget(self) -> None:
-        """The group is no more: if one of its name comes again, it is another."""
-        cluster_notes.forget_starts(self.group)
+    def forget_starts(self) -> None:
+        """Forget the number of the newest start, because the group is removed."""
+        ray_kv.delete_start_number(self.group)
 
     async def _read_logs(self) -> None:
-        self._logs = await self._call_ranks(self._actors, "log_file")
-        self._full_disks = ()  # outdated: these processes could start
+        self._logs = await self._call_ranks([actor.log_file.remote() for actor in self._actors])
+        self._full_disks = ()  # outdated, because these processes could start
 
-    async def _call_ranks(self, actors: list[launch.Actor], method: str) -> list[Any]:
-        """Every answer, in order; raises RankEnded for a rank that has ended, or has not answered in time."""
-        answers = [asyncio.ensure_future(getattr(actor, method).remote()) for actor in actors]
-        silent: set[asyncio.Future[Any]] = set(answers)
+    async def _call_ranks(self, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """The results of `calls`, one for each rank, from rank 0 on. Raises RankEnded for a rank that has ended or does
+        not answer in time."""
+        answers = [asyncio.ensure_future(call) for call in calls]
+        pending = set(answers)
         waits = _WAITS if self._have_served else _WAITS_WHILE_STARTING
         try:
             for _ in range(waits):
-                answered, silent = await asyncio.wait(silent, timeout=_WAIT_SECONDS)
+                answered, pending = await asyncio.wait(pending, timeout=_WAIT_SECONDS)
                 for answer in answered:
                     if error := answer.exception():
                         rank = answers.index(answer)
-                        raise RankEnded(f"rank {rank} has ended: {brief(error)}{self._full_disk_clause(rank)}")
-                if not silent:
+                        raise RankEnded(f"rank {rank} has ended: {_summarize(error)}{self._full_disk_clause(rank)}")
+                if not pending:
                     return [answer.result() for answer in answers]
             rank = next(rank for rank, answer in enumerate(answers) if not answer.done())
             silence = f"it has not answered for {waits * _WAIT_SECONDS:g} s"
             raise RankEnded(f"rank {rank} hangs: {silence}{self._full_disk_clause(rank)}")
         finally:
             for answer in answers:
-                # What it still has to say is no longer news to anybody.
-                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+                answer.add_done_callback(_discard_result)
 
-    def _explain(self, rank: int, error: BaseException | None) -> str:
-        """A line for people: our own errors as they are, everything else with the rank."""
-        cause = cause_of(error)
+    def _explain_exit(self, rank: int, error: BaseException | None) -> str:
+        """The message of a CoatcheckError as it is; any other error with the rank and its log file."""
+        cause = _cause_of(error)
         if isinstance(cause, CoatcheckError):
             return str(cause)
         why = "" if cause else self._full_disk_clause(rank)
-        return f"rank {rank} has ended: {brief(cause or error)}{why} (log: {self._logs[rank]})"
+        return f"rank {rank} has ended: {_summarize(cause or error)}{why} (log: {self._logs[rank]})"
 
     def _full_disk_clause(self, rank: int) -> str:
         """ "; the disk ... is full ..." if a full disk may be why a rank ended or hangs; else "".
 
         The disk of this host is checked now. For another host, the last progress of any rank there says it.
         """
-        hosts = self._hosts.of(self.group)
+        hosts = self._hosts.get_hosts(self.group)
         if rank >= len(hosts):
             return ""
-        if hosts[rank] == launch.node_id():
-            why = describe_full_disk(launch.log_folder())
+        if hosts[rank] == node_id():
+            why = describe_full_disk(log_folder())
         else:
-            told = zip(hosts, self._full_disks, strict=False)
-            why = next((clause for host, clause in told if clause and host == hosts[rank]), "")
+            disks = zip(hosts, self._full_disks, strict=False)
+            why = next((clause for host, clause in disks if clause and host == hosts[rank]), "")
         return f"; {why}" if why else ""
 
 
 def _all_serve(progress: tuple[RankProgress, ...]) -> bool:
     return all(rank.phase is Phase.SERVING for rank in progress)
+
+
+def _cause_of(error: BaseException | None) -> BaseException | None:
+    """What the rank's own code raised; None if its process died."""
+    return error.cause if isinstance(error, RayTaskError) else None
+
+
+def _summarize(error: BaseException | None) -> str:
+    if error is None:
+        return "it returned"
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        return "its process died"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"
+
+
+def _discard_result(done: "asyncio.Future[T]") -> None:
+    """Read the exception, if any: asyncio logs an error for each that nobody reads."""
+    if not done.cancelled():
+        done.exception()

@@ -1,6 +1,6 @@
-"""RouterSet: the routers of a cluster: one anywhere, or one on each node that may have one, as nodes come and go.
+"""RouterSet: the routers of a cluster: one on any node, or one on each node, as nodes join and leave the Ray cluster.
 
-All are told of every group and share nothing else. It does not know how groups come and go.
+Every router gets the state of every group. Routers share nothing else.
 """
 
 import asyncio
@@ -9,147 +9,143 @@ import time
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.supervision.cluster_state import GroupState
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.member_config import router_config
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.plane_certificate import PlaneCertificate
 
-_LOOK_SECONDS = 1.0
-_REPORT_SECONDS = 1.5
-_ATTACH_SECONDS = 10.0
+_NODE_SECONDS = 1.0  # between two looks at the cluster's nodes
+_LOAD_SECONDS = 1.5  # groups report their load once a second
+_CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 class RouterSet:
-    """`addresses` (gRPC's) and `http_addresses` are those of the routers that serve; `failure` why one never will.
-
-    `has_served`: whether routers did so before this set's time.
-    """
+    """All routers of a cluster. `has_served`: routers served under a former supervisor."""
 
     def __init__(self, config: ServeConfig, plane: PlaneCertificate | None, *, has_served: bool) -> None:
         self._config = config
-        self._plane = plane  # what they show groups, and which they believe
+        self._plane = plane  # the routers' certificate for connections to groups
         self._has_served = has_served
-        self._keepers: dict[str, RouterSupervisor] = {}
-        self._lives: dict[str, asyncio.Task[None]] = {}
-        self._groups: list[GroupState] | None = None  # not yet known
+        self._supervisors: dict[str, RouterSupervisor] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._groups: list[GroupState] | None = None  # None: not known yet
 
     @property
     def addresses(self) -> list[str]:
-        """host:port of each."""
-        return [keeper.address for keeper in self._keepers.values() if keeper.address]
+        """host:port of gRPC, of each router that serves."""
+        return [router.address for router in self._supervisors.values() if router.address]
 
     @property
     def http_addresses(self) -> list[str]:
-        """host:port of each that listens for HTTP."""
-        return [keeper.http_address for keeper in self._keepers.values() if keeper.http_address]
+        """host:port of HTTP, of each router that serves HTTP."""
+        return [router.http_address for router in self._supervisors.values() if router.http_address]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of them serve."""
-        return bool(self._keepers) and len(self.addresses) == len(self._keepers)
+    def all_serve(self) -> bool:
+        return bool(self._supervisors) and len(self.addresses) == len(self._supervisors)
 
     @property
     def failure(self) -> str:
-        """Empty while there is hope."""
-        return next((keeper.failure for keeper in self._keepers.values() if keeper.failure), "")
+        """Why a router will never serve; "" if all may."""
+        return next((router.failure for router in self._supervisors.values() if router.failure), "")
 
-    async def keep(self) -> None:
-        """Holds them up until cancelled."""
+    async def supervise_routers(self) -> None:
+        """Keep the routers running until cancelled."""
         try:
             if not self._config.router_per_node:
-                self._add(launch.ROUTER, None)
-                await asyncio.gather(*self._lives.values())
+                self._add_router(launch.ROUTER, None)
+                await asyncio.gather(*self._tasks.values())
                 return
             while True:
                 await self._follow_nodes()
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_NODE_SECONDS)
         finally:
-            for life in self._lives.values():
-                life.cancel()
-            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def set_groups(self, states: list[GroupState]) -> None:
-        """Sends the groups as they are now, without waiting for an answer."""
+        """Send the state of every group to every router. Does not wait for answers."""
         self._groups = states
-        for keeper in self._keepers.values():
-            keeper.set_groups(states)
+        for router in self._supervisors.values():
+            router.set_groups(states)
 
-    async def drain(self) -> bool:
-        """Lets no new request in and waits for those that run."""
-        return all(await asyncio.gather(*(keeper.drain() for keeper in self._keepers.values())))
+    async def drain_routers(self) -> bool:
+        """Refuse new requests and wait for those that run. Returns whether every router is drained."""
+        return all(await asyncio.gather(*(router.drain_router() for router in self._supervisors.values())))
 
-    async def wait_idle(self, group: str, seconds: float) -> None:
-        """Until a group that takes no new work has none, as far as routers know, or the time is up."""
+    async def restart_router(self, address: str, drain_seconds: float) -> None:
+        """Restart the router whose gRPC address is `address`; see RouterSupervisor. Raises NotFound."""
+        router = next((router for router in self._supervisors.values() if router.address == address), None)
+        if router is None:
+            raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
+        await router.restart_router(drain_seconds)
+
+    async def wait_until_idle(self, group: str, seconds: float) -> None:
+        """Wait until no router counts a request on a draining group, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            # A group reports its load once a second, and a router may have sent it something before it heard.
-            await asyncio.sleep(min(_REPORT_SECONDS, seconds))
-            if not any(await asyncio.gather(*(keeper.load(group) for keeper in self._keepers.values()))):
+            # First a wait: a router may have sent requests before it knew that the group drains, and their load is
+            # reported later.
+            await asyncio.sleep(min(_LOAD_SECONDS, seconds))
+            if not any(await asyncio.gather(*(router.count_requests(group) for router in self._supervisors.values()))):
                 return
 
-    async def renew(self, address: str, drain_seconds: float) -> None:
-        """Another process for the router at gRPC's `address`; see RouterSupervisor.renew. Raises NotFound."""
-        keeper = next((keeper for keeper in self._keepers.values() if keeper.address == address), None)
-        if keeper is None:
-            raise NotFound(f"no router serves at {address}; there are {', '.join(self.addresses) or 'none'}")
-        await keeper.renew(drain_seconds)
-
-    async def misses(self) -> str:
-        """Which group that serves a router does not use, and why; empty when every router answers and uses all."""
-        serving = [state.name for state in self._groups or () if state.state == "serving"]
-        for name, keeper in list(self._keepers.items()):
-            missed = await keeper.misses(serving)
-            if missed is None:
-                return f"{name} does not answer"
-            if missed:
-                return missed
-        return ""
-
-    async def wait_used(self, group: str) -> None:
-        """Until every router that answers uses a group that serves; raises Unavailable with the reason of one that
-        does not."""
-        deadline = time.monotonic() + _ATTACH_SECONDS
-        for keeper in list(self._keepers.values()):
-            while missed := await keeper.misses([group]):
+    async def wait_until_used(self, group: str) -> None:
+        """Wait until every router that answers uses a serving group. Raises Unavailable with the reason of a router
+        that does not use it after 10 s."""
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        for router in list(self._supervisors.values()):
+            while reason := await router.find_unused_group([group]):
                 if time.monotonic() > deadline:
-                    raise Unavailable(missed)
+                    raise Unavailable(reason)
                 await asyncio.sleep(_POLL_SECONDS)
 
-    async def pressure(self) -> tuple[float, int]:
-        """How long requests wait, at the router where they wait longest, and in how many groups something runs."""
-        answers = await asyncio.gather(*(keeper.status() for keeper in self._keepers.values()))
+    async def find_unused_group(self) -> str:
+        """A serving group that some router does not use, with the reason; "" if every router answers and uses all."""
+        serving = [state.name for state in self._groups or () if state.state == "serving"]
+        for name, router in list(self._supervisors.items()):
+            reason = await router.find_unused_group(serving)
+            if reason is None:
+                return f"{name} does not answer"
+            if reason:
+                return reason
+        return ""
+
+    async def measure_queue(self) -> tuple[float, int]:
+        """(seconds that requests wait at the router where they wait longest, number of groups that have requests)."""
+        answers = await asyncio.gather(*(router.read_status() for router in self._supervisors.values()))
         statuses = [status for status in answers if status is not None]
         busy = {group.name for status in statuses for group in status.groups if group.running or group.waiting}
         return max((status.queue_seconds for status in statuses), default=0.0), len(busy)
 
-    async def stop(self, *, now: bool) -> None:
-        """Ends all, first with a word (unless `now`), then without."""
-        await asyncio.gather(*(keeper.stop(now=now) for keeper in self._keepers.values()))
+    async def stop_routers(self, *, now: bool) -> None:
+        """End every router. `now`: kill them at once."""
+        await asyncio.gather(*(router.stop_router(now=now) for router in self._supervisors.values()))
 
     async def _follow_nodes(self) -> None:
         nodes = await asyncio.to_thread(launch.router_nodes, self._config.router_resource)
         wanted = {f"router-{id[:8]}": id for id in nodes}
-        gone = [name for name in self._keepers if name not in wanted]
-        for name in gone:
+        for name in [name for name in self._supervisors if name not in wanted]:
             _log.warning("%s is gone with its node", name)
-            self._lives[name].cancel()
-            await asyncio.gather(self._lives.pop(name), return_exceptions=True)
-            await self._keepers.pop(name).stop(now=True)
+            self._tasks[name].cancel()
+            await asyncio.gather(self._tasks.pop(name), return_exceptions=True)
+            await self._supervisors.pop(name).stop_router(now=True)
         for name, id in wanted.items():
-            if name not in self._keepers:
-                self._add(name, id)
+            if name not in self._supervisors:
+                self._add_router(name, id)
 
-    def _add(self, name: str, node: str | None) -> None:
-        # Where others serve, one that cannot is tried again, and keeps nobody from serving.
-        has_served = self._has_served or any(keeper.has_served for keeper in self._keepers.values())
+    def _add_router(self, name: str, node: str | None) -> None:
+        # Once any router has served, one that cannot start is tried again and does not fail the cluster.
+        has_served = self._has_served or any(router.has_served for router in self._supervisors.values())
         config = router_config(self._config, name, self._config.grpc_port, self._plane)
         resource = None if node else self._config.router_resource
-        keeper = RouterSupervisor(config, has_served=has_served, resource=resource, node=node)
+        router = RouterSupervisor(config, has_served=has_served, resource=resource, node=node)
         if self._groups is not None:
-            keeper.set_groups(self._groups)
-        self._keepers[name] = keeper
-        self._lives[name] = asyncio.create_task(keeper.keep())
+            router.set_groups(self._groups)
+        self._supervisors[name] = router
+        self._tasks[name] = asyncio.create_task(router.supervise_router())

@@ -1,4 +1,4 @@
-"""RouterSupervisor: holds a router up, and tells it of the groups. It does not know how groups come and go."""
+"""RouterSupervisor: keeps one router running, and sends it the state of every group."""
 
 import asyncio
 import logging
@@ -7,27 +7,31 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from coatcheck.cluster.ray_cluster import launch
-from coatcheck.cluster.supervision.cluster_state import GroupState
+from coatcheck.cluster.ray_cluster.actor_handles import RouterHandle
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.proto.errors import CoatcheckError, Unavailable
 from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.event_loop.heartbeat import Heartbeat
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 
 _WATCH_SECONDS = 0.5
-_STOP_SECONDS = 5.0
-_STOPPED_SECONDS = 30.0
+_ANSWER_SECONDS = 5.0
+_HANG_SECONDS = 30.0
 _RESTART_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
 
 class RouterSupervisor:
-    """`address` (gRPC's) and `http_address` are host:port while the router serves; `failure` why it never will."""
+    """Supervises one router.
+
+    `address` (gRPC) and `http_address` are host:port while the router serves, else "". `failure`: why it will never
+    serve, else "". `has_served`: whether it or a router before it served; then it is restarted for ever. `resource`:
+    a Ray resource of the nodes where it may run. `node`: the id of the node where it must run.
+    """
 
     def __init__(
         self, config: RouterConfig, *, has_served: bool, resource: str | None = None, node: str | None = None
@@ -35,32 +39,21 @@ class RouterSupervisor:
         self.address = ""
         self.http_address = ""
         self.failure = ""
+        self.has_served = has_served
         self._config = config
-        self._resource = resource  # of the nodes where it may run; None: any
-        self._node = node  # where it must run, by id; None: anywhere
-        self.has_served = has_served  # also before this keeper's time: then it is started again whatever happens
-        self._actor: launch.Actor | None = None
-        self._groups: list[GroupEndpoint] | None = None  # not yet known
+        self._resource = resource
+        self._node = node
+        self._actor: RouterHandle | None = None
+        self._groups: list[GroupEndpoint] | None = None  # None: not known yet
         self._version = 0
-        self._serves = asyncio.Event()  # whoever waits for the next start clears it
+        self._serves = asyncio.Event()  # cleared by `restart_router`, to wait for the next start
 
-    async def keep(self) -> None:
-        """Holds the router up until cancelled; gives up only on one that has never served."""
+    async def supervise_router(self) -> None:
+        """Keep the router running until cancelled. Returns only if a router that has never served cannot start."""
         while True:
             try:
-                self._actor = launch.find_actor(self._config.name) or self._start()
-                address = await self._actor.start.remote()
-                self.http_address = await self._actor.http_address.remote()
-                self.address = address
-                self._serves.set()
-                # The next router must be where clients look for this one.
-                self._config = replace(
-                    self._config, port=int(address.rpartition(":")[2]), http_port=_port(self.http_address)
-                )
-                self.has_served = True
-                self._send_groups()
-                await self._watch(self._actor)
-            except (RayError, TimeoutError, ValueError) as error:  # ValueError: its name is not free again yet
+                await self._watch(await self._start())
+            except (RayError, TimeoutError, ValueError) as error:  # ValueError: Ray has not freed its name yet
                 _log.error("the router has ended: %r", error)
                 cause = error.cause if isinstance(error, RayTaskError) else None
                 if not self.has_served:
@@ -72,7 +65,7 @@ class RouterSupervisor:
             await asyncio.sleep(_RESTART_SECONDS)
 
     def set_groups(self, states: list[GroupState]) -> None:
-        """Sends the groups as they are now, without waiting for an answer."""
+        """Send the state of every group to the router. Does not wait for an answer."""
         self._groups = [
             GroupEndpoint(
                 name=state.name,
@@ -85,86 +78,98 @@ class RouterSupervisor:
             )
             for state in states
         ]
-        # Grows from one supervisor to the next as well: the router ignores a list older than the newest it has seen.
+        # The router ignores a list that is older than one it has. The clock also grows over a restart of the
+        # supervisor, as a counter would not.
         self._version = time.time_ns()
         self._send_groups()
 
-    async def drain(self) -> bool:
-        """Lets no new request in and waits for those that run."""
+    async def drain_router(self) -> bool:
+        """Refuse new requests and wait for those that run. Returns whether the router is drained."""
         if self._actor is None:
             return True
         with suppress(RayError):
-            return bool(await self._actor.drain.remote(None))
+            return await self._actor.drain.remote(None)
         return False
 
-    async def load(self, group: str) -> int:
-        """Requests that a group has, running or waiting, as far as this router knows; 0 when it does not answer."""
-        status = await self.status()
-        return sum(one.running + one.waiting for one in status.groups if one.name == group) if status else 0
-
-    async def status(self) -> StatusResponse | None:
-        """As the router says; None when it does not answer."""
-        if self._actor is not None:
-            with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    status: StatusResponse = await self._actor.status.remote()
-                    return status
-        return None
-
-    async def misses(self, groups: Iterable[str]) -> str | None:
-        """Which of these groups, that serve, this router does not use, and why; empty when it uses all, None when it
-        does not answer."""
-        status = await self.status()
-        if status is None:
-            return None
-        known = {one.name: one for one in status.groups}
-        for group in groups:
-            if group not in known:
-                return f"{self._config.name} does not know {group}"
-            if known[group].state not in ("serving", "draining", "drained"):
-                reason = known[group].reason or f"it is {known[group].state}"
-                return f"{self._config.name} does not use {group}: {reason}"
-        return ""
-
-    async def renew(self, drain_seconds: float) -> None:
-        """Another process at the same address, of whatever is installed now: no new request comes to this one, and
-        what runs may end within that time. Returns once the next one serves."""
+    async def restart_router(self, drain_seconds: float) -> None:
+        """Start another process at the same address. The old one refuses new requests, and its requests have
+        `drain_seconds` to end. Returns once the new one serves."""
         if self._actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
         await self._actor.drain.remote(drain_seconds)
         self._serves.clear()
-        await self.stop(now=False)
+        await self.stop_router(now=False)
         await self._serves.wait()
 
-    async def stop(self, *, now: bool) -> None:
-        """Ends the router, first with a word (unless `now`), then without."""
+    async def stop_router(self, *, now: bool) -> None:
+        """End the router's process. `now`: kill it at once."""
         if self._actor is not None and not now:
             with suppress(RayError, TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
+                async with asyncio.timeout(_ANSWER_SECONDS):
                     await self._actor.stop.remote()
         self._kill()
 
-    async def _watch(self, actor: launch.Actor) -> None:
+    async def read_status(self) -> StatusResponse | None:
+        """The router's status; None if it does not answer within 5 s."""
+        if self._actor is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    return await self._actor.status.remote()
+        return None
+
+    async def count_requests(self, group: str) -> int:
+        """The running and waiting requests of a group that this router knows of; 0 if the router does not answer."""
+        status = await self.read_status()
+        return sum(known.running + known.waiting for known in status.groups if known.name == group) if status else 0
+
+    async def find_unused_group(self, groups: Iterable[str]) -> str | None:
+        """The first of these serving groups that the router does not use, with the reason; "" if it uses all, None if
+        it does not answer."""
+        status = await self.read_status()
+        if status is None:
+            return None
+        known = {group.name: group for group in status.groups}
+        for name in groups:
+            if name not in known:
+                return f"{self._config.name} does not know {name}"
+            if known[name].state not in ("serving", "draining", "drained"):
+                reason = known[name].reason or f"it is {known[name].state}"
+                return f"{self._config.name} does not use {name}: {reason}"
+        return ""
+
+    async def _start(self) -> RouterHandle:
+        """Find the router that runs, or start one. Return once it serves."""
+        actor = launch.find_router(self._config.name)
+        if actor is None:
+            actor = launch.start_router(self._config, self._resource, self._node)
+        self._actor = actor
+        address = await actor.start.remote()
+        self.http_address = await actor.http_address.remote()
+        self.address = address
+        self._serves.set()
+        # The next process must listen at the ports that clients know.
+        http_port = int(self.http_address.rpartition(":")[2]) if self.http_address else None
+        self._config = replace(self._config, port=int(address.rpartition(":")[2]), http_port=http_port)
+        self.has_served = True
+        self._send_groups()
+        return actor
+
+    async def _watch(self, actor: RouterHandle) -> None:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.
 
         A router that is merely busy is left alone: restarting it would end all of its streams. Sends the groups' states
         after every answer, since a message may fail or overtake another.
         """
-        # A router of an earlier version has no `heartbeat`; then its event loop has to answer.
-        ask = getattr(actor, "heartbeat", None) or actor.status
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             try:
-                async with asyncio.timeout(_STOPPED_SECONDS):
-                    answer = await ask.remote()
+                async with asyncio.timeout(_HANG_SECONDS):
+                    heartbeat = await actor.heartbeat.remote()
             except TimeoutError:
-                raise TimeoutError(f"its process has not answered for {_STOPPED_SECONDS:g} s") from None
-            if isinstance(answer, Heartbeat) and answer.hang_reason:
-                raise TimeoutError(answer.hang_reason)
+                raise TimeoutError(f"its process has not answered for {_HANG_SECONDS:g} s") from None
+            if heartbeat is not None and heartbeat.hang_reason:
+                raise TimeoutError(heartbeat.hang_reason)
             self._send_groups()
-
-    def _start(self) -> launch.Actor:
-        return launch.start_router(self._config, self._resource, self._node)
 
     def _send_groups(self) -> None:
         if self._actor is not None and self.address and self._groups is not None:
@@ -172,9 +177,5 @@ class RouterSupervisor:
 
     def _kill(self) -> None:
         if self._actor is not None:
-            ray.kill(self._actor)
+            launch.kill_actor(self._actor)
             self._actor = None
-
-
-def _port(address: str) -> int | None:
-    return int(address.rpartition(":")[2]) if address else None

@@ -1,7 +1,6 @@
-"""Supervisor: a detached Ray actor that keeps the routers and the groups running.
+"""Supervisor: a detached Ray actor that keeps the routers and the groups of a cluster running.
 
-Ray starts it again when it dies, with the arguments of its first start; it then adopts what still runs. It tells every
-router of each change in a group at once. It does not know tokens, nor who reads its state.
+If it dies, Ray starts it again with the arguments of its first start, and it adopts the routers and ranks that run.
 """
 
 import asyncio
@@ -13,10 +12,9 @@ import ray
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.ray_cluster.cluster_ca import PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
-from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule
-from coatcheck.cluster.supervision.autoscaler import Autoscaler
-from coatcheck.cluster.supervision.cluster_state import ClusterState
+from coatcheck.cluster.supervision.autoscaler import Autoscaler, AutoscaleRule
 from coatcheck.cluster.supervision.group_set import GroupSet
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.contract import CONTRACT, VERSION
@@ -26,108 +24,106 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Every method answers at once, but for `drain`, `restart…`, `scale` and `stop`.
+    """What this actor answers to `coatcheck serve`, `restart` and `scale`. See SupervisorHandle for its types.
 
-    Ray ends the process of an actor when a caller asks for a method that the actor lacks. A release that adds a method
-    here therefore raises CONTRACT.
+    The `get_` and `find_` methods answer at once. The others return when the change is complete.
     """
 
-    # Ray awaits an async actor's constructor in the loop of its methods, also when it starts the actor again.
+    # Ray awaits an async actor's constructor in the event loop of its methods, also when it starts the actor again.
     async def __init__(self, config: ServeConfig, placement: RankPlacement, plane: PlaneCertificates) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._config = config
         self._placement = placement
-        self._plane = plane
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._routers = RouterSet(config, plane.router, has_served=is_restarted)
-        self._groups = GroupSet(
-            config,
-            placement,
-            plane.group,
-            is_restarted=is_restarted,
-            on_change=self._tell_routers,
-            wait_idle=self._routers.wait_idle,
-            wait_used=self._routers.wait_used,
-        )
+        self._groups = GroupSet(config, placement, plane.group, self._routers, is_restarted=is_restarted)
         self._failure = ""
-        self._life = asyncio.create_task(self._supervise())
+        self._supervision = asyncio.create_task(self._supervise())
 
-    async def config(self) -> ServeConfig:
-        """What this cluster was asked to be, with as many groups as it is to have by now."""
+    async def get_contract(self) -> tuple[int, str]:
+        """(contract number, version) of this process; see proto/contract.py. Every version has this method."""
+        return CONTRACT, VERSION
+
+    async def get_config(self) -> ServeConfig:
+        """The settings of the cluster. `groups` is the number after the last scaling."""
         return self._config.model_copy(update={"groups": self._groups.size})
 
-    async def state(self) -> ClusterState:
-        """How far everything is."""
+    async def get_state(self) -> ClusterState:
         groups = tuple(self._groups.states)
         failure = self._failure or self._routers.failure or self._groups.failure
-        routers = tuple(self._routers.addresses) if self._routers.is_whole else ()
-        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses), CONTRACT, VERSION)
+        routers = tuple(self._routers.addresses) if self._routers.all_serve else ()
+        return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
 
-    async def misses(self) -> str:
-        """See RouterSet.misses: while it says something, clients may be refused for want of that group."""
-        return await self._routers.misses()
+    async def find_unused_group(self) -> str:
+        """See RouterSet.find_unused_group. While there is one, routers may refuse requests for lack of capacity."""
+        return await self._routers.find_unused_group()
 
-    async def drain(self) -> bool:
-        """Lets no new request in and waits for those that run."""
-        return await self._routers.drain()
+    async def drain_routers(self) -> bool:
+        """Refuse new requests and wait for those that run. Returns whether every router is drained."""
+        return await self._routers.drain_routers()
 
-    async def restart(self, group: str, drain_seconds: float) -> None:
-        """New processes for one group, of whatever is installed now: no new work goes to it, what runs may end within
-        that time, and the rest moves. Returns once every router uses it; raises Unavailable when it does not come up
-        or a router does not take it, and NotFound for no such group."""
-        await self._groups.restart(group, drain_seconds)
+    async def restart_group(self, group: str, drain_seconds: float) -> None:
+        """Replace the processes of a group with processes of the version that is installed now.
+
+        Routers send the group no new requests. Requests that still run after `drain_seconds` move to other groups.
+        Returns once every router uses the group again. Raises NotFound for an unknown group, and Unavailable if no
+        other group serves, the group does not start, or a router does not use it.
+        """
+        await self._groups.restart_group(group, drain_seconds)
 
     async def restart_router(self, address: str, drain_seconds: float) -> None:
-        """The same for the router at gRPC's `address`, but that new requests must go to others meanwhile."""
-        await self._routers.renew(address, drain_seconds)
+        """Replace the process of the router whose gRPC address is `address`. Meanwhile clients must use another router.
+        Raises NotFound and Unavailable."""
+        await self._routers.restart_router(address, drain_seconds)
 
     async def restart_supervisor(self) -> None:
-        """Never answers: Ray starts the next one, of whatever is installed now, and that adopts what runs."""
+        """End this process. Ray starts another one, of the version that is installed now. The call never returns."""
         os._exit(1)
 
-    async def scale(self, groups: int, drain_seconds: float) -> None:
-        """So many groups, once every router uses them, or once those that go have ended: no new work goes to these,
-        what runs may end within that time, and the rest moves. Raises InvalidConfig where Ray has no room, and
-        Unavailable; what was to be added is then taken back."""
-        await self._groups.scale(groups, drain_seconds)
+    async def scale_groups(self, groups: int, drain_seconds: float) -> None:
+        """Have `groups` groups. Returns once every router uses the new ones, or once the removed ones have ended.
 
-    async def stop(self, *, now: bool = False) -> None:
-        """Ends the routers and every rank, and gives their places back; the actor itself is for the caller to end."""
-        self._life.cancel()
-        await asyncio.gather(self._life, return_exceptions=True)
-        await asyncio.gather(self._routers.stop(now=now), self._groups.stop(now=now))
+        A group that is removed gets no new requests; requests that still run after `drain_seconds` move to other
+        groups. Raises InsufficientResources if Ray has no room, and Unavailable if a new group does not start. Then
+        all new groups are removed again.
+        """
+        await self._groups.scale_groups(groups, drain_seconds)
+
+    async def stop_all(self, now: bool = False) -> None:
+        """End every router and rank, and give their resources back. `now`: kill them at once. The caller must kill this
+        actor afterwards."""
+        self._supervision.cancel()
+        await asyncio.gather(self._supervision, return_exceptions=True)
+        await asyncio.gather(self._routers.stop_routers(now=now), self._groups.stop_groups(now=now))
         if self._config.max_groups is not None:
-            launch.ask_room(self._placement.bundle, 0)
+            launch.request_nodes(self._placement.bundle, 0)
 
     async def _supervise(self) -> None:
         try:
-            # A router's start needs no group: its process comes up beside theirs.
-            async with asyncio.TaskGroup() as lives:
-                lives.create_task(self._routers.keep())
-                await self._groups.keep(lives)
+            # Routers and groups start at the same time.
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._routers.supervise_routers())
+                await self._groups.start_groups(tasks)
                 if self._config.max_groups is not None:
-                    lives.create_task(self._autoscaler(self._config.max_groups).keep())
+                    tasks.create_task(self._make_autoscaler(self._config.max_groups).run_forever())
         except* Exception as errors:
             _log.exception("the supervisor's own work has failed")
             self._failure = str(errors.exceptions[0])
             if any(group.state == "serving" for group in self._groups.states):
-                os._exit(1)  # Ray starts it again, and it adopts what runs: better than nobody watching
+                os._exit(1)  # Ray starts another supervisor, which adopts the groups that serve
 
-    def _autoscaler(self, most: int) -> Autoscaler:
+    def _make_autoscaler(self, max_groups: int) -> Autoscaler:
         config = self._config
         rule = AutoscaleRule(
-            least=config.groups,
-            most=most,
+            min_groups=config.groups,
+            max_groups=max_groups,
             target_seconds=config.queue_target,
             shrink_hold_seconds=config.scale_in_after,
         )
         return Autoscaler(
             rule,
-            pressure=self._routers.pressure,
-            size=lambda: self._groups.size,
-            ask_room=lambda groups: launch.ask_room(self._placement.bundle, groups * config.tp),
-            scale=self._groups.scale,
+            measure_queue=self._routers.measure_queue,
+            count_groups=lambda: self._groups.size,
+            request_room=lambda groups: launch.request_nodes(self._placement.bundle, groups * config.tp),
+            scale_groups=self._groups.scale_groups,
         )
-
-    def _tell_routers(self) -> None:
-        self._routers.set_groups(self._groups.states)

@@ -1,4 +1,4 @@
-"""FakeRanks: a group's processes without processes. The one seam of the keeper's tests.
+"""FakeRanks: a group's processes without processes. The one seam of the tests of GroupSupervisor.
 
 Each start goes as the script says: "serves", "ends early" (before its ranks have run) or "ends late" (before they
 serve). Like real ones they leave a record of how they have ended, under the number of their incarnation.
@@ -7,14 +7,14 @@ serve). Like real ones they leave a record of how they have ended, under the num
 import asyncio
 from collections.abc import Iterable
 
-from coatcheck.cluster.supervision.rank_end import RankEnded
+from coatcheck.cluster.supervision.rank_actors import RankEnded
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
 SERVING = RankProgress(Phase.SERVING, address="127.0.0.1:1")
 
 
 class FakeRanks:
-    """`adopted` is what `adopt` answers. After the script every start serves. `starts` has each one's number and
+    """`adopted` is what `adopt_ranks` returns. After the script every start serves. `starts` has each one's number and
     incarnation."""
 
     group, tp = "g", 2
@@ -23,8 +23,8 @@ class FakeRanks:
         self, script: Iterable[str] = (), *, adopted: tuple[int | None, tuple[RankProgress, ...]] = (None, ())
     ) -> None:
         self.starts: list[tuple[int, int]] = []
-        self.ended_with_a_word = 0
-        self.have_begun = bool(adopted[1])
+        self.graceful_stops = 0
+        self.have_run = bool(adopted[1])
         self._adopted = adopted
         self._script = list(script)
         self._records: dict[int, str] = {}
@@ -36,42 +36,42 @@ class FakeRanks:
         self._records[self.starts[-1][1]] = words
         self._end.set_exception(RankEnded(f"rank 1 has ended: {words or 'its process died'}"))
 
-    async def adopt(self) -> tuple[int | None, tuple[RankProgress, ...]]:
+    async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
         return self._adopted
 
-    async def find_place(self) -> bool:
+    async def find_nodes(self) -> bool:
         return True
 
-    async def start(self, number: int, incarnation: int) -> None:
+    async def start_ranks(self, number: int, incarnation: int) -> None:
         self.starts.append((number, incarnation))
         self._kind = self._script.pop(0) if self._script else "serves"
         self._end = asyncio.get_running_loop().create_future()
         if self._kind == "ends early":
             raise RankEnded("rank 0 could not start: ValueError: the name is taken")
 
-    async def predecessor_crash(self) -> str | None:
+    async def read_predecessor_crash(self) -> str | None:
         return self._records.get(self.starts[-1][1] - 1)
 
-    async def begin(self) -> None:
-        self.have_begun = True
+    async def run_ranks(self) -> None:
+        self.have_run = True
 
-    async def live(self, seconds: float | None = None) -> None:
+    async def wait_for_exit(self, seconds: float | None = None) -> None:
         if self._kind == "ends late":
             self._records[self.starts[-1][1]] = "rank 0: OutOfMemoryError"
             raise RankEnded("rank 0 has ended: out of memory")
         if seconds is None:
             await self._end
 
-    async def progress(self) -> tuple[RankProgress, ...]:
+    async def read_progress(self) -> tuple[RankProgress, ...]:
         return (SERVING,) * self.tp
 
-    async def end(self) -> None:
-        self.ended_with_a_word += 1
+    async def stop_ranks(self) -> None:
+        self.graceful_stops += 1
         self._records[self.starts[-1][1]] = ""
-        self.kill()
+        self.kill_ranks()
 
-    def kill(self) -> None:
-        self.have_begun = False
+    def kill_ranks(self) -> None:
+        self.have_run = False
 
-    def forget(self) -> None:
+    def forget_starts(self) -> None:
         self.starts.clear()

@@ -120,7 +120,7 @@ def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
     """Rank 0's port takes neither plain connections, nor TLS without a certificate, nor a stranger's."""
     status = secure.run("status", "--json", key=secure.admin)
     (group,) = json.loads(status.stdout)["groups"]
-    stranger = ClusterCA().for_router()
+    stranger = ClusterCA().sign_router_certificate()
     options = [("grpc.ssl_target_name_override", GROUP)]
     tries = [
         grpc.insecure_channel(group["address"]),

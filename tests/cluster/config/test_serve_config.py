@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from coatcheck.cluster.commands.serve_session import check_same_settings
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.setting_values import parse_memory
 from coatcheck.cluster.preflight.machine import check_machine
 from coatcheck.cluster.preflight.model import check_model
-from coatcheck.cluster.ray_cluster.launch import require_same
 from coatcheck.cluster.supervision.member_config import router_config
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from tests.cluster.model_configs import LLAMA, write_config
@@ -258,9 +258,9 @@ def test_the_model_is_named_after_its_directory(tmp_path: Path) -> None:
 def test_a_cluster_is_the_same_however_it_is_addressed() -> None:
     """Who joins a running cluster may spell its address in another way, and nothing else."""
     running = ServeConfig.build({"model": "m", "ray_address": "auto"})
-    require_same(running, ServeConfig.build({"model": "m", "ray_address": "127.0.0.1:6379"}))
+    check_same_settings(running, ServeConfig.build({"model": "m", "ray_address": "127.0.0.1:6379"}))
     with pytest.raises(InvalidConfig, match="other settings"):
-        require_same(running, ServeConfig.build({"model": "m", "ray_address": "auto", "tp": 2}))
+        check_same_settings(running, ServeConfig.build({"model": "m", "ray_address": "auto", "tp": 2}))
 
 
 def test_a_generation_config_is_read_before_anything_starts(tmp_path: Path) -> None:

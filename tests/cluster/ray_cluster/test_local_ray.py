@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.cluster.ray_cluster.local_ray import forget_ended, own_rays, publish_token, token_of
-from coatcheck.cluster.ray_cluster.ray_environment import confine_local_ray, environment_token
+from coatcheck.cluster.ray_cluster.local_ray import delete_stale_tokens, find_local_rays, publish_token, read_token
+from coatcheck.cluster.ray_cluster.ray_environment import configure_local_ray, environment_token
 from tests.cluster.serving import coatcheck
 
 _ADDRESS = "127.0.0.1:4711"
@@ -16,16 +16,16 @@ _ADDRESS = "127.0.0.1:4711"
 def test_it_is_found_while_it_runs(tmp_path: Path) -> None:
     """By its address, however this host is written there, and among those that were started; then no more."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
-        assert token_of(tmp_path, _ADDRESS) == token_of(tmp_path, "localhost:4711") == "secret"
-        assert [address for _, address in own_rays(tmp_path)] == [_ADDRESS]
+        assert read_token(tmp_path, _ADDRESS) == read_token(tmp_path, "localhost:4711") == "secret"
+        assert [address for _, address in find_local_rays(tmp_path)] == [_ADDRESS]
         assert [file.stat().st_mode & 0o777 for file in tmp_path.iterdir()] == [0o600]
-    assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == [] and not list(tmp_path.iterdir())
+    assert read_token(tmp_path, _ADDRESS) is None and find_local_rays(tmp_path) == [] and not list(tmp_path.iterdir())
 
 
 def test_another_host_is_not_shown_it(tmp_path: Path) -> None:
     """A cluster elsewhere whose head has the same port is somebody else's."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
-        assert token_of(tmp_path, "10.0.0.1:4711") is None
+        assert read_token(tmp_path, "10.0.0.1:4711") is None
 
 
 def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> None:
@@ -36,11 +36,11 @@ def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> Non
     victim.chmod(0o600)
     place = tmp_path / "coatcheck-4711.token"
     place.symlink_to(victim)
-    assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == []
+    assert read_token(tmp_path, _ADDRESS) is None and find_local_rays(tmp_path) == []
     with publish_token(tmp_path, _ADDRESS, "secret"):
-        assert token_of(tmp_path, _ADDRESS) == "secret" and victim.read_text() == "mine"
+        assert read_token(tmp_path, _ADDRESS) == "secret" and victim.read_text() == "mine"
         place.chmod(0o644)
-        assert token_of(tmp_path, _ADDRESS) is None and own_rays(tmp_path) == []
+        assert read_token(tmp_path, _ADDRESS) is None and find_local_rays(tmp_path) == []
 
 
 def test_what_a_killed_command_has_left_goes(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_what_a_killed_command_has_left_goes(tmp_path: Path) -> None:
             publish_token(tmp_path, ended, "secret"),
             publish_token(tmp_path, address := f"127.0.0.1:{head.getsockname()[1]}", "secret"),
         ):
-            forget_ended(tmp_path)
-            assert token_of(tmp_path, ended) is None and token_of(tmp_path, address) == "secret"
+            delete_stale_tokens(tmp_path)
+            assert read_token(tmp_path, ended) is None and read_token(tmp_path, address) == "secret"
     assert sorted(tmp_path.iterdir()) == sorted([note, strange])
 
 
@@ -74,7 +74,7 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
         with publish_token(folder, second := f"127.0.0.1:{other.getsockname()[1]}", "secret"):
             done = coatcheck("scale", "--groups", "2", environment=environment)
             assert done.returncode == 2 and done.stderr.startswith("error: 2 Ray clusters run on this host: ")
-            assert first in done.stderr and second in done.stderr and "say which with --ray-address" in done.stderr
+            assert first in done.stderr and second in done.stderr and "choose one with --ray-address" in done.stderr
         done = coatcheck("scale", "--groups", "2", environment=environment)
         assert f"no Ray cluster answers at {first}, the last one started on this host" in done.stderr
 
@@ -84,7 +84,7 @@ def test_a_token_is_shown_at_its_own_port_alone(tmp_path: Path) -> None:
     theirs."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
         (tmp_path / "coatcheck-4711.token").rename(tmp_path / "coatcheck-4712.token")
-        assert token_of(tmp_path, "127.0.0.1:4712") is None and own_rays(tmp_path) == []
+        assert read_token(tmp_path, "127.0.0.1:4712") is None and find_local_rays(tmp_path) == []
 
 
 def test_a_fifo_in_rays_folder_holds_no_command_up(tmp_path: Path) -> None:
@@ -104,5 +104,5 @@ def test_a_token_is_made_if_ray_will_ask_for_one(
 ) -> None:
     """RAY_AUTH_MODE counts in upper and lower case, as Ray reads it; without the variable Ray asks for a token."""
     monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": mode} if mode else {})
-    confine_local_ray()
+    configure_local_ray()
     assert ("RAY_AUTH_TOKEN" in os.environ) is has_token and bool(environment_token()) is has_token

@@ -19,7 +19,7 @@ sys.stdin.read()
 """
 _FAMILY = """
 import os, subprocess, sys
-from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, descendants, end_descendants
+from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, descendants, kill_descendants
 middle = subprocess.Popen([sys.executable, "-c", {middle!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 inner = int(middle.stdout.readline())
 soon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
@@ -28,7 +28,7 @@ adopt_orphans()
 middle.stdin.close()
 middle.wait()
 assert middle.returncode == 0 and inner in descendants(os.getpid()), "an orphan is not in sight"
-end_descendants(1.0)
+kill_descendants(1.0)
 print(inner, soon.wait(), flush=True)
 """
 
@@ -74,7 +74,7 @@ def test_orphans_that_have_ended_are_reaped() -> None:
     """A process that adopts orphans leaves no zombies, and can still wait for its own children."""
     family = """
 import os, subprocess, sys, time
-from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, children, reap
+from coatcheck.cluster.ray_cluster.process_tree import adopt_orphans, children, reap_children
 adopt_orphans()
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
 ours = children()
@@ -82,7 +82,7 @@ middle = subprocess.Popen(["sh", "-c", "sleep 0.2 & echo $!"], stdout=subprocess
 orphan = int(middle.stdout.readline())
 middle.wait()
 while os.path.exists(f"/proc/{orphan}"):
-    reap(children() - ours)
+    reap_children(children() - ours)
     time.sleep(0.01)
 assert own.wait() == 7
 """

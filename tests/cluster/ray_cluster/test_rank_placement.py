@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.cluster.ray_cluster.rank_placement import NoRoom, choose_placement
-from coatcheck.cluster.supervision.rank_hosts import RankHosts
+from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources, choose_placement, node_names
+from coatcheck.cluster.supervision.rank_actors import RankHosts
 from coatcheck.proto.errors import InvalidConfig
 
 GPU_NODE = {"CPU": 64.0, "GPU": 8.0, "memory": 1e12}
@@ -72,16 +72,16 @@ def test_too_small_a_cluster_is_refused(device: str, nodes: list[dict[str, float
         ("cpu", False, "lower --groups or --tp, or add nodes", "ask for fewer, or add nodes"),
         ("cuda", False, "or add nodes, or use --device cpu", "ask for fewer, or add nodes"),
         ("cpu", True, "or serve on a Ray cluster with more (--ray-address)", "start it again with --groups 3, or with"),
-        ("cuda", True, "(--ray-address), or use --device cpu", "on one host: serve on a Ray cluster with more"),
+        ("cuda", True, "(--ray-address), or use --device cpu", "of one host: serve on a Ray cluster with more"),
     ],
 )
 def test_what_helps_depends_on_who_asks(device: str, own_ray: bool, at_start: str, at_growth: str) -> None:
     """To `serve` and to `scale` the same lack is said with what each can change; it outlives the way through Ray."""
-    with pytest.raises(NoRoom) as raised:
+    with pytest.raises(InsufficientResources) as raised:
         choose_placement(device, 1, 2, named([{"CPU": 1.0, "GPU": 1.0}]))
     lack = pickle.loads(pickle.dumps(raised.value))
     missing = f"1 group with tp 2 needs 2 {'GPU' if device == 'cuda' else 'CPU'}s, and this Ray cluster has 1 free"
-    start, growth = str(lack.at_start(own_ray=own_ray)), str(lack.at_growth(2, 3, own_ray=own_ray))
+    start, growth = str(lack.for_serve(own_ray=own_ray)), str(lack.for_scale(2, 3, own_ray=own_ray))
     assert start.startswith(missing) and at_start in start
     assert growth.startswith(f"2 groups serve, and more have no room: {missing}") and at_growth in growth
 
@@ -94,8 +94,35 @@ def named(nodes: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
     """A group is told of all ranks on the fullest of its nodes, and of a group that moves no more where it was."""
     hosts = RankHosts()
-    hosts.note("a", ["x", "y"])
-    hosts.note("b", ["y", "y"])
-    assert (hosts.busiest("a"), hosts.busiest("b"), hosts.busiest("c")) == (3, 3, 0)
-    hosts.note("b", [])
-    assert hosts.busiest("a") == 1
+    hosts.set_hosts("a", ["x", "y"])
+    hosts.set_hosts("b", ["y", "y"])
+    assert (hosts.max_ranks_per_host("a"), hosts.max_ranks_per_host("b"), hosts.max_ranks_per_host("c")) == (3, 3, 0)
+    hosts.set_hosts("b", [])
+    assert hosts.max_ranks_per_host("a") == 1
+
+
+def test_a_name_that_others_have_too_comes_with_a_bit_of_the_id() -> None:
+    """Six digits tell them apart; more where they must, as for ids that somebody has chosen."""
+    assert node_names({"0" * 9: "a", "1" * 9: "b", "2" * 9: "b"}) == {
+        "0" * 9: "a",
+        "1" * 9: "b (111111)",
+        "2" * 9: "b (222222)",
+    }
+    assert node_names({"fffffff00": "a", "fffffff01": "a"}) == {
+        "fffffff00": "a (fffffff00)",
+        "fffffff01": "a (fffffff01)",
+    }
+    assert node_names({}) == {}
+
+
+@given(
+    st.dictionaries(
+        st.text("0f", min_size=12, max_size=12), st.sampled_from(["127.0.0.1", "gpu-1", "gpu-2"]), max_size=9
+    )
+)
+def test_no_two_nodes_are_called_alike(names: dict[str, str]) -> None:
+    """Every node has a name, which begins with its own, and no other node has it: what is counted by name is counted
+    once."""
+    told = node_names(names)
+    assert told.keys() == names.keys() and len(set(told.values())) == len(names)
+    assert all(told[id].startswith(name) for id, name in names.items())

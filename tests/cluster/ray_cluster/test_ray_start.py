@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.ray_log import last_error, last_line, session_of
+from coatcheck.cluster.ray_cluster.ray_log import find_session, last_error, last_line
 from coatcheck.cluster.ray_cluster.ray_start import RayStart
 from coatcheck.cluster.ray_cluster.raylet_suspender import RayletSuspender
 from tests.cluster.serving import Serving, coatcheck, until
@@ -104,7 +104,7 @@ def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:
     older, newer, other = (tmp_path / f"session_2026-11-22_04-33-{at}" for at in ("14_2_77", "48_5_77", "59_9_777"))
     for session in (older, newer, other):
         (session / "logs").mkdir(parents=True)
-    assert session_of(tmp_path, 77) == newer and session_of(tmp_path, 7) is None
+    assert find_session(tmp_path, 77) == newer and find_session(tmp_path, 7) is None
     assert last_error(newer) == last_line(newer) == ""
     (newer / "logs" / "gcs_server.out").write_text("[2026-11-22 04:33:10,1 I 9 9] (gcs_server) gcs.cc:1: GCS started\n")
     assert last_line(newer) == "gcs_server: GCS started" and last_error(newer) == ""
@@ -152,7 +152,7 @@ def test_a_start_leaves_no_raylet_suspended(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as raylet:
         try:
             start = _LateSuspension(raylet.pid, tmp_path)
-            start.run()
+            start.wait_until_connected()
             assert start.has_suspended.wait(60)
             until(lambda: _state(raylet.pid) != "T", "the raylet is resumed", 30)
         finally:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.cluster.supervision.cluster_state import GroupState
+from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor, backoff_seconds
 from coatcheck.proto.errors import Unavailable
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
@@ -16,29 +16,31 @@ FAULT = "rank 1: Segmentation fault"
 
 
 class Kept:
-    """A keeper at work, and every state that it has told of."""
+    """A GroupSupervisor at work, and every state that it has published."""
 
     def __init__(self, ranks: FakeRanks, has_served: bool) -> None:
         self.ranks = ranks
         self.told: list[GroupState] = []
         self._changed = asyncio.Event()
-        self.keeper = GroupSupervisor(ranks, has_served=has_served, on_change=self._note, backoff=lambda failures: 0.0)  # type: ignore[arg-type]
+        self.supervisor = GroupSupervisor(
+            ranks, has_served=has_served, on_change=self._note, backoff=lambda failures: 0.0
+        )  # type: ignore[arg-type]
         self.task = asyncio.create_task(self._keep())
 
     async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
         """Waits until its state is so."""
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not holds(self.keeper.state):
+            while not holds(self.supervisor.state):
                 self._changed.clear()
                 await self._changed.wait()
-        return self.keeper.state
+        return self.supervisor.state
 
     async def _keep(self) -> None:
-        await self.keeper.adopt()
-        await self.keeper.keep()
+        await self.supervisor.adopt_group()
+        await self.supervisor.supervise_group()
 
     def _note(self) -> None:
-        self.told.append(self.keeper.state)
+        self.told.append(self.supervisor.state)
         self._changed.set()
 
 
@@ -98,9 +100,9 @@ async def test_only_one_that_has_served_is_tried_again(keep: Keep, how: str) -> 
     """A group whose first start fails is given up with the reason; one that served before this supervisor is not."""
     new = keep(FakeRanks([how]))
     await new.task
-    assert new.keeper.state.state == "failed" and new.keeper.state.reason
+    assert new.supervisor.state.state == "failed" and new.supervisor.state.reason
     with pytest.raises(Unavailable, match="g does not start: rank 0"):
-        await new.keeper.wait_started()
+        await new.supervisor.wait_until_serving()
     await keep(FakeRanks([how]), has_served=True).until(serves(1))
 
 
@@ -108,13 +110,13 @@ async def test_a_renewal_is_no_failure(keep: Keep) -> None:
     """New processes that somebody asked for come after the old ones have had a word, and are another incarnation."""
     kept = keep(FakeRanks())
     await kept.until(serves(0))
-    await kept.keeper.renew()
-    assert kept.ranks.ended_with_a_word == 1 and kept.ranks.starts == [(0, 0), (1, 1)]
-    assert (kept.keeper.state.state, kept.keeper.state.predecessor) == ("serving", "")
-    kept.keeper.drain()
-    assert kept.keeper.state.state == "draining"
-    kept.keeper.undrain()
-    assert kept.keeper.state.state == "serving"
+    await kept.supervisor.restart_group()
+    assert kept.ranks.graceful_stops == 1 and kept.ranks.starts == [(0, 0), (1, 1)]
+    assert (kept.supervisor.state.state, kept.supervisor.state.predecessor) == ("serving", "")
+    kept.supervisor.drain_group()
+    assert kept.supervisor.state.state == "draining"
+    kept.supervisor.undrain_group()
+    assert kept.supervisor.state.state == "serving"
 
 
 async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
@@ -122,7 +124,7 @@ async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
     kept = keep(FakeRanks(["serves", "ends late"]))
     await kept.until(serves(0))
     with pytest.raises(Unavailable, match="g does not start again: rank 0 has ended: out of memory"):
-        await kept.keeper.renew()
+        await kept.supervisor.restart_group()
     await kept.until(serves(2))
 
 

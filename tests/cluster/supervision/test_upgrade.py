@@ -100,19 +100,28 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back")
 
 
-@pytest.mark.full  # starts a cluster for one refusal
+@pytest.mark.full  # two starts for what no other version has shown yet
 def test_serve_refuses_a_supervisor_of_another_contract(tmp_path: Path, tiny_model: Path) -> None:
-    """`serve` does not join a cluster whose supervisor has another contract: it says so and the cluster goes on."""
+    """`serve` asks a supervisor that runs already for its contract. Another one is refused with both numbers, and the
+    cluster serves on."""
     installed = Installed(tmp_path / "installed")
     installed.install("0.0.1", contract=1)
     with RayNodes(tmp_path, head_cpus=1, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
         command = [str(tiny_model), "--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
         command += ["--ray-address", nodes.address]
-        with Serving(*command, environment=nodes.environment) as older:
-            older.wait_ready()
-            refused = coatcheck("serve", *command, environment={**nodes.environment, "PYTHONPATH": ""})
-            assert refused.returncode == 2 and "coatcheck 0.0.1 with contract 1" in refused.stderr
-            assert older.status()["state"] == "serving"
+        with Serving(*command, environment=nodes.environment) as other:
+            other.wait_ready()
+            before = supervisors(nodes)
+            done = coatcheck("serve", *command, environment={**nodes.environment, "PYTHONPATH": ""})
+            assert done.returncode == 2 and "0.0.1 with contract 1" in done.stderr, done.stderr
+            assert f"{__version__} with contract 0" in done.stderr
+            assert len(before) == 1 and supervisors(nodes) == before
+            assert versions(other) == ["0.0.1"] * 2
+
+
+def supervisors(nodes: RayNodes) -> list[int]:
+    """Their processes."""
+    return [pid for pid, command in nodes.processes().items() if command.startswith("ray::Supervisor")]
 
 
 def versions(serving: Serving) -> list[str]:
@@ -121,7 +130,7 @@ def versions(serving: Serving) -> list[str]:
     return [status["version"], *(group.get("version", "") for group in status["groups"])]
 
 
-def test_other_versions_can_be_made(tmp_path: Path) -> None:
+def test_another_version_can_be_made(tmp_path: Path) -> None:
     """What the long test here changes in a version is still there to be changed, each in one place."""
     Installed(tmp_path / "installed").install("0.0.1", changed=_EVOLUTION)
 

@@ -5,12 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.cluster.config.serve_config import ServeConfig
-from coatcheck.cluster.ray_cluster.rank_placement import NoRoom
-from coatcheck.cluster.supervision.autoscale_rule import AutoscaleRule, QueueSample
-from coatcheck.cluster.supervision.autoscaler import Autoscaler
+from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources
+from coatcheck.cluster.supervision.autoscaler import Autoscaler, AutoscaleRule, QueueSample
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, Unavailable
 
-RULE = AutoscaleRule(least=1, most=3, target_seconds=2.0, grow_hold_seconds=10.0, shrink_hold_seconds=60.0)
+RULE = AutoscaleRule(min_groups=1, max_groups=3, target_seconds=2.0, grow_hold_seconds=10.0, shrink_hold_seconds=60.0)
 
 
 def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[QueueSample]:
@@ -45,7 +44,7 @@ def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[QueueSa
 )
 def test_the_number_follows_a_queue_that_lasts(samples: list[QueueSample], groups: int, wished: int) -> None:
     """One more when all of ten seconds were above the target, one fewer when all of a minute had an idle group."""
-    assert RULE.wished(samples, groups, samples[-1].time if samples else 0.0) == wished
+    assert RULE.choose_size(samples, groups, samples[-1].time if samples else 0.0) == wished
 
 
 @given(
@@ -55,9 +54,9 @@ def test_the_number_follows_a_queue_that_lasts(samples: list[QueueSample], group
 def test_it_moves_by_one_within_its_bounds(waits: list[tuple[float, int]], groups: int) -> None:
     """Whatever was seen, the wish is at most one away, and never leads out of the bounds."""
     samples = [QueueSample(float(time), seconds, busy) for time, (seconds, busy) in enumerate(waits)]
-    wished = RULE.wished(samples, groups, float(len(waits)))
+    wished = RULE.choose_size(samples, groups, float(len(waits)))
     assert abs(wished - groups) <= 1
-    assert wished <= max(groups, RULE.most) and wished >= min(groups, RULE.least)
+    assert wished <= max(groups, RULE.max_groups) and wished >= min(groups, RULE.min_groups)
 
 
 def test_bounds_that_cannot_be_are_refused() -> None:
@@ -71,7 +70,7 @@ def test_bounds_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize(
     ("failure", "tried"),
     [
-        (NoRoom("1 group with tp 1 needs 1 CPU: 1 missing"), [*map(float, range(10, 21))]),
+        (InsufficientResources("1 group with tp 1 needs 1 CPU: 1 missing"), [*map(float, range(10, 21))]),
         (Unavailable("group-2 does not start"), [10.0, 25.0]),
     ],
 )
@@ -83,7 +82,7 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
     tries: list[tuple[float, int]] = []
     clock, groups, free, queue = 0.0, 2, False, 5.0
 
-    async def pressure() -> tuple[float, int]:
+    async def measure_queue() -> tuple[float, int]:
         return queue, 2
 
     async def scale(wished: int, _: float) -> None:
@@ -93,10 +92,12 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
             raise failure
         groups = wished
 
-    autoscaler = Autoscaler(RULE, pressure=pressure, size=lambda: groups, ask_room=asked.append, scale=scale)
+    autoscaler = Autoscaler(
+        RULE, measure_queue=measure_queue, count_groups=lambda: groups, request_room=asked.append, scale_groups=scale
+    )
     for clock in map(float, range(120)):
         free, queue = clock >= 20, 5.0 if clock < 40 else 0.0
-        await autoscaler.look(clock)
+        await autoscaler.evaluate_rule(clock)
     assert asked == [0, 3, 0]
     assert tries == [*((at, 3) for at in tried), (100.0, 2)]
     assert groups == 2
@@ -107,21 +108,23 @@ async def test_idleness_may_be_shorter_than_a_queue() -> None:
     other's time."""
     groups, queue = 2, 5.0
 
-    async def pressure() -> tuple[float, int]:
+    async def measure_queue() -> tuple[float, int]:
         return queue, 2
 
     async def scale(wished: int, _: float) -> None:
         nonlocal groups
         groups = wished
 
-    rule = AutoscaleRule(least=2, most=3, target_seconds=1.0, shrink_hold_seconds=3.0)
-    autoscaler = Autoscaler(rule, pressure=pressure, size=lambda: groups, ask_room=lambda _: None, scale=scale)
+    rule = AutoscaleRule(min_groups=2, max_groups=3, target_seconds=1.0, shrink_hold_seconds=3.0)
+    autoscaler = Autoscaler(
+        rule, measure_queue=measure_queue, count_groups=lambda: groups, request_room=lambda _: None, scale_groups=scale
+    )
     for clock in range(12):
-        await autoscaler.look(float(clock))
+        await autoscaler.evaluate_rule(float(clock))
     assert groups == 3
     queue = 0.0
     for clock in range(12, 18):
-        await autoscaler.look(float(clock))
+        await autoscaler.evaluate_rule(float(clock))
     assert groups == 2
 
 
@@ -131,14 +134,16 @@ async def test_looks_may_be_far_apart(apart: float) -> None:
     wanted: list[float] = []
     clock = 0.0
 
-    async def pressure() -> tuple[float, int]:
+    async def measure_queue() -> tuple[float, int]:
         return 0.0, 1
 
     async def scale(_: int, __: float) -> None:
         wanted.append(clock)
 
-    autoscaler = Autoscaler(RULE, pressure=pressure, size=lambda: 2, ask_room=lambda _: None, scale=scale)
+    autoscaler = Autoscaler(
+        RULE, measure_queue=measure_queue, count_groups=lambda: 2, request_room=lambda _: None, scale_groups=scale
+    )
     while not wanted and clock < 200.0:
-        await autoscaler.look(clock)
+        await autoscaler.evaluate_rule(clock)
         clock += apart
     assert wanted and wanted[0] - apart < 60.0 <= wanted[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.cluster.ray_cluster.native_stderr import redirect_native_stderr
+from coatcheck.cluster.ray_cluster.ray_log import redirect_native_stderr
 
 
 def test_native_lines_go_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,24 @@
-"""What a supervisor says of its cluster: plain, frozen values that cross processes."""
+"""ClusterState: the groups and routers of a cluster, as the supervisor reports them to `coatcheck serve`."""
 
 from dataclasses import dataclass
 
 from coatcheck.workers.core.rank_progress import Phase, RankProgress
 
+_STAGES = {
+    Phase.LOADING: "loading weights",
+    Phase.WARMING: "warming up",
+    Phase.SERVING: "waiting for the router",
+}
+
 
 @dataclass(frozen=True)
 class GroupState:
-    """`state` is "starting", "serving", "draining", "lost" (and soon started again) or "failed" (it never served; see
-    `reason`). `incarnation` and `predecessor`: see GroupEndpoint."""
+    """One tensor-parallel group.
+
+    `state` is "starting", "serving", "draining", "lost" (it will be started again) or "failed" (it has never served and
+    is not started again; see `reason`). `restarts` counts every start after the first. `incarnation` and `predecessor`:
+    see GroupEndpoint.
+    """
 
     name: str
     state: str = "starting"
@@ -22,15 +32,13 @@ class GroupState:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """`routers` and `http` are host:port, once clients may connect to all of them (`http` stays empty when there is
-    none). `failure`: why the cluster will never serve, else empty. `contract` and `version` are the supervisor's."""
+    """`routers` and `http` are host:port of gRPC and HTTP. `routers` is empty until every router serves; `http` is also
+    empty if HTTP is off. `failure`: why the cluster will never serve, else ""."""
 
     groups: tuple[GroupState, ...] = ()
     routers: tuple[str, ...] = ()
     failure: str = ""
     http: tuple[str, ...] = ()
-    contract: int = 0
-    version: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -39,11 +47,7 @@ class ClusterState:
 
     @property
     def stage(self) -> str:
-        """What the slowest rank does; empty while none has begun."""
+        """What the slowest rank does, in words; "" before any rank loads weights."""
         order = list(Phase)
         slowest = min((rank.phase for group in self.groups for rank in group.ranks), key=order.index, default=order[0])
-        return {
-            Phase.LOADING: "loading weights",
-            Phase.WARMING: "warming up",
-            Phase.SERVING: "waiting for the router",
-        }.get(slowest, "")
+        return _STAGES.get(slowest, "")

@@ -1,0 +1,64 @@
+"""What each kind of Ray actor answers: the types of the handles that launch.py returns. Ray's own handles are untyped.
+
+`handle.method.remote(...)` sends a call and returns an ObjectRef at once. Await it, or read it with `ray.get`.
+"""
+
+from collections.abc import Sequence
+from typing import ParamSpec, Protocol, TypeVar
+
+from ray import ObjectRef
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState
+from coatcheck.proto.stubs.coatcheck_pb2 import StatusResponse
+from coatcheck.router.event_loop.heartbeat import Heartbeat
+from coatcheck.router.groups.group_endpoint import GroupEndpoint
+from coatcheck.workers.core.rank_progress import RankProgress
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RemoteMethod(Protocol[P, T]):
+    """One method of an actor."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> "ObjectRef[T]": ...
+
+
+class SupervisorHandle(Protocol):
+    """See Supervisor in supervision/supervisor.py."""
+
+    get_contract: RemoteMethod[[], tuple[int, str]]
+    get_config: RemoteMethod[[], ServeConfig]
+    get_state: RemoteMethod[[], ClusterState]
+    find_unused_group: RemoteMethod[[], str]
+    drain_routers: RemoteMethod[[], bool]
+    restart_group: RemoteMethod[[str, float], None]
+    restart_router: RemoteMethod[[str, float], None]
+    restart_supervisor: RemoteMethod[[], None]
+    scale_groups: RemoteMethod[[int, float], None]
+    stop_all: RemoteMethod[[bool], None]
+
+
+class RouterHandle(Protocol):
+    """See RouterActor in router/actor.py."""
+
+    start: RemoteMethod[[], str]
+    http_address: RemoteMethod[[], str]
+    set_groups: RemoteMethod[[Sequence[GroupEndpoint], int], None]
+    status: RemoteMethod[[], StatusResponse]
+    heartbeat: RemoteMethod[[], Heartbeat | None]
+    drain: RemoteMethod[[float | None], bool]
+    stop: RemoteMethod[[], None]
+
+
+class RankHandle(Protocol):
+    """See RankActor in workers/actor.py."""
+
+    log_file: RemoteMethod[[], str]
+    predecessor_crash: RemoteMethod[[], str | None]
+    rendezvous: RemoteMethod[[], str]
+    run: RemoteMethod[[str], None]
+    watch: RemoteMethod[[], None]
+    progress: RemoteMethod[[], RankProgress]
+    stop: RemoteMethod[[], None]

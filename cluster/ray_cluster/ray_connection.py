@@ -1,0 +1,103 @@
+"""Connects this process to Ray, and answers what Ray knows about this process's node. Importing it imports Ray."""
+
+import errno
+import os
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.exceptions import AuthenticationError
+
+from coatcheck.cluster.config.serve_config import ServeConfig
+from coatcheck.cluster.ray_cluster.ray_environment import TOKEN_HELP
+from coatcheck.cluster.ray_cluster.ray_start import RayNotReady
+from coatcheck.proto.errors import InvalidConfig, Unavailable
+
+NAMESPACE: Final = "coatcheck"
+
+# The smallest that Ray accepts: neither tensors nor tokens pass through Ray's object store.
+_OBJECT_STORE_BYTES: Final = 80 << 20
+_QUIET: Final[dict[str, Any]] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+def connect_to_ray(config: ServeConfig) -> None:
+    """Connect to the cluster at `ray_address`, or start a local Ray that ends with this process. Makes one attempt.
+
+    Raises RayNotReady if another attempt may succeed, Unavailable or InvalidConfig if none will.
+    """
+    if config.ray_address:
+        join_ray(config.ray_address)
+    else:
+        _start_local_ray(config)
+
+
+def join_ray(address: str) -> None:
+    """Connect to the existing cluster at `address`.
+
+    Raises RayNotReady (an Unavailable) if no head answers within Ray's time limit, Unavailable if the cluster wants
+    another token, and InvalidConfig if the cluster runs another version of Ray or Python.
+    """
+    try:
+        ray.init(address=address, **_QUIET)
+    except Exception as error:  # Ray raises plain Exception for some failures
+        if isinstance(error, AuthenticationError):
+            raise Unavailable(f"the Ray cluster at {address} wants its token: {TOKEN_HELP}") from None
+        if "ersion mismatch" in str(error):
+            versions = " ".join(str(error).split())
+            raise InvalidConfig(f"{versions}; install the same versions of Ray and Python on every node") from None
+        what = f"no Ray cluster answers at {address}"
+        if isinstance(error, ValueError | TypeError):
+            raise Unavailable(f"{what}: {_first_line(error)}") from None
+        raise RayNotReady(what, _first_line(error)) from None
+
+
+def _start_local_ray(config: ServeConfig) -> None:
+    try:
+        ray.init(
+            address="local",
+            # A rank on a CPU takes one of Ray's logical CPUs. There must be enough, however few cores the host has.
+            num_cpus=max((config.max_groups or config.groups) * config.tp, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **_QUIET,
+        )
+    except (ValueError, TypeError, PermissionError) as error:
+        raise Unavailable(f"Ray did not start: {_first_line(error)}") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
+            raise Unavailable(f"Ray did not start: {_first_line(error)}; make room there, or set RAY_TMPDIR") from None
+        raise RayNotReady("Ray did not start", _first_line(error)) from None
+    except Exception as error:  # Ray raises plain Exception if a process starts too late
+        raise RayNotReady("Ray did not start", _first_line(error)) from None
+
+
+def head_address() -> str:
+    """HOST:PORT of the head (its GCS) that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def node_id() -> str:
+    """The id of the node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def log_folder() -> Path:
+    """The folder of the logs of Ray's processes on this node."""
+    return Path(_ray_node().get_logs_dir_path())
+
+
+def is_raylet_listening() -> bool:
+    """Whether this node's raylet still accepts connections."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(_ray_node().raylet_socket_name) == 0
+
+
+def _ray_node() -> Any:
+    from ray._private.worker import global_worker  # Ray has no public call for this
+
+    return global_worker.node
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
