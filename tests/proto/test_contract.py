@@ -7,8 +7,8 @@ import pytest
 
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_ca import PlaneCertificates
+from coatcheck.cluster.ray_cluster.cluster_state import ClusterState, GroupState
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
-from coatcheck.cluster.supervision.cluster_state import ClusterState, GroupState
 from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
 from coatcheck.proto.plane_certificate import PlaneCertificate
 from coatcheck.router.config import RouterConfig
