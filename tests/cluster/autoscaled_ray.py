@@ -1,7 +1,7 @@
-"""AutoscaledRay: a Ray whose own autoscaler brings nodes and takes them away, all on this machine.
+"""AutoscaledRay: a Ray cluster on this machine whose autoscaler adds and removes nodes.
 
-Ray's provider for such tests starts raylets where a cloud's starts machines; the autoscaler is the real one. (Ray's own
-wrapper for it begins with `ray stop`, which ends everybody's.)
+The autoscaler is Ray's own. Ray's node provider for tests starts a raylet where a cloud's provider starts a machine.
+(Ray's own wrapper for it begins with `ray stop`, which would end every Ray of this machine.)
 """
 
 import json
@@ -19,11 +19,11 @@ from coatcheck.bench.setup.servers import free_port
 from coatcheck.cluster.ray_cluster.process_tree import descendants
 from tests.cluster.serving import until
 
-_HEAD: Final = "f" * 51 + "00000"  # as the provider names it
+_HEAD: Final = "f" * 51 + "00000"  # the id that the provider gives the head
 
 
 class AutoscaledRay:
-    """A context manager: a head with so many CPUs, and up to `most` nodes with one each."""
+    """A context manager: a head with `head_cpus` logical CPUs, and up to `most` nodes with one each."""
 
     def __init__(self, scratch: Path, *, head_cpus: int, most: int) -> None:
         port = free_port()
@@ -31,7 +31,7 @@ class AutoscaledRay:
         self.environment = {**ENVIRONMENT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         self._log = scratch / "autoscaled-ray.log"
-        # A node is taken away once nothing has run on it for two seconds.
+        # A node is removed after it was idle for two seconds.
         config = {
             "cluster_name": "here",
             "max_workers": most,
@@ -99,11 +99,11 @@ class AutoscaledRay:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def nodes(self) -> int:
-        """Raylets that run: the head's, and one for each node that was brought."""
+        """The number of raylets that run: the head's, and one for each added node."""
         return sum("/raylet/raylet " in command for command in descendants(self._process.pid).values())
 
     def last_words(self, actor: str, lines: int = 12) -> str:
-        """What actors of that class have logged last."""
+        """The last `lines` log lines of each actor of class `actor`."""
         logs = Path(self._folder, "session_latest", "logs").glob("worker-*.err")
         texts = [text for log in logs if f":actor_name:{actor}\n" in (text := log.read_text())]
         return "".join(f"\n{line}" for text in texts for line in text.splitlines()[-lines:])

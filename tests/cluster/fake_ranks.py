@@ -1,7 +1,7 @@
-"""FakeRanks: a group's processes without processes. The one seam of the tests of GroupSupervisor.
+"""FakeRanks: stands in for RankActors in the tests of GroupSupervisor. No process and no Ray.
 
-Each start goes as the script says: "serves", "ends early" (before its ranks have run) or "ends late" (before they
-serve). Like real ones they leave a record of how they have ended, under the number of their incarnation.
+The script says how each start goes: "serves", "ends early" (before the ranks run) or "ends late" (before they serve).
+Like real ranks they leave a record of how they ended, under the number of their incarnation.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class FakeRanks:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def crash(self, words: str) -> None:
-        """They end; "": somebody has killed them."""
+        """End the ranks. `words`: the crash record; "" if something killed them."""
         self._records[self.starts[-1][1]] = words
         self._end.set_exception(RankEnded(f"rank 1 has ended: {words or 'its process died'}"))
 

@@ -1,7 +1,7 @@
-"""A process with one rank's engine, for grammars that might end it: `python -m tests.cluster.grammar_rank DIRECTORY`.
+"""A process with one rank's engine, for grammars that might crash it: `python -m tests.cluster.grammar_rank DIRECTORY`.
 
-Reads names of hostile grammars. For each, a request with that grammar runs beside one without, and a line of JSON says
-how many tokens each got, why the first was refused ("" if it was not), and the seconds of the processor that all took.
+Reads names of hostile grammars from stdin. For each, runs a request with that grammar beside one without, and prints a
+line of JSON: the tokens of each, why the first was refused ("" if it was not), and the CPU seconds of both.
 """
 
 import json
@@ -17,7 +17,7 @@ TOKENS = 40
 
 
 def main() -> None:
-    """Until its input ends."""
+    """Until stdin ends."""
     make = engines_of(load_alone(write_checkpoint(Path(sys.argv[1]))))
     for line in sys.stdin:
         began = time.process_time()

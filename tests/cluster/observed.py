@@ -1,4 +1,4 @@
-"""A router and a group as they really are, but for the tensors, with a collector that their spans reach over gRPC."""
+"""A real router and group over a fake runner, and an OpenTelemetry collector that receives their spans over gRPC."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Seen:
-    """One span as the collector got it."""
+    """One span, as the collector received it."""
 
     name: str
     service: str
@@ -51,7 +51,7 @@ class Seen:
 
 
 class Collector(TraceServiceServicer):
-    """An OpenTelemetry collector's gRPC port. An async context manager; `spans` are what came."""
+    """An OpenTelemetry collector on a gRPC port. An async context manager; `spans` has every received span."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -66,7 +66,7 @@ class Collector(TraceServiceServicer):
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(None)
 
-    # A snake would be wrong here: gRPC looks the method up by its name.
+    # gRPC looks the method up by this name.
     async def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
         for resource in request.resource_spans:
             service = next(one.value.string_value for one in resource.resource.attributes if one.key == "service.name")
@@ -91,12 +91,12 @@ class Collector(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
     def named(self, name: str) -> list[Seen]:
-        """In the order in which they began."""
+        """The spans called `name`, in order of their start."""
         return sorted((span for span in self.spans if span.name == name), key=lambda span: span.began)
 
 
 class MortalRunner(FakeRunner):
-    """Computes so many steps, and in the next one dies as soon as it `may`."""
+    """Computes `steps` steps. The next one raises once the event `may` is set."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(64, BLOCK)
@@ -104,7 +104,6 @@ class MortalRunner(FakeRunner):
         self._left = steps
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        """A step, or the end."""
         self._left -= bool(plan.rows)
         if self._left < 0:
             assert self.may.wait(PATIENCE_SECONDS)
@@ -113,7 +112,7 @@ class MortalRunner(FakeRunner):
 
 
 class Group:
-    """The real service and engine of a rank 0, over a fake runner."""
+    """Rank 0's real service and engine, over a fake runner."""
 
     def __init__(self, name: str, tracing: Tracing | None, runner: FakeRunner | None = None) -> None:
         spec = dataclasses.replace(SPEC, name="tiny")
@@ -146,7 +145,7 @@ class Group:
 async def observed(
     tokenizer: TokenizerJson, endpoint: str | None, group: Group | None = None
 ) -> AsyncIterator[tuple[Router, str]]:
-    """(router, its gRPC address) in front of one group; all spans have been sent when it is left."""
+    """(router, its gRPC address) in front of one group. All spans have been sent when the context ends."""
     mortal, group = group is not None, group or Group("g0", Tracing.to(endpoint, "coatcheck-group", "g0"))
     router = Router(RouterConfig(model="tiny", http_port=0, otlp_endpoint=endpoint), tokenizer)
     address = await router.start()

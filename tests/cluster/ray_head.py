@@ -1,4 +1,4 @@
-"""RayHead: a Ray of a test's own, which was there before `coatcheck serve`."""
+"""RayHead: a Ray cluster that a test starts before `coatcheck serve`, which then joins it."""
 
 import os
 import signal
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from coatcheck.bench.setup.ray_nodes import RayNode
 
@@ -22,31 +24,30 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class RayHead:
-    """Where it listens, and the session of its processes."""
+    """`address` of its GCS, and the id of the `session` of its processes."""
 
     address: str
     session: int
 
     def actor(self, title: str) -> int:
-        """The process of an actor that runs on it, by its class; 0 when there is none."""
-        return next((pid for pid, words in self._processes() if words[0].startswith(f"ray::{title}")), 0)
+        """The process id of the first actor of class `title`; 0 if there is none."""
+        return next((pid for pid, command in self._processes() if command.startswith(f"ray::{title}")), 0)
 
     def program(self, name: str) -> int:
         """The process id of one of Ray's own programs; 0 if it does not run."""
-        return next((pid for pid, words in self._processes() if os.path.basename(words[0]) == name), 0)
+        return next((pid for pid, command in self._processes() if os.path.basename(command.split(" ")[0]) == name), 0)
 
-    def _processes(self) -> Iterator[tuple[int, list[str]]]:
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and os.getsid(int(entry.name)) == self.session:
-                    yield int(entry.name), (entry / "cmdline").read_text().split("\0")
-            except OSError:
-                continue  # it has just ended
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        """(process id, command line) of each process of the session."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):  # it has just ended
+                if os.getsid(process.pid) == self.session:
+                    yield process.pid, " ".join(process.cmdline())
 
 
 @contextmanager
 def ray_head(cpus: int, environment: Mapping[str, str] = ENVIRONMENT) -> Iterator[RayHead]:
-    """In processes of its own, which end with it."""
+    """A Ray head with `cpus` logical CPUs. Its processes are killed at the end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     options = ["--head", "--block", f"--port={port}", f"--num-cpus={cpus}", "--include-dashboard=false"]

@@ -1,7 +1,6 @@
-"""Serving: `coatcheck serve` as a process, as an operator runs it, and what may be seen of it from outside."""
+"""Serving: `coatcheck serve` as a process, as an operator runs it, and what tests can observe from outside."""
 
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -10,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import psutil
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.cluster.commands.status import as_json_object
@@ -21,7 +20,7 @@ from coatcheck.cluster.ray_cluster.process_tree import descendants
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 
-# A process that was killed with the command ends when the kernel gets to it; Ray's own agents go on for a minute.
+# Limit for the end of killed processes. Ray's agents, if they were not killed, would run for another minute.
 END_SECONDS = 30.0
 COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli import main; main()"]
 
@@ -29,7 +28,7 @@ COMMAND = [sys.executable, "-W", "ignore", "-c", "from coatcheck.cluster.cli imp
 def coatcheck(
     *arguments: str, seconds: float = PATIENCE_SECONDS, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command run to its end."""
+    """Run a `coatcheck` command to its end."""
     env = {**os.environ, **(environment or {})}
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=seconds, env=env)
 
@@ -41,7 +40,7 @@ def until(
     *,
     else_tell: Callable[[], object] = lambda: "",
 ) -> None:
-    """Polls until it holds; `else_tell`: what is to be known where it does not."""
+    """Poll `holds` until it returns True. Fails after `seconds`, with the result of `else_tell`."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s {else_tell()}"
@@ -49,13 +48,16 @@ def until(
 
 
 class Serving:
-    """A context manager; `address` is there once it is ready."""
+    """A context manager that runs `coatcheck serve`, and kills it at the end.
+
+    `address` (gRPC) and `url` (HTTP) are set by `wait_ready`. `lines` are the lines of stderr that were read.
+    """
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self._arguments = arguments
         self._environment = {**os.environ, **(environment or {})}
         self.address = ""
-        self.url = ""  # of its HTTP
+        self.url = ""
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:
@@ -76,7 +78,7 @@ class Serving:
         self.process.communicate()
 
     def wait_ready(self) -> str:
-        """The one line that it prints when all serve."""
+        """Read stderr up to the line that says that everything serves, and return that line."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
@@ -86,7 +88,7 @@ class Serving:
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
 
     def wait_line(self, beginning: str) -> str:
-        """The next line that begins so, once it prints one."""
+        """Read stderr up to the next line that begins with `beginning`, and return that line."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
@@ -95,20 +97,20 @@ class Serving:
         raise AssertionError(f"it ended with {self.process.wait()}: {''.join(self.lines)}")
 
     def rest(self) -> str:
-        """What it prints from here to its end."""
+        """Read stderr to its end."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
     def generate(self, prompt: str, *arguments: str) -> dict[str, Any]:
-        """One answer, as `generate --json` prints it."""
+        """Run `coatcheck generate --json` and return its object."""
         done = coatcheck("generate", prompt, "--address", self.address, "--json", *arguments)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
     def status(self) -> dict[str, Any]:
-        """As `status --json` prints it, without the half second of a core that a new process takes to ask; once every
-        group that serves has said who its ranks are."""
+        """What `coatcheck status --json` prints, without the half second of CPU time of a new process. Waits until every
+        serving group has reported its ranks."""
         answer: dict[str, Any] = {}
 
         def is_whole() -> bool:
@@ -121,7 +123,7 @@ class Serving:
         return answer
 
     def group(self, name: str) -> dict[str, Any]:
-        """One group's status; empty while the router does not answer."""
+        """The status of one group; empty while the router does not answer."""
         try:
             groups = self.status()["groups"]
         except grpc.RpcError:
@@ -129,11 +131,11 @@ class Serving:
         return next((group for group in groups if group["name"] == name), {})
 
     def wait_idle(self) -> None:
-        """Until no group reports a running request: what they last said may be of the one before."""
+        """Wait until no group reports a running request."""
         until(lambda: not any(group["running"] for group in self.status()["groups"]), "nothing runs")
 
     def wait_running(self) -> dict[str, Any]:
-        """The one group that reports running requests, once it does."""
+        """Wait until exactly one group reports running requests, and return its status."""
         found: list[dict[str, Any]] = []
 
         def runs() -> bool:
@@ -144,31 +146,23 @@ class Serving:
         return found[0]
 
     def actor(self, title: str) -> int:
-        """The process of an actor of this cluster, by its class; 0 when there is none."""
+        """The process id of the first actor of class `title`; 0 if there is none."""
         mine = self.descendants()
         return next((pid for pid, command in mine.items() if command.startswith(f"ray::{title}")), 0)
 
     def descendants(self) -> dict[int, str]:
-        """Every process below this one, with its command line."""
+        """The command line of every process below this one, by process id."""
         return descendants(self.process.pid)
 
 
 def listening(pids: Iterable[int]) -> set[str]:
     """The addresses, without ports, at which these processes listen for TCP."""
-    addresses = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                words = bytes.fromhex(fields[1].partition(":")[0])  # each of four bytes is turned round
-                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-                addresses[f"socket:[{fields[9]}]"] = str(ipaddress.ip_address(raw))
     found = set()
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it has just been closed
-                found.add(addresses.get(os.readlink(descriptor), ""))
-    return found - {""}
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            sockets = psutil.Process(pid).net_connections(kind="tcp")
+            found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    return found
 
 
 def kill(pid: int) -> None:
@@ -180,22 +174,18 @@ def kill(pid: int) -> None:
 def lives(pid: int) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
 
 
 def still_running(processes: Mapping[int, str]) -> dict[int, str]:
-    """Those that have not ended; each with what it waits for, if for the kernel."""
-    return {
-        pid: f"{_read(pid, 'wchan')} {_read(pid, 'stat').rpartition(')')[2][:40]} {command}"
-        for pid, command in processes.items()
-        if lives(pid)
-    }
+    """Those of `processes` that have not ended, with their states."""
+    return {pid: f"{_state(pid)} {command}" for pid, command in processes.items() if lives(pid)}
 
 
-def _read(pid: int, what: str) -> str:
+def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/{what}").read_text()
-    except OSError:
-        return ""
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "ended"

@@ -1,6 +1,6 @@
-"""A group in a process of its own, which may be stopped: the real engine and service over a runner that takes its time.
+"""A group in a process that tests can suspend: the real engine and service over a fake runner with timed steps.
 
-`python -m tests.cluster.slow_group NAME` prints where it listens. Its model is FakeRunner's.
+`python -m tests.cluster.slow_group NAME` prints the address where it listens. Its model is FakeRunner's.
 """
 
 import sys
@@ -29,7 +29,7 @@ class TimedRunner(FakeRunner):
 
 
 def main(name: str) -> None:
-    """Serves until it is killed."""
+    """Serve until killed."""
     engine = Engine(SPEC, TimedRunner(_BLOCKS, _BLOCK_SIZE), num_blocks=_BLOCKS, block_size=_BLOCK_SIZE)
     model = public.GetModelResponse(
         name="tiny", max_model_len=512, vocab_size=SPEC.vocab_size, block_size=_BLOCK_SIZE, dtype="float32",

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 # Python imports a module of this name at its start. The helper processes of a raylet are all called agents.
 _SITECUSTOMIZE = """\
 import os, sys, time
@@ -20,7 +22,7 @@ if any("agent" in argument for argument in sys.orig_argv):
 
 @dataclass(frozen=True)
 class SlowRay:
-    """`environment` makes every Ray that is started with it a slow one, until `mend`."""
+    """A Ray that is started with `environment` is slow until `mend_agents` is called."""
 
     folder: Path
 
@@ -28,28 +30,22 @@ class SlowRay:
     def environment(self) -> dict[str, str]:
         return {"PYTHONPATH": str(self.folder), "RAY_TMPDIR": str(self.folder)}
 
-    def mend(self) -> None:
-        """From now on agents start at once, and those that sleep continue."""
+    def mend_agents(self) -> None:
+        """Let the agents that sleep continue, and new ones start at once."""
         (self.folder / "mended").touch()
 
     def processes(self) -> dict[int, str]:
-        """All processes that use this folder, whatever their parent."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if entry.name.isdigit() and f"{self.folder}/ray" in command:
-                found[int(entry.name)] = command
-        return found
+        """The command line of every process that uses this folder, by process id."""
+        everything = psutil.process_iter(["cmdline"])
+        commands = {process.pid: " ".join(process.info["cmdline"] or []) for process in everything}
+        return {pid: command for pid, command in commands.items() if f"{self.folder}/ray" in command}
 
 
 @contextmanager
 def slow_ray() -> Iterator[SlowRay]:
-    """Its folder is in /tmp, because the path of a socket must be short."""
+    """A SlowRay in a new folder of /tmp, because the path of a socket must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as name:
         slow = SlowRay(Path(name))
         (slow.folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(mended=str(slow.folder / "mended")))
         yield slow
-        slow.mend()
+        slow.mend_agents()

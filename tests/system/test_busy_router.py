@@ -72,8 +72,8 @@ async def test_a_busy_router_is_not_restarted(
     computing = actor.compute.remote(str(tmp_path / "over"))
     heartbeat = await _silent(actor, 3.0, busy=0.3)  # takes longer where other processes use the processor
     assert not heartbeat.hang_reason
-    keeper = RouterSupervisor(config, has_served=True)
-    watch = asyncio.create_task(keeper._watch(actor))
+    supervisor = RouterSupervisor(config, has_served=True)
+    watch = asyncio.create_task(supervisor._watch(actor))
     await _silent(actor, 6.0)
     assert not watch.done()
     (tmp_path / "over").touch()

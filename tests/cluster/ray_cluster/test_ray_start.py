@@ -46,7 +46,7 @@ def test_a_slow_machine_is_waited_for(slow: SlowRay, tiny_model: Path) -> None:
         until(lambda: any("agent.py" in command for command in slow.processes().values()), "Ray is half there", 120)
         for _ in range(3):  # at least 20 s, of which the raylet by itself would wait for 15
             serving.wait_line("still starting Ray (")
-        slow.mend()
+        slow.mend_agents()
         serving.wait_ready()
         assert not any("trying again" in line for line in serving.lines)
         os.killpg(serving.process.pid, signal.SIGINT)
@@ -63,7 +63,7 @@ def test_another_attempt_may_succeed(slow: SlowRay, tiny_model: Path) -> None:
         assert "trying again (" in said and "of at most 500 s)" in said
         first = {pid for pid, command in slow.processes().items() if "agent" in command}
         until(lambda: not first & slow.processes().keys(), "the first attempt is gone", 60, else_tell=slow.processes)
-        slow.mend()
+        slow.mend_agents()
         serving.wait_ready()
         assert any(line.startswith("still starting Ray (10 s of at most 500 s)") for line in serving.lines)
         os.killpg(serving.process.pid, signal.SIGINT)

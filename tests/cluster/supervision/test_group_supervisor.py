@@ -120,7 +120,7 @@ async def test_a_renewal_is_no_failure(keep: Keep) -> None:
 
 
 async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
-    """Whoever asked for new processes hears why they do not come up; the keeper goes on trying."""
+    """Whoever asked for new processes hears why they do not come up; the group is tried again."""
     kept = keep(FakeRanks(["serves", "ends late"]))
     await kept.until(serves(0))
     with pytest.raises(Unavailable, match="g does not start again: rank 0 has ended: out of memory"):
