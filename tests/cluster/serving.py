@@ -109,8 +109,8 @@ class Serving:
         return answer
 
     def status(self) -> dict[str, Any]:
-        """What `coatcheck status --json` prints, without the half second of CPU time of a new process. Waits until every
-        serving group has reported its ranks."""
+        """What `coatcheck status --json` prints, without a new process, which needs half a second of CPU time. Waits
+        until every serving group has reported its ranks."""
         answer: dict[str, Any] = {}
 
         def is_whole() -> bool:
