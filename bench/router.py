@@ -117,9 +117,8 @@ def _decide(groups: int = 64, blocks: int = 1_000_000, prompt: int = 8192, block
         choose(candidates, prompt, rng, regret=index.regret.rate)
 
     def sending() -> None:
-        expectation = index.expect("g0", chain)
-        assert expectation is not None
-        index.settle(expectation)
+        index.add_pending("g0", 0, chain)
+        index.remove_pending("g0", 0)
 
     return {
         "groups": groups,

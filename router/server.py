@@ -34,9 +34,8 @@ from coatcheck.router.access.server_certificate import ServerCertificate
 from coatcheck.router.config import MESSAGE_BYTES, RouterConfig
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
-from coatcheck.router.groups.group_metrics import GroupFailureMetrics
+from coatcheck.router.groups.group_metrics import GroupMetrics
 from coatcheck.router.groups.group_registry import GroupRegistry
-from coatcheck.router.groups.index_metrics import IndexMetrics
 from coatcheck.router.grpc_handlers import ADMIN_SERVICE, GENERATION_SERVICE, GrpcHandlers
 from coatcheck.router.grpc_services import add_small_services
 from coatcheck.router.http.http_server import HttpServer
@@ -84,24 +83,30 @@ class Router:
             if config.generation_config == "auto":
                 defaults = sampling_defaults(directory)
 
-        line = AdmissionQueue(config.max_queued)
-        self.groups = GroupRegistry(config, eased=line.move, groups_changed=line.reclassify)
-        self.dispatch = Dispatcher(self.groups, line)
+        self.groups = GroupRegistry(config)
+        self.dispatcher = Dispatcher(self.groups, AdmissionQueue(config.max_queued))
 
         registry = CollectorRegistry()
-        registry.register(IndexMetrics(self.groups))
-        registry.register(GroupFailureMetrics(self.groups.losses, self.dispatch.retries))
+        registry.register(GroupMetrics(self.groups, self.dispatcher.retries))
         request_metrics = RequestMetrics(registry)
-        self.traffic = Traffic(request_metrics)
+        self.traffic = Traffic()
         self._tracing = tracing or Tracing.to(config.otlp_endpoint, "coatcheck-router", config.name)
 
         self._side = SideProcesses()
         self.generation = GenerateService(
-            config, tokenizer, self.groups, self.dispatch, self.traffic, self._side, self._tracing, defaults
+            config,
+            tokenizer,
+            self.groups,
+            self.dispatcher,
+            self.traffic,
+            request_metrics,
+            self._side,
+            self._tracing,
+            defaults,
         )
-        self.admin = AdminService(config, self.groups, self.dispatch, self.traffic)
+        self.admin = AdminService(config, self.groups, self.dispatcher, self.traffic, request_metrics)
         self.metrics = PrometheusPage(self.admin.counts, registry)
-        authenticator = Authenticator(config.keys_file, on_refused=request_metrics.refused)
+        authenticator = Authenticator(config.keys_file, on_refused=request_metrics.record_refusal)
 
         max_grpc_connections = ("grpc.max_allowed_incoming_connections", max_connections(GRPC_SHARE))
         self._grpc = grpc.aio.server(options=[*_GRPC_OPTIONS, max_grpc_connections])
@@ -114,7 +119,9 @@ class Router:
 
         routes = OpenAIRoutes(self.generation, self.admin, tokenizer, self.metrics, self._side)
         app = wrap_app(routes.app, authenticator, request_metrics, check_host=config.checks_host)
-        self._http = HttpServer(app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.refused)
+        self._http = HttpServer(
+            app, self.certificate, config.slow_reader_seconds, on_refused=request_metrics.record_refusal
+        )
         self.http_address = ""  # "host:port" once the router listens for HTTP
 
     async def start(self) -> str:
@@ -131,7 +138,7 @@ class Router:
     async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
         """Replaces the groups. Requests of a group that is not in `groups` go on in another one. A list with a lower
         `version` than the newest is ignored."""
-        await self.groups.set(groups, version)
+        await self.groups.set_endpoints(groups, version)
 
     async def status(self) -> StatusResponse:
         """What Admin.Status returns."""

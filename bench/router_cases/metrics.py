@@ -24,8 +24,8 @@ def main(
     """Measure pages, and what counting costs a request."""
     print(describe_machine())
     registry = CollectorRegistry()
-    measures = RequestMetrics(registry)
-    exercise(measures, 1000)
+    counts = RequestMetrics(registry)
+    exercise(counts, 1000)
     status = busy_status(groups, ranks)
     metrics = PrometheusPage(lambda: status, registry)
     metrics.render()
@@ -36,7 +36,7 @@ def main(
         f"most {max(taken) * 1e3:.2f}, {size / 1024:.0f} KiB; at most 20 ms"
     )
     began = time.perf_counter()
-    exercise(measures, 10_000)
+    exercise(counts, 10_000)
     print(f"counting one request of 100 deltas: {(time.perf_counter() - began) / 10_000 * 1e6:.1f} µs")
 
 
@@ -47,15 +47,15 @@ def timed(metrics: PrometheusPage) -> float:
     return time.perf_counter() - began
 
 
-def exercise(measures: RequestMetrics, requests: int) -> None:
+def exercise(metrics: RequestMetrics, requests: int) -> None:
     """As many requests, each of a hundred deltas."""
     usage = Usage(prompt_tokens=100, completion_tokens=100)
     for number in range(requests):
-        measures.queued(0.001 * (number % 10))
+        metrics.queue.record(0.001 * (number % 10))
         for _ in range(99):
-            measures.delta(0.02)
-        measures.answered(usage, 0.1, 0.02)
-        measures.ended(None, 2.0)
+            metrics.itl.record(0.02)
+        metrics.record_answer(usage, 0.1, 2.08)
+        metrics.record_end(None, 2.0)
 
 
 def busy_status(groups: int, ranks: int) -> StatusResponse:

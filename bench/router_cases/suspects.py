@@ -20,6 +20,7 @@ from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.serving.admission_queue import AdmissionQueue
+from coatcheck.router.serving.attempt import Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
 
 
@@ -29,21 +30,20 @@ async def _measure(waiting: int) -> float:
     group = processes.Process(target=run_group, args=(end, 10 * waiting, 1.0, None), daemon=True)  # it answers nobody
     group.start()
     port = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
-    line = AdmissionQueue(0)
-    groups = GroupRegistry(RouterConfig(model="m"), eased=line.move, groups_changed=line.reclassify)
-    dispatch = Dispatcher(groups, line)
-    await groups.set([GroupEndpoint("g", f"127.0.0.1:{port}")])
+    groups = GroupRegistry(RouterConfig(model="m"))
+    dispatcher = Dispatcher(groups, AdmissionQueue(0))
+    await groups.set_endpoints([GroupEndpoint("g", f"127.0.0.1:{port}")])
     while not groups.serving():
         await groups.next_change.wait()
 
     async def run(number: int, release: asyncio.Event) -> None:
         request = Request(f"r{number}", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        placement = await dispatch.place(request, 1, wait_seconds=600.0, suspicion=2)
+        submission = await dispatcher.send(Attempt(request, 1, suspicion=2), wait_seconds=600.0)
         await release.wait()
         for _ in range(3):  # its answer takes a while
             await asyncio.sleep(0)
-        placement.suspect(0)
-        placement.close(finished=True)
+        submission.set_suspicion(0)
+        submission.close(finished=True)
 
     release = asyncio.Event()
     runs = [asyncio.create_task(run(number, release)) for number in range(waiting)]

@@ -16,8 +16,7 @@ from coatcheck.bench.routing_simulation.simulated_tiers import block_name
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
 from coatcheck.proto.stubs.worker_pb2 import Registration, SnapshotChunk
 from coatcheck.router.access.tenant import ANYONE
-from coatcheck.router.groups.group_load import GroupLoad, Submission
-from coatcheck.router.routing.pending_prefixes import PendingPrefix
+from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_index import PrefixIndex
 from coatcheck.router.routing.prefix_match import NOTHING
 from coatcheck.router.routing.routing_cost import Decision, choose
@@ -94,7 +93,7 @@ class _View:
         self._groups = {group.name: group for group in groups}
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
-        self._sent: dict[int, tuple[Submission, PendingPrefix | None]] = {}
+        self._sent: dict[int, int] = {}  # id of a request -> its number in its group's load
         # Times of the submissions that no report contains yet, and the number of those that the last report contains.
         self._sent_at: dict[str, deque[float]] = {group.name: deque() for group in groups}
         self._reported = dict.fromkeys(self._groups, 0)
@@ -116,24 +115,21 @@ class _View:
             yield self._place(job, job.at)
         else:
             seconds = min(terms.prefill + terms.restore for terms in self._decide(job, self._loads).terms)
-            self.line.put(job, ANYONE, due=due_at(job.at, seconds))
+            self.line.add(job, ANYONE, due=due_at(job.at, seconds))
 
     def move(self, now: float) -> Placed:
         self._listen(now)
         while len(self.line) and self._has_room:
-            yield self._place(self.line.take()[0], now)
+            yield self._place(self.line.pop()[0], now)
 
     def answered(self, job: SimulatedRequest) -> None:
-        if (known := self._sent.get(id(job))) is None:
-            return
-        sent, expectation = known
-        sent.begin()
-        if expectation is not None:
-            self.index.settle(expectation)
+        if (number := self._sent.get(id(job))) is not None:
+            self._loads[job.group].record_first_output(number)
+            self.index.remove_pending(job.group, id(job))
 
     def ended(self, job: SimulatedRequest) -> None:
-        if (known := self._sent.pop(id(job), None)) is not None:
-            known[0].end()
+        if (number := self._sent.pop(id(job), None)) is not None:
+            self._loads[job.group].end_choices(number)
 
     def check(self) -> None:
         self.index.check()
@@ -167,8 +163,8 @@ class _View:
         decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})
         job.group = decision.group
         self._sent_at[job.group].append(now)
-        sent = self._loads[job.group].add_submission(job.prompt - decision.chosen.cached_tokens)
-        self._sent[id(job)] = sent, self.index.expect(job.group, _chain(job))
+        self._sent[id(job)] = self._loads[job.group].add_submission(job.prompt - decision.chosen.cached_tokens)
+        self.index.add_pending(job.group, id(job), _chain(job))
         return job, self._groups[job.group]
 
 

@@ -215,7 +215,7 @@ class _Answer:
         message = wire.SequenceOutput()
         write_output(message, output, 0, 0)
         if message.HasField("cached"):
-            self._builder.found(message.cached)
+            self._builder.record_cached(message.cached)
         ended: list[int] = []
         for event in self._builder.advance([message], ended.append):
             self._record(event)

@@ -1,9 +1,9 @@
 """GroupConnection: the one long-lived stream between this router and a group.
 
-It sends submissions and aborts, hands outputs to their tickets and events to the prefix index, and keeps the group's
-last word on its load. When the stream breaks, or the group falls silent, every ticket fails at once and the
-link attaches anew, with backoff, until it is closed. A group that is not the one it should be, or sends what cannot be,
-is ejected: its stream ends, with the reason. It does not know costs, text, or what becomes of a lost request.
+It sends submissions and aborts, delivers outputs to the submissions and KV events to the prefix index, and keeps the
+group's last load report. When the stream breaks, or the group falls silent, every submission fails at once and the
+connection attaches again, with backoff, until it is closed. A group that is not the expected one, or that sends what
+cannot be, is ejected: its stream ends, and the reason is kept.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import grpc
 
-from coatcheck.proto.contract import CONTRACT, VERSION
+from coatcheck.proto.contract import CONTRACT, VERSION, disagreement
 from coatcheck.proto.errors import Overloaded, error_of
 from coatcheck.proto.stubs.worker_pb2 import (
     Abort,
@@ -26,57 +26,63 @@ from coatcheck.proto.stubs.worker_pb2 import (
     SnapshotRequest,
     ToGroup,
 )
+from coatcheck.proto.tracing import NO_PARENT
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
-from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
+from coatcheck.router.groups.group_failures import Ejected, FailureCause, GroupFailures
 from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.groups.group_stream import GroupSilent, GroupStream
 from coatcheck.router.groups.output_delivery import OutputDelivery
-from coatcheck.router.groups.registration_check import unfit
 from coatcheck.router.groups.request import Request
-from coatcheck.router.groups.submission import Ejected, Ticket
+from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
+from coatcheck.router.routing.routing_cost import Decision
 
 _log = logging.getLogger(__name__)
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0  # seconds between two attempts to attach
 
 
 class GroupConnection:
-    """`registration` is None while the group is not attached; `changed` is called whenever that changes, `eased`
-    whenever it may have room again. `judge` is asked after each report of its load whether it may stay."""
+    """`registration` is None while the group is not attached. Create it inside an event loop.
+
+    Three functions tell its owner what happens. `on_change`: the group has attached or was lost, or a suspect may run
+    there. `on_room`: the group may have room for another request. `detect_outlier` is called after each load report and
+    returns an Ejected if the group is too slow to be kept.
+    """
 
     def __init__(
         self,
         address: GroupEndpoint,
         config: RouterConfig,
         index: PrefixIndex,
-        changed: Callable[[], None],
-        eased: Callable[[], None],
-        judge: Callable[["GroupConnection"], Ejected | None],
-        losses: GroupFailures,
+        failures: GroupFailures,
+        *,
+        on_change: Callable[[], None],
+        on_room: Callable[[], None],
+        detect_outlier: Callable[["GroupConnection"], Ejected | None],
     ) -> None:
         self.address = address
         self.registration: Registration | None = None
         self.load = GroupLoad(Registration())
-        self.reason = address.reason
+        self.index = index
+        self.submissions = OutputDelivery()
+        self.reason = address.reason  # why the group is not attached
         self.ejections = 0
-        self.ejected = ""  # why it last was
+        self.ejected = ""  # reason of the last ejection
+        self.notify_change = on_change
+        self.notify_room = on_room
+        self._detect_outlier = detect_outlier
+        self._failures = failures
         self._router = config.name
         self._model_name = config.model_name
         self._plane = config.plane
-        self._index = index
-        self._changed = changed
-        self._eased = eased
-        self._judge = judge
-        self._losses = losses
+        self._silence_seconds = config.silence_seconds
         self._last_word: LastWord | None = None
-        self._paused = False  # since it is slow
+        self._is_slow = False  # ejected because it is slow, and not attached since
         self._recalled = asyncio.Event()
-        self._silence = config.silence_seconds
-        self.tickets = OutputDelivery()
         self._stream = self._new_stream()
         self._last_id = 0
-        self._task = asyncio.create_task(self._run(), name=f"link to {address.name}")
+        self._task = asyncio.create_task(self._run(), name=f"connection to {address.name}")
 
     @property
     def name(self) -> str:
@@ -84,52 +90,52 @@ class GroupConnection:
         return self.address.name
 
     def submit(
-        self, request: Request, attempt: int, delivered: Mapping[int, Sequence[int]], uncached_tokens: int
-    ) -> Ticket:
-        """Sends a request, of whose prompt so much is to be computed; the ticket gets its outputs. Only while the group
-        is attached."""
+        self,
+        request: Request,
+        decision: Decision,
+        attempt: int = 0,
+        delivered: Mapping[int, Sequence[int]] | None = None,
+        trace_context: Mapping[str, str] = NO_PARENT,
+    ) -> Submission:
+        """Sends a request to the group, which must be attached. `attempt`: number of groups that had it before;
+        `delivered`: output tokens by choice that the group must not send again."""
         assert self.registration is not None, f"group {self.name} is not attached"
         self._last_id += 1
-        ticket = Ticket(self.name, self._last_id, attempt, request.sampling.n, self._abort)
-        self.tickets.open(ticket)
-        now = asyncio.get_running_loop().time()
-        ticket.submission = self.load.add_submission(uncached_tokens, request.sampling.n)
-        self._stream.send(ToGroup(submit=request.submit(ticket.id, attempt, delivered, uncached_tokens, now)))
-        return ticket
+        submission = Submission(self, request, decision, self.registration.model, self._last_id, attempt)
+        self.submissions.add(submission)
+        message = request.to_submit(
+            submission.id,
+            attempt,
+            delivered or {},
+            submission.uncached_tokens,
+            trace_context,
+            now=asyncio.get_running_loop().time(),
+        )
+        self._stream.send(ToGroup(submit=message))
+        return submission
 
-    def close_ticket(self, ticket: Ticket, finished: bool) -> None:
-        """Nobody takes from it any more; unless the group has finished it, the group is told."""
-        ticket.close(finished)
-        self.tickets.forget(ticket.id)
-        self.suspect(ticket, 0)
-        if ticket.submission is not None:
-            ticket.submission.end()
-        self._eased()
+    def send_abort(self, id: int, choice: int | None) -> None:
+        """Tells the group to abort a choice of a submission, or all of them if `choice` is None."""
+        self._stream.send(ToGroup(abort=Abort(id=id, choice=choice)))
 
-    def computed(self, ticket: Ticket) -> None:
-        """Its prompt is not ahead of others any more."""
-        if ticket.submission is not None:
-            ticket.submission.begin()
-        self._eased()
+    def remove_submission(self, submission: Submission) -> None:
+        """Drops all further outputs of the submission."""
+        self.submissions.remove(submission)
 
-    def suspect(self, ticket: Ticket, level: int) -> None:
-        """How suspect its request is from now on; whoever may not run beside it may come when it is so no more."""
-        if ticket.suspicion != level:
-            ticket.suspicion = level
-            self._changed()
+    def request_snapshot(self, reason: str) -> None:
+        """Asks the group for all the blocks that it holds; the answer replaces what the index knows."""
+        _log.warning("group %s: %s; asking for a snapshot", self.name, reason)
+        self._stream.send(ToGroup(snapshot=SnapshotRequest()))
+
+    def recall(self) -> None:
+        """Ends the pause of a group that was ejected because it is slow: no other group serves."""
+        self._recalled.set()
 
     async def close(self, reason: str) -> None:
-        """The group is no longer ours; its requests fail over."""
+        """Ends the stream for good; its submissions fail."""
         self.reason = reason
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-
-    def recall(self) -> None:
-        """A slow group is wanted after all, since no other serves."""
-        self._recalled.set()
-
-    def _abort(self, id: int, choice: int | None) -> None:
-        self._stream.send(ToGroup(abort=Abort(id=id, choice=choice)))
 
     async def _run(self) -> None:
         backoff = _FIRST_BACKOFF
@@ -139,11 +145,11 @@ class GroupConnection:
                 backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
             except Ejected as error:
                 _log.error("group %s is ejected: %s", self.name, error)
-                backoff = _LONGEST_BACKOFF  # it will hardly be another at once
-                await self._pause(error.pause)
+                backoff = _LONGEST_BACKOFF  # the next attempt will hardly find another group
+                await self._wait_for_recall(error.pause)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
-    async def _pause(self, seconds: float) -> None:
+    async def _wait_for_recall(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._recalled.wait()
@@ -159,35 +165,35 @@ class GroupConnection:
         except grpc.aio.AioRpcError as error:
             self.reason = f"{error.code().name}: {error.details()}"
         except GroupSilent:
-            self._eject(f"the group has said nothing for {self._silence:g} s")
+            self._record_ejection(f"the group has said nothing for {self._silence_seconds:g} s")
         except Ejected as error:
-            self._eject(str(error))
-            self._paused = bool(error.pause)
+            self._record_ejection(str(error))
+            self._is_slow = bool(error.pause)
             raise
-        except Exception as error:  # whatever a group sends, this router goes on serving the others
+        except Exception as error:  # whatever a group sends, this router continues to serve the others
             _log.exception("group %s: its stream could not be read", self.name)
-            self._eject(f"its stream could not be read: {error}")
-            raise Ejected(self.reason) from error  # the next one will hardly be better at once
+            self._record_ejection(f"its stream could not be read: {error}")
+            raise Ejected(self.reason) from error  # an attempt at once would fail in the same way
         finally:
             attached = self._lose()
         return attached
 
     def _new_stream(self) -> GroupStream:
-        return GroupStream(self.address, self._plane, self._silence)
+        return GroupStream(self.address, self._plane, self._silence_seconds)
 
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):
             case "batch":
-                self.tickets.deliver(message.batch.outputs)
+                self.submissions.deliver(message.batch.outputs)
             case "events":
-                self._apply(self._index.apply(self.name, message.events))
+                self._handle_outcome(self.index.apply(self.name, message.events))
             case "load":
                 self.load.report(message.load, asyncio.get_running_loop().time())
-                if (slow := self._judge(self)) is not None:
-                    raise slow
-                self._eased()
+                if (ejected := self._detect_outlier(self)) is not None:
+                    raise ejected
+                self.notify_room()
             case "snapshot":
-                self._apply(self._index.apply_snapshot(self.name, message.snapshot))
+                self._handle_outcome(self.index.apply_snapshot(self.name, message.snapshot))
             case "refused":
                 self._refuse(message.refused)
             case "last_word":
@@ -195,61 +201,77 @@ class GroupConnection:
             case "registration":
                 self._register(message.registration)
 
-    def _refuse(self, refused: Refused) -> None:
-        ticket = self.tickets.get(refused.id)
-        if ticket is not None and ticket.attempt == refused.attempt:
-            self.tickets.forget(refused.id)
-            error = error_of(refused.code, refused.message)
-            if isinstance(error, Overloaded):
-                self.load.refused()
-            ticket.fail(error)
-
     def _register(self, registration: Registration) -> None:
         size = registration.model.block_size
-        other = self._index.other_block_size(self.name, size)
-        if reason := unfit(registration, self.address, self._model_name, other):
+        other_size = self.index.other_block_size(self.name, size)
+        if reason := registration_problem(registration, self.address, self._model_name, other_size):
             raise Ejected(reason)
         self.registration = registration
         self.reason = ""
-        self._paused = False
+        self._is_slow = False
         self._recalled.clear()
         self.load = GroupLoad(registration)
-        self._index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
-        self._changed()
+        self.index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
+        self.notify_change()
 
-    def ask_snapshot(self, why: str) -> None:
-        """What is known of the group's blocks is to be replaced."""
-        _log.warning("group %s: %s; asking for a snapshot", self.name, why)
-        self._stream.send(ToGroup(snapshot=SnapshotRequest()))
+    def _refuse(self, refused: Refused) -> None:
+        submission = self.submissions.get(refused.id)
+        if submission is not None and submission.attempt == refused.attempt:
+            self.submissions.remove(submission)
+            error = error_of(refused.code, refused.message)
+            if isinstance(error, Overloaded):
+                self.load.record_refusal()
+            submission.fail(error)
 
-    def _apply(self, outcome: EventOutcome) -> None:
+    def _handle_outcome(self, outcome: EventOutcome) -> None:
         if outcome is EventOutcome.SNAPSHOT_NEEDED:
-            self.ask_snapshot("a gap in its events")
+            self.request_snapshot("a gap in its events")
         elif outcome is EventOutcome.IMPOSSIBLE:
             raise Ejected("the group says that it holds more blocks than it has")
 
-    def _eject(self, reason: str) -> None:
+    def _record_ejection(self, reason: str) -> None:
         self.ejections += 1
         self.reason = self.ejected = reason
 
     def _lose(self) -> bool:
-        """The stream is gone: fails every ticket, forgets every block. Returns whether the group had registered."""
+        """The stream is gone: fails every submission, forgets every block. Returns whether the group had registered."""
         attached = self.registration is not None
         if self._last_word is not None:
             self.reason = f"it ended by itself: {self._last_word.reason}"
         self.registration = None
         self.load = GroupLoad(Registration())
-        self._index.remove_group(self.name)
+        self.index.remove_group(self.name)
         if attached:
             reason = f"group {self.name} is lost: {self.reason}"
-            loss = self._losses.lost(self.name, self.address.incarnation, reason, self._cause())
-            self.tickets.fail_all(loss, self._last_word.waiting if self._last_word else ())
-            self._changed()
+            loss = self._failures.record_loss(self.name, self.address.incarnation, reason, self._failure_cause())
+            self.submissions.fail_all(loss, self._last_word.waiting if self._last_word else ())
+            self.notify_change()
         return attached
 
-    def _cause(self) -> FailureCause:
+    def _failure_cause(self) -> FailureCause:
         if self._last_word is not None:
             return FailureCause.CRASH
-        if self._paused or self.address.state == "draining":  # whoever drains a group is about to end it
+        if self._is_slow or self.address.state == "draining":  # a group that drains is about to be ended
             return FailureCause.WANTED
         return FailureCause.UNKNOWN
+
+
+def registration_problem(
+    registration: Registration, address: GroupEndpoint, model_name: str, other_block_size: int
+) -> str:
+    """Why a group that has registered cannot be used; "" if it can. `other_block_size`: the block size of the other
+    groups if it differs from this group's, else 0."""
+    if registration.group != address.name:
+        return f"{address.address} is group {registration.group!r}, not {address.name!r}"
+    if reason := disagreement("the group", registration.contract, registration.version):
+        return reason
+    if registration.model.name != model_name:
+        return f"the group serves model {registration.model.name!r}, not {model_name!r}"
+    if not registration.model.block_size:
+        return "the group registered without a block size"
+    if other_block_size:
+        return (
+            f"the group's blocks hold {registration.model.block_size} tokens, those of the groups beside it "
+            f"{other_block_size}; serve all of them with one block size"
+        )
+    return ""

@@ -30,15 +30,35 @@ class GroupFailure:
         if cause is not FailureCause.UNKNOWN:
             self._learned.set()
 
-    def learn(self, cause: FailureCause, reason: str) -> None:
+    def set_cause(self, cause: FailureCause, reason: str) -> None:
         """The cause has become known."""
         self.cause = cause
         self.reason = reason
         self._learned.set()
 
-    async def known(self) -> None:
+    async def wait_for_cause(self) -> None:
         """Waits until it is."""
         await self._learned.wait()
+
+
+class GroupLost(Exception):
+    """The stream to a group has ended; the request can continue on another. `apart`: no other suspect ran there."""
+
+    def __init__(self, loss: GroupFailure, *, apart: bool) -> None:
+        super().__init__(loss.reason)
+        self.loss = loss
+        self.apart = apart
+
+
+class Ejected(Exception):
+    """The stream to a group must end: the group is another one, sends what cannot be, or is too slow.
+
+    `pause`: least seconds until the next attempt to connect, for a group whose only fault is that it is slow; else 0.
+    """
+
+    def __init__(self, message: str, *, pause: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause = pause
 
 
 class GroupFailures:
@@ -47,11 +67,11 @@ class GroupFailures:
 
     def __init__(self) -> None:
         self.counts: Counter[FailureCause] = Counter()
-        self.learned: Counter[FailureCause] = Counter()
+        self.explained: Counter[FailureCause] = Counter()
         self._unknown: set[tuple[str, int]] = set()  # of each group the last
         self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = WeakValueDictionary()
 
-    def lost(self, group: str, incarnation: int, reason: str, cause: FailureCause) -> GroupFailure:
+    def record_loss(self, group: str, incarnation: int, reason: str, cause: FailureCause) -> GroupFailure:
         """That incarnation of a group is lost."""
         self.counts[cause] += 1
         loss = GroupFailure(group, reason, cause)
@@ -63,12 +83,12 @@ class GroupFailures:
             self._unknown = {key for key in self._unknown if key[0] != group} | {(group, incarnation)}
         return loss
 
-    def learn(self, group: str, incarnation: int, crash: str) -> None:
+    def record_cause(self, group: str, incarnation: int, crash: str) -> None:
         """How it has ended: by itself, in words, or "", since it was ended from outside."""
         if (group, incarnation) not in self._unknown:
             return
         self._unknown.remove((group, incarnation))
         cause = FailureCause.CRASH if crash else FailureCause.KILLED
-        self.learned[cause] += 1
+        self.explained[cause] += 1
         if (loss := self._open.pop((group, incarnation), None)) is not None:
-            loss.learn(cause, crash or loss.reason)
+            loss.set_cause(cause, crash or loss.reason)

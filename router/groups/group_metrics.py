@@ -1,6 +1,6 @@
-"""GroupFailureMetrics: groups that this router has lost, by cause, and what it may still spend on going on elsewhere.
+"""GroupMetrics: what a router knows of its groups, as Prometheus' metrics: the prefix index, losses, retries.
 
-Read when somebody asks. It does not know what becomes of a request that has lost its group.
+Values are read at each scrape.
 """
 
 from collections.abc import Iterator
@@ -9,33 +9,53 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from coatcheck.router.groups.group_failures import FailureCause, GroupFailures
+from coatcheck.router.groups.group_failures import FailureCause
+from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.retry_budget import RetryBudget
+from coatcheck.router.routing.block_locations import EventProblem
 
 
-class GroupFailureMetrics(Collector):
-    """To be registered once for a router."""
+class GroupMetrics(Collector):
+    """Register it once for a router. Every family is there from the start."""
 
-    def __init__(self, losses: GroupFailures, retries: RetryBudget) -> None:
-        self._losses = losses
+    def __init__(self, groups: GroupRegistry, retries: RetryBudget) -> None:
+        self._groups = groups
         self._retries = retries
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, also where nothing has happened yet."""
-        losses, retries = self._losses, self._retries
+        """Called at each scrape."""
+        index, failures, retries = self._groups.index, self._groups.failures, self._retries
+        yield GaugeMetricFamily("coatcheck_index_blocks", "Blocks known, by group and tier.", value=index.entries)
+        yield CounterMetricFamily("coatcheck_index_events", "KV events that groups have sent.", value=index.events)
+        troubles = CounterMetricFamily(
+            "coatcheck_index_troubles", "KV events that were wrong, by how; none gives a false prefix.", labels=["kind"]
+        )
+        for kind in EventProblem:
+            troubles.add_metric([kind.value], index.troubles[kind])
+        yield troubles
+        ejections = CounterMetricFamily(
+            "coatcheck_group_ejections",
+            "Streams ended because the group was silent, slow, or sent what cannot be.",
+            labels=["group"],
+        )
+        for connection in self._groups.connections:
+            ejections.add_metric([connection.name], connection.ejections)
+        yield ejections
         for name, text, counts in (
-            ("losses", "Groups that were lost, by why, as far as it was known then.", losses.counts),
-            ("losses_explained", "Those whose cause became known later, by what it was.", losses.learned),
+            ("losses", "Groups that were lost, by the cause known at that time.", failures.counts),
+            ("losses_explained", "Losses whose cause became known later, by cause.", failures.explained),
         ):
             family = CounterMetricFamily(f"coatcheck_group_{name}", text, labels=["cause"])
             for cause in FailureCause:
                 family.add_metric([cause.value], counts[cause])
             yield family
         yield CounterMetricFamily(
-            "coatcheck_retry_budget_spent", "Requests sent again for the loss of a group.", value=retries.spent
+            "coatcheck_retry_budget_spent", "Requests sent again after the loss of a group.", value=retries.spent
         )
         yield CounterMetricFamily(
-            "coatcheck_retry_budget_delayed", "Those beyond the budget, which had to wait.", value=retries.delayed
+            "coatcheck_retry_budget_delayed",
+            "Requests beyond the retry budget, which had to wait.",
+            value=retries.delayed,
         )
         yield GaugeMetricFamily(
             "coatcheck_retry_budget_requests", "Requests that would be sent again at once now.", value=retries.left

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import Final
 
-from coatcheck.router.groups.submission import Ejected
+from coatcheck.router.groups.group_failures import Ejected
 
 _TIMES: Final = 5.0
 _FIRST_PAUSE: Final = 30.0
@@ -28,11 +28,11 @@ class OutlierDetection:
         self._pauses: dict[str, tuple[float, float]] = {}  # group -> how long the last one was, and when it began
 
     @staticmethod
-    def suspects(slowness: float) -> bool:
+    def is_far_beyond_usual(slowness: float) -> bool:
         """Whether it is worth a look at its peers."""
         return slowness >= _TIMES
 
-    def judge(self, group: str, slowness: float, peers: Sequence[float], now: float) -> Ejected | None:
+    def detect(self, group: str, slowness: float, peers: Sequence[float], now: float) -> Ejected | None:
         """What it is to be ejected with, if it is. `peers`: the slowness of the others that could do its work."""
         if not peers:
             return None

@@ -1,9 +1,9 @@
-"""OutputDelivery: the tickets open on one link, and when their readers are woken.
+"""OutputDelivery: the open submissions of one group's stream, and when their readers are woken.
 
-Writing a step to its streams takes a round: from the moment that the readers are woken until the last of them is back
-for more. Rounds take at most half of the time: a step that comes sooner waits, others join it, and each reader gets
-them as one delta. So tokens are passed on at once while there is time, and cost less each when there is not, whether
-that is for the number of streams or because others need the processor. It does not know how the outputs came.
+Writing a step's outputs to the clients takes a round: from the moment that the readers are woken until the last of
+them waits for more. Rounds take at most half of the time: a step that arrives sooner waits, later steps join it, and
+each reader gets them as one delta. So tokens are passed on at once while there is time. When there is not, because of
+the number of streams or of other work on the processor, each token costs less.
 """
 
 import asyncio
@@ -11,105 +11,108 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
-from coatcheck.router.groups.submission import Ejected, GroupLost, Ticket
+from coatcheck.router.groups.group_failures import Ejected, FailureCause, GroupFailure, GroupLost
+from coatcheck.router.groups.submission import Submission
 
 _LONGEST_WAIT_SECONDS: Final = 0.025
-_MOST_AT_ONCE: Final = 256  # readers woken in one round of the event loop; they take about 20 ms
+_MAX_WOKEN: Final = 256  # readers woken in one turn of the event loop; they take about 20 ms
 
 
 class OutputDelivery:
-    """Made by a link, inside its event loop."""
+    """Create it inside an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tickets: dict[int, Ticket] = {}
-        self._fresh: list[Ticket] = []  # have outputs, and are to be woken
+        self._submissions: dict[int, Submission] = {}
+        self._fresh: list[Submission] = []  # have outputs, and are to be woken
         self._round = 0
         self._round_began = 0.0
-        self._round_seconds = 0.0  # of the last whole one
-        self._away = 0  # readers woken in this round that are not back
-        self._waiting = False  # a call of _wake is scheduled
+        self._round_seconds = 0.0  # duration of the last complete round
+        self._away = 0  # readers woken in this round that do not wait again yet
+        self._is_scheduled = False  # a call of _wake_readers is scheduled
         self._continues = False  # the scheduled call wakes more readers of the same round
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        """Number of open submissions."""
+        return len(self._submissions)
 
     @property
     def suspicion(self) -> int:
-        """Of the most suspicious ticket."""
-        return max((ticket.suspicion for ticket in self._tickets.values()), default=0)
+        """Suspicion of the most suspect open submission."""
+        return max((submission.suspicion for submission in self._submissions.values()), default=0)
 
-    def open(self, ticket: Ticket) -> None:
-        """Its outputs are awaited from now on."""
-        ticket.on_return = self._returned
-        self._tickets[ticket.id] = ticket
-        self._idle.clear()
+    def add(self, submission: Submission) -> None:
+        """Outputs with the submission's id and attempt are delivered to it from now on."""
+        submission.on_return = self._record_return
+        self._submissions[submission.id] = submission
+        self._is_idle.clear()
 
-    def get(self, id: int) -> Ticket | None:
-        """The ticket, if it is open."""
-        return self._tickets.get(id)
+    def get(self, id: int) -> Submission | None:
+        """The open submission with this id, if there is one."""
+        return self._submissions.get(id)
 
-    def forget(self, id: int) -> Ticket | None:
-        """Nothing more is awaited; returns the ticket if it was open."""
-        ticket = self._tickets.pop(id, None)
-        if ticket is not None:
-            self._returned(ticket.round)
-        if not self._tickets:
-            self._idle.set()
-        return ticket
+    def remove(self, submission: Submission) -> None:
+        """Drops further outputs of the submission; changes nothing if it was removed before."""
+        if self._submissions.get(submission.id) is submission:
+            del self._submissions[submission.id]
+            self._record_return(submission.wake_round)
+        if not self._submissions:
+            self._is_idle.set()
 
-    async def idle(self) -> None:
-        """Waits until no ticket is open."""
-        await self._idle.wait()
+    async def wait_until_idle(self) -> None:
+        """Waits until no submission is open."""
+        await self._is_idle.wait()
 
     def fail_all(self, loss: GroupFailure, unbegun: Collection[int] = ()) -> None:
-        """Nothing more comes for anyone. The tickets in `unbegun` have no part in that."""
-        tickets, self._tickets = self._tickets, {}
-        self._idle.set()
-        unbegun = frozenset(unbegun)  # as it comes it would be searched from its beginning for each ticket
-        suspects = sum(ticket.suspicion > 0 for ticket in tickets.values())
+        """Fails every submission with GroupLost. `unbegun`: ids of those that the group had not begun to compute, and
+        that therefore cannot have caused the loss."""
+        submissions, self._submissions = self._submissions, {}
+        self._is_idle.set()
+        unbegun = frozenset(unbegun)
+        suspects = sum(submission.suspicion > 0 for submission in submissions.values())
         innocent = GroupFailure(loss.group, loss.reason, FailureCause.WANTED)
-        for id, ticket in tickets.items():
-            apart = suspects == (ticket.suspicion > 0)
-            ticket.fail(GroupLost(innocent if id in unbegun else loss, apart=apart))
+        for id, submission in submissions.items():
+            apart = suspects == (submission.suspicion > 0)
+            submission.fail(GroupLost(innocent if id in unbegun else loss, apart=apart))
 
     def deliver(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Hands out a step; outputs that nobody awaits, and those of an attempt that was given up, are dropped.
-        Raises Ejected for a choice that nobody asked for."""
-        tickets, fresh = self._tickets, self._fresh
+        """Delivers one step's outputs; those of unknown submissions and of earlier attempts are dropped. Raises Ejected
+        for a choice that the request does not have."""
+        submissions, fresh = self._submissions, self._fresh
         for output in outputs:
-            ticket = tickets.get(output.id)
-            if ticket is not None and ticket.attempt == output.attempt:
-                if output.choice >= ticket.choices:
-                    raise Ejected(f"the group answered choice {output.choice} of a request that has {ticket.choices}")
-                ticket.deliver(output)
-                fresh.append(ticket)
-        if self._waiting:
+            submission = submissions.get(output.id)
+            if submission is not None and submission.attempt == output.attempt:
+                if output.choice >= submission.choices:
+                    raise Ejected(
+                        f"the group answered choice {output.choice} of a request that has {submission.choices}"
+                    )
+                submission.deliver(output)
+                fresh.append(submission)
+        if self._is_scheduled:
             return
         taken = self._loop.time() - self._round_began
         pause = 2 * max(self._round_seconds, taken if self._away else 0.0) - taken
         if pause > 0:
-            self._waiting = True
-            self._loop.call_later(min(pause, _LONGEST_WAIT_SECONDS), self._wake)
+            self._is_scheduled = True
+            self._loop.call_later(min(pause, _LONGEST_WAIT_SECONDS), self._wake_readers)
         else:
-            self._wake()
+            self._wake_readers()
 
-    def _wake(self) -> None:
+    def _wake_readers(self) -> None:
         if not self._continues:
             self._round += 1
             self._round_began = self._loop.time()
             self._away = 0
-        fresh, self._fresh = self._fresh[:_MOST_AT_ONCE], self._fresh[_MOST_AT_ONCE:]
-        # A reader whose client does not read is not there to be woken, and does not hold up later rounds.
-        self._away += sum([ticket.wake(self._round) for ticket in fresh])
-        self._continues = self._waiting = bool(self._fresh)
+        fresh, self._fresh = self._fresh[:_MAX_WOKEN], self._fresh[_MAX_WOKEN:]
+        # A reader whose client does not read does not wait for outputs, and so does not delay later rounds.
+        self._away += sum([submission.wake_reader(self._round) for submission in fresh])
+        self._continues = self._is_scheduled = bool(self._fresh)
         if self._continues:  # the event loop does other work between two batches
-            self._loop.call_soon(self._wake)
+            self._loop.call_soon(self._wake_readers)
 
-    def _returned(self, round: int) -> None:
+    def _record_return(self, round: int) -> None:
         if round == self._round and self._away:
             self._away -= 1
             if not self._away:

@@ -5,7 +5,7 @@ It does not know groups, streams or text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from coatcheck.proto.block_hash import block_key, hash_chain
 from coatcheck.proto.retention import Retention
@@ -16,16 +16,12 @@ from coatcheck.proto.stubs.worker_pb2 import Submit
 from coatcheck.proto.tracing import NO_PARENT
 from coatcheck.router.access.tenant import ANYONE, Tenant
 
-if TYPE_CHECKING:
-    from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
-
 _SLICE: Final = 16384  # token ids
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`sampling` has its seed and max_tokens; `resume[choice]` are output tokens that the client already has. `passage`
-    is told where it goes."""
+    """`sampling` has its seed and max_tokens set; `resume[choice]` are output tokens that the client already has."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -37,7 +33,6 @@ class Request:
     retention: Retention | None = None
     tenant: Tenant = ANYONE
     deadline: float | None = None  # when its client gives up, by the event loop's clock
-    passage: "RequestLifecycle | None" = field(default=None, compare=False, repr=False)
     _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
     _packed_prompt: list[bytes] = field(
@@ -69,15 +64,18 @@ class Request:
             self._chains[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
         return self._chains[kind]
 
-    def submit(
+    def to_submit(
         self,
         id: int,
         attempt: int,
         delivered: Mapping[int, Sequence[int]],
         uncached_tokens: int | None = None,
+        trace_context: Mapping[str, str] = NO_PARENT,
+        *,
         now: float = 0.0,
     ) -> Submit:
-        """The message to a group; `delivered` is what it must not send again. Stop strings stay here."""
+        """The message to a group. `delivered`: output tokens by choice that the group must not send again. The router
+        keeps the stop strings to itself."""
         packed = self._packed_prompt
         submit = Submit.FromString(packed[0]) if packed else Submit(prompt_token_ids=self.prompt_token_ids)
         rest = Submit(
@@ -93,7 +91,7 @@ class Request:
             tenant="" if self.tenant is ANYONE else self.tenant.name,
             retention=self.retention.to_message() if self.retention else None,
             seconds_left=None if self.deadline is None else max(self.deadline - now, 0.0),
-            **(self.passage.carrier() if self.passage is not None else NO_PARENT),
+            **trace_context,
         )
         submit.MergeFrom(rest)
         return submit

@@ -28,18 +28,18 @@ class RetryBudget:
         self.spent = 0
         self.delayed = 0
 
-    def opened(self) -> None:
+    def open_request(self) -> None:
         """A request has begun, and brings its share."""
         self._open += 1
         self._level += _EACH
 
-    def closed(self) -> None:
+    def close_request(self) -> None:
         """It is over, and what is left of its share is gone. If it waited, nobody waits behind it any more."""
         left, self._filled = self.left, self._clock()
         self._open -= 1
         self._level = min(max(left, -float(self._open)), self._size)
 
-    def take(self) -> float:
+    def spend_retry(self) -> float:
         """Spends one retry; returns in how many seconds it may be sent: mostly 0, and never more than ten."""
         self._level, self._filled = self.left - 1, self._clock()
         self.spent += 1

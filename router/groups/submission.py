@@ -1,124 +1,200 @@
-"""Ticket: one submission on one group's stream, and the outputs that have come for it.
+"""Submission: one request sent to one group, from the moment it is sent until nobody reads its outputs any more.
 
-A link delivers, a relay takes. Whatever came since the last take comes at once, so that a slow reader gets a few large
-deltas and not a queue of small ones; for one that falls too far behind nothing more is kept, nor computed. It does not
-know text, and it dies with its stream.
+The GroupConnection delivers outputs, and a Relay reads them. A read returns everything that has come since the last
+one, so a slow reader gets a few large deltas and not a queue of small ones. A reader that falls too far behind is cut
+off. A submission ends with its stream; the request is then sent to another group as a new submission.
+
+While it is open, a submission is counted in two structures of the router: its tokens and choices in the group's
+GroupLoad, and its prompt's blocks in the prefix index, as pending.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol, Self
 
 from coatcheck.proto.errors import CoatcheckError, SlowReader
-from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import GroupFailure
-from coatcheck.router.groups.group_load import Submission
+from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.stubs.worker_pb2 import Cached, SequenceOutput
+from coatcheck.router.groups.group_failures import GroupLost
+from coatcheck.router.groups.group_load import GroupLoad
+from coatcheck.router.groups.request import Request
+from coatcheck.router.routing.prefix_index import PrefixIndex
+from coatcheck.router.routing.routing_cost import Decision
 
-# Steps that may wait for a reader: some ten seconds of a fast stream, and a few megabytes where log-probabilities come.
-MOST_WAITING: Final = 8192
-
-
-class GroupLost(Exception):
-    """The stream to the group has ended; the request can go on elsewhere. `apart`: no other suspect ran there."""
-
-    def __init__(self, loss: GroupFailure, *, apart: bool) -> None:
-        super().__init__(loss.reason)
-        self.loss = loss
-        self.apart = apart
+# Unread outputs kept for each choice: ten seconds of a fast stream, or a few megabytes with log-probabilities.
+MAX_UNREAD: Final = 8192
 
 
-class Ejected(Exception):
-    """The group is not the one it should be, says what cannot be, or is too slow: its stream must end, with this as the
-    reason. `pause`: for so long at least, since its slowness is all that is wrong with it; 0: it is not slow."""
+class Connection(Protocol):
+    """What a Submission uses of the GroupConnection that it was sent on."""
 
-    def __init__(self, message: str, *, pause: float = 0.0) -> None:
-        super().__init__(message)
-        self.pause = pause
+    load: GroupLoad
+    index: PrefixIndex
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+
+    def send_abort(self, id: int, choice: int | None) -> None:
+        """Tells the group to abort a choice, or all of them if `choice` is None."""
+
+    def remove_submission(self, submission: "Submission") -> None:
+        """Drops all further outputs of the submission."""
+
+    def request_snapshot(self, reason: str) -> None:
+        """Asks the group for all the blocks that it holds."""
+
+    def notify_room(self) -> None:
+        """The group may have room for another request."""
+
+    def notify_change(self) -> None:
+        """A suspect may run where it could not before."""
 
 
-class Ticket:
-    """Made by a link's `submit`; the relay that holds it closes it. `round` is when its reader was last woken, 0 once
-    it is back; `on_return` is told. `suspicion`: see Suspicion.level."""
+class Submission:
+    """`async for outputs in submission` reads it, and `close` ends it.
+
+    `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute. `suspicion`:
+    see PoisonSuspicion.level. `wake_round`: the round of OutputDelivery in which the reader was woken, 0 once the
+    reader is back; then `on_return` is called with it.
+    """
 
     __slots__ = (
-        "_abort",
-        "_error",
+        "_connection",
+        "_failure",
+        "_is_pending",
+        "_load",
+        "_load_number",
+        "_open_choices",
         "_outputs",
         "_waiter",
         "attempt",
         "choices",
+        "decision",
         "group",
         "id",
+        "model",
         "on_return",
-        "round",
-        "submission",
         "suspicion",
+        "uncached_tokens",
+        "wake_round",
     )
 
     def __init__(
-        self, group: str, id: int, attempt: int, choices: int, abort: Callable[[int, int | None], None]
+        self,
+        connection: Connection,
+        request: Request,
+        decision: Decision,
+        model: GetModelResponse,
+        id: int,
+        attempt: int = 0,
     ) -> None:
-        self.group = group
+        self.group = connection.name
         self.id = id
         self.attempt = attempt
-        self.choices = choices
-        self.round = 0
+        self.decision = decision
+        self.model = model
+        self.choices = request.sampling.n
+        self.uncached_tokens = len(request.prompt_token_ids) - decision.chosen.cached_tokens
         self.suspicion = 0
-        self.submission: Submission | None = None  # the link's GroupLoad counts it
+        self.wake_round = 0
         self.on_return: Callable[[int], None] | None = None
-        self._abort = abort
+        self._connection = connection
+        self._load = connection.load
+        self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
+        self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
+        self._is_pending = True  # the index counts the prompt's blocks as pending
+        connection.index.add_pending(self.group, self, request.chain(model))
         self._outputs: list[SequenceOutput] = []
-        self._error: GroupLost | CoatcheckError | None = None
+        self._failure: GroupLost | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def take(self) -> list[SequenceOutput]:
-        """All that has come and was not taken yet, at least one; then raises GroupLost or the group's refusal."""
-        if self.round and self.on_return is not None:
-            round, self.round = self.round, 0
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[SequenceOutput]:
+        """Waits for outputs and returns all that were not read yet. Raises GroupLost once the stream has ended, and the
+        group's error if it has refused the request."""
+        if self.wake_round and self.on_return is not None:
+            round, self.wake_round = self.wake_round, 0
             self.on_return(round)
         while not self._outputs:
-            if self._error is not None:
-                raise self._error
+            if self._failure is not None:
+                raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def record_cached(self, cached: Cached) -> None:
+        """The group has computed the prompt, and found `cached` tokens of it; only the first choice's report counts. If
+        the group diverges from the index for long, a snapshot of its blocks is requested."""
+        self._load.record_first_output(self._load_number)
+        self._connection.notify_room()
+        if not self._is_pending:
+            return
+        self._remove_pending()
+        predicted, found = self.decision.chosen.cached_tokens, cached.device_tokens + cached.host_tokens
+        if self._connection.index.hit_prediction.record(self.group, predicted, found):
+            self._connection.request_snapshot("its cached tokens differ from those that its events predict")
+
+    def set_suspicion(self, level: int) -> None:
+        """Sets how suspect the request is; other suspects may run beside it once it is less so."""
+        if self.suspicion != level:
+            self.suspicion = level
+            self._connection.notify_change()
+
+    def abort_choice(self, choice: int) -> None:
+        """Tells the group that one choice is not needed any more."""
+        self._end_choice(choice)
+        if self._failure is None:
+            self._connection.send_abort(self.id, choice)
+
+    def close(self, *, finished: bool) -> None:
+        """Nobody reads any more. The group is told to abort, unless it has `finished` or failed the request."""
+        if self._failure is None and not finished:
+            self._connection.send_abort(self.id, None)
+        self._remove_pending()
+        if self._open_choices:
+            self._load.end_choices(self._load_number, self._open_choices.bit_count())
+            self._open_choices = 0
+        self._connection.remove_submission(self)
+        self.set_suspicion(0)
+        self._connection.notify_room()
+
     def deliver(self, output: SequenceOutput) -> None:
-        """Called by the link, once per output; `wake` follows. A finished choice is taken out of the GroupLoad here and
-        not when the reader wakes, because reports that follow this output no longer contain it."""
-        if output.finish_reason and self.submission is not None:
-            self.submission.end_choice(output.choice)
-        if len(self._outputs) < MOST_WAITING * self.choices:
+        """Keeps an output for the reader; `wake_reader` follows. A choice that finishes is taken out of the GroupLoad
+        here and not when the reader wakes, because reports that follow this output no longer contain it."""
+        if output.finish_reason:
+            self._end_choice(output.choice)
+        if len(self._outputs) < MAX_UNREAD * self.choices:
             self._outputs.append(output)
-        elif self._error is None:
-            self._abort(self.id, None)
-            self._error = SlowReader(
-                f"this stream fell {MOST_WAITING} tokens behind; read it as it comes, or ask for less"
+        elif self._failure is None:
+            self._connection.send_abort(self.id, None)
+            self._failure = SlowReader(
+                f"this stream fell {MAX_UNREAD} tokens behind; read it as it comes, or ask for less"
             )
 
-    def wake(self, round: int) -> bool:
-        """Called by the link: whoever waits in `take` goes on. Returns whether someone did wait."""
+    def wake_reader(self, round: int) -> bool:
+        """Wakes the reader if it waits; returns whether it did."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return False
-        self.round = round
+        self.wake_round = round
         waiter.set_result(None)
         return True
 
-    def fail(self, error: GroupLost | CoatcheckError) -> None:
-        """Called by the link: nothing more will come."""
-        self._error = error
-        self.wake(0)
+    def fail(self, failure: GroupLost | CoatcheckError) -> None:
+        """No more outputs will come; the reader gets `failure` after those that have come."""
+        self._failure = failure
+        self.wake_reader(0)
 
-    def abort(self, choice: int) -> None:
-        """One choice is wanted no longer."""
-        if self.submission is not None:
-            self.submission.end_choice(choice)
-        if self._error is None:
-            self._abort(self.id, choice)
+    def _end_choice(self, choice: int) -> None:
+        if self._open_choices >> choice & 1:
+            self._open_choices &= ~(1 << choice)
+            self._load.end_choices(self._load_number)
 
-    def close(self, finished: bool) -> None:
-        """Nobody takes any more; unless the group has finished, it is told."""
-        if self._error is None and not finished:
-            self._abort(self.id, None)
+    def _remove_pending(self) -> None:
+        if self._is_pending:
+            self._is_pending = False
+            self._connection.index.remove_pending(self.group, self)

@@ -85,7 +85,7 @@ class HostCheckMiddleware:
         if is_local_host(host):
             await self._app(scope, receive, send)
             return
-        self._metrics.refused("foreign_host")
+        self._metrics.record_refusal("foreign_host")
         message = (
             f"this server answers on loopback to localhost and to addresses, not to {host[:80]!r}; call it by one of "
             "those, or have it ask for keys (--api-keys), or start it with --insecure"
@@ -162,7 +162,7 @@ class BodyLimitMiddleware:
             await respond_unread(scope, receive, send, self._too_long())
             return
         if encoding.lower() != "identity":
-            self._metrics.refused("compressed_body")
+            self._metrics.record_refusal("compressed_body")
             message = f"content-encoding is {encoding[:40]!r}; send the body uncompressed"
             await respond_unread(scope, receive, send, error_response(415, message))
             return
@@ -178,7 +178,7 @@ class BodyLimitMiddleware:
                 async with asyncio.timeout_at(deadline + received / _MIN_BYTES_PER_SECOND):
                     message = await receive()
             except TimeoutError:
-                self._metrics.refused("slow_body")
+                self._metrics.record_refusal("slow_body")
                 refusal = error_response(408, "the body came too slowly; send it at once")
                 return {"type": "http.disconnect"}
             body = message.get("body", b"")
@@ -202,7 +202,7 @@ class BodyLimitMiddleware:
                 await respond_unread(scope, receive, send, refusal, has_more=has_more)
 
     def _too_long(self) -> AsciiJsonResponse:
-        self._metrics.refused("long_body")
+        self._metrics.record_refusal("long_body")
         return error_response(
             413, f"the body has more than {self._max_bytes} bytes, or {_MAX_VALUES} values; send less at once"
         )

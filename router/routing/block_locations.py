@@ -6,14 +6,31 @@ here, as in the prefix index. It does not know names, epochs, nor whether an eve
 
 from collections import Counter
 from collections.abc import Iterable
+from enum import Enum
 from typing import Final
 
 from coatcheck.proto.block_hash import HASH_BYTES
 from coatcheck.proto.stubs.worker_pb2 import TIER_DEVICE, TIER_HOST, KvEvent
-from coatcheck.router.routing.event_trouble import EventProblem
 from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 _TIERS: Final = (TIER_DEVICE, TIER_HOST)
+
+
+class EventProblem(Enum):
+    """What can be wrong with a group's KV events; the values are metric labels.
+
+    None of these creates a prefix that the group does not hold: the wrong part is left out, or everything known of the
+    group is dropped until its next snapshot. GAP and IMPOSSIBLE are counted per message, the others per event.
+    """
+
+    UNKNOWN_GROUP = "unknown_group"  # the group has not registered, or has left
+    OTHER_EPOCH = "other_epoch"  # of an earlier incarnation
+    BEFORE_SNAPSHOT = "before_snapshot"  # events count only after the first snapshot
+    REPEATED = "repeated"
+    GAP = "gap"  # events are missing; a snapshot is requested
+    UNNAMED = "unnamed"  # the tier is unknown, or the block hash has the wrong length
+    NO_PARENT = "no_parent"  # the group does not hold the parent: the block matches once the parent is stored
+    IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered; it is ejected
 
 
 class BlockLocations:

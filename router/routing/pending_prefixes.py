@@ -1,40 +1,32 @@
-"""PendingPrefixes: the blocks of prompts that this router has sent and that the group's events do not contain yet.
+"""PendingPrefixes: blocks of prompts that this router has sent, and that the groups' events do not contain yet.
 
-They will be cached by the time that a prompt sent now is computed, so a burst of one session goes to one group. A group
-is a bit here, as in the prefix index, and bits are reused: after a group has left, its bit may belong to another group,
-or to the same group after it attached again. Therefore an expectation ends only once, when it is settled or when its
-group is forgotten; settling it after that changes nothing.
+A group will have cached these blocks by the time it computes a prompt that is sent now, so requests of one session that
+arrive together go to one group. A group is a bit, as in the prefix index, and bits are reused after a group has left.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingPrefix:
-    """The blocks of one prompt that was sent to one attachment of one group. Compared by identity."""
-
-    bit: int
-    chain: Sequence[bytes]
+from collections.abc import Hashable, Sequence
 
 
 class PendingPrefixes:
-    """`where[block]` are the groups, as bits, to which a prompt with that block is on its way."""
+    """`where[block]`: the groups, as bits, to which a prompt with that block was sent.
+
+    A prompt is identified by `key`, which the caller never uses twice. So removing a prompt of a group that has left
+    changes nothing, even if another group has its bit now.
+    """
 
     def __init__(self) -> None:
         self.where: dict[bytes, int] = {}
-        self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> open expectations that have it
-        self._open: dict[int, set[PendingPrefix]] = {}  # group -> expectations neither settled nor forgotten
+        self._chains: dict[int, dict[Hashable, Sequence[bytes]]] = {}  # group -> key -> blocks of the prompt
+        self._counts: dict[int, dict[bytes, int]] = {}  # group -> block -> pending prompts that contain it
 
     def __len__(self) -> int:
-        """Blocks by group."""
+        """Number of (group, block) pairs."""
         return sum(map(len, self._counts.values()))
 
-    def add(self, bit: int, chain: Sequence[bytes]) -> PendingPrefix:
-        """Records that a prompt was sent to the group: its blocks are expected there until `settle` or `forget`."""
-        expectation = PendingPrefix(bit, chain)
-        self._open.setdefault(bit, set()).add(expectation)
+    def add(self, bit: int, key: Hashable, chain: Sequence[bytes]) -> None:
+        """Records that a prompt with the blocks `chain` was sent to the group."""
+        self._chains.setdefault(bit, {})[key] = chain
         counts, where = self._counts.setdefault(bit, {}), self.where
         for block in chain:
             if count := counts.get(block, 0):
@@ -42,44 +34,36 @@ class PendingPrefixes:
             else:
                 counts[block] = 1
                 where[block] = where.get(block, 0) | bit
-        return expectation
 
-    def settle(self, expectation: PendingPrefix) -> None:
-        """Ends an expectation whose prompt is computed or never will be. Changes nothing if it has ended before."""
-        bit = expectation.bit
-        still_open = self._open.get(bit)
-        if still_open is None or expectation not in still_open:
-            return
-        still_open.remove(expectation)
-        counts = self._counts[bit]
-        for block in expectation.chain:
+    def remove(self, bit: int, key: Hashable) -> None:
+        """Removes a prompt that is computed or never will be; changes nothing if the group has no such prompt."""
+        chain = self._chains.get(bit, {}).pop(key, ())
+        counts = self._counts.get(bit, {})
+        for block in chain:
             if (count := counts[block]) > 1:
                 counts[block] = count - 1
             else:
                 del counts[block]
-                self._unset(bit, block)
+                self._clear_bit(bit, block)
 
-    def forget(self, bit: int) -> None:
-        """The group is gone, and all that went there."""
-        self._open.pop(bit, None)
+    def remove_group(self, bit: int) -> None:
+        """Removes all prompts of a group."""
+        self._chains.pop(bit, None)
         for block in self._counts.pop(bit, ()):
-            self._unset(bit, block)
+            self._clear_bit(bit, block)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         expected: dict[bytes, int] = {}
-        assert self._open.keys() == self._counts.keys(), (
-            "groups with open expectations and groups with counts are the same"
-        )
+        assert self._chains.keys() == self._counts.keys(), "groups with prompts and groups with counts differ"
         for bit, counts in self._counts.items():
-            blocks = Counter(block for expectation in self._open[bit] for block in expectation.chain)
-            assert counts == blocks, "each block is counted once for each open expectation that has it"
-            assert all(expectation.bit == bit for expectation in self._open[bit]), "an expectation of another group"
+            blocks = Counter(block for chain in self._chains[bit].values() for block in chain)
+            assert counts == blocks, "a block's count differs from the number of prompts that contain it"
             for block in counts:
                 expected[block] = expected.get(block, 0) | bit
-        assert expected == self.where, "the shared expectations and the groups' own disagree"
+        assert expected == self.where, "the shared index and the groups' counts disagree"
 
-    def _unset(self, bit: int, block: bytes) -> None:
+    def _clear_bit(self, bit: int, block: bytes) -> None:
         if rest := self.where[block] & ~bit:
             self.where[block] = rest
         else:

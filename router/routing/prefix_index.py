@@ -10,14 +10,14 @@ group at once.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
-from coatcheck.router.routing.block_locations import BlockLocations
-from coatcheck.router.routing.event_trouble import EventProblem
-from coatcheck.router.routing.pending_prefixes import PendingPrefix, PendingPrefixes
+from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
+from coatcheck.router.routing.hit_prediction import HitPrediction
+from coatcheck.router.routing.pending_prefixes import PendingPrefixes
 from coatcheck.router.routing.prefix_match import PrefixMatch, walk
 from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
@@ -61,13 +61,14 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.regret = ReuseAfterEviction()
+        self.hit_prediction = HitPrediction()
         self.troubles: Counter[EventProblem] = Counter()
         self.events = self._snapshots = 0
         self._groups: dict[str, _Member] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # every group's bit
         self._residency = BlockLocations(self.regret, self.troubles)
-        self._expectations = PendingPrefixes()
+        self._pending = PendingPrefixes()
 
     @property
     def entries(self) -> int:
@@ -94,7 +95,7 @@ class PrefixIndex:
         if member is None:
             return
         self._residency.forget(member.bit)
-        self._expectations.forget(member.bit)
+        self._pending.remove_group(member.bit)
         self._live &= ~member.bit
         del self._names[member.bit]
 
@@ -138,23 +139,23 @@ class PrefixIndex:
             self._snapshots += 1
         return EventOutcome.APPLIED
 
-    def expect(self, group: str, chain: Sequence[bytes]) -> PendingPrefix | None:
-        """A prompt of this chain has been sent to the group: until `settle` its blocks match as expected there."""
-        member = self._groups.get(group)
-        if member is None:
-            return None
-        return self._expectations.add(member.bit, chain)
+    def add_pending(self, group: str, key: Hashable, chain: Sequence[bytes]) -> None:
+        """Records that a prompt with the blocks `chain` was sent to the group: they match there as expected until
+        `remove_pending`, or until the group leaves. `key` identifies the prompt and is never used twice."""
+        if (member := self._groups.get(group)) is not None:
+            self._pending.add(member.bit, key, chain)
 
-    def settle(self, expectation: PendingPrefix) -> None:
-        """Ends an expectation: the group's events contain the prompt's blocks, or never will. Changes nothing if it was
-        settled before, or if its group has left since, even if that group is back."""
-        self._expectations.settle(expectation)
+    def remove_pending(self, group: str, key: Hashable) -> None:
+        """The group's events contain the prompt's blocks, or never will. Changes nothing if the prompt was removed
+        before, or if the group has left since, even if the group is back."""
+        if (member := self._groups.get(group)) is not None:
+            self._pending.remove(member.bit, key)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
         """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups
         that hold not even the first are left out."""
         on_device, on_host = self._residency.where
-        matches = walk(chain, self._live, on_device, on_host, self._expectations.where)
+        matches = walk(chain, self._live, on_device, on_host, self._pending.where)
         return {self._names[bit]: match for bit, match in matches}
 
     def stats(self) -> PrefixIndexStats:
@@ -163,7 +164,7 @@ class PrefixIndex:
             groups=len(self._groups),
             blocks=self._residency.blocks,
             entries=self.entries,
-            expected=len(self._expectations),
+            expected=len(self._pending),
             events=self.events,
             snapshots=self._snapshots,
             troubles=dict(self.troubles),
@@ -174,7 +175,7 @@ class PrefixIndex:
         assert self._live == sum(member.bit for member in self._groups.values()), "a group's bit is lost or shared"
         assert self._names == {member.bit: name for name, member in self._groups.items()}
         self._residency.check()
-        self._expectations.check()
+        self._pending.check()
 
     def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
         self.events += len(events)

@@ -1,35 +1,31 @@
-"""AdmissionQueue: the admission queue, in which requests wait until a group has room for them.
+"""AdmissionQueue: requests that wait in the router until a group has room for them.
 
-A request is placed at once while the queue is empty and some group has room. A request is placed and taken out of the
-queue in one step, so the next one sees the room that is left. Within a tenant short prompts overtake long ones: a
-request is due at its arrival + 20 × the seconds that its prompt takes to compute, and the first due is next. So none is
-overtaken for ever, and waiting times are in proportion to the work (the aim of Brinch Hansen's "highest response ratio
-next", with an order that does not change).
+The Dispatcher adds a request and awaits its grant. Whenever a group may have room, the Dispatcher sends the next
+request (`peek`) and grants it. A request is sent and leaves the queue in one step, so the next one sees the room that
+is left.
+
+Within a tenant short prompts overtake long ones: a request is due at its arrival + 20 × the seconds that its prompt
+takes to compute, and the first due is next. So none is overtaken for ever, and waiting times are in proportion to the
+work (the aim of Brinch Hansen's "highest response ratio next", with an order that does not change).
 
 A request for which no group has room is passed over, and holds up only those that could go to the same groups: of the
-requests with equal `EligibleGroups` only the first is tried at each move. It keeps its place, and is tried first when
-there is room again. The caller of `placed` says how to place the request, which groups can take it, and how long its
-prompt takes.
+requests with equal `EligibleGroups` only the first is tried. It keeps its place, and is tried first when there is room.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Final
+from collections.abc import Set as AbstractSet
+from typing import Final, NamedTuple
 
 from coatcheck.proto.errors import DeadlineExceeded, Overloaded
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.assignment import Assignment
-from coatcheck.router.serving.fair_queue import FairQueue, QueueStats, Served
+from coatcheck.router.groups.submission import Submission
+from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.fair_queue import FairQueue, QueueStats, TokenCharge
 
-# Places the request; returns None while no group has room.
-Place = Callable[[], Assignment | None]
-# The groups that can take the request, of those that serve now.
-FindEligible = Callable[[], EligibleGroups]
-# Seconds that the prompt takes on the group that holds most of it; 0 while no group serves.
-Seconds = Callable[[], float]
 # A request may be overtaken by those that arrive within this multiple of its own prompt's seconds.
 _PATIENCE: Final = 20.0
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
@@ -37,37 +33,45 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 # checked once _FEWEST_MOVED requests have left the queue.
 _AT_BEST: Final = 2.0
 _FEWEST_MOVED: Final = 8
-_REMEMBERED: Final = 64  # placements, from which their rate is computed
+_REMEMBERED: Final = 64  # grants, from which their rate is computed
 _FIRST_ANSWER_TOKENS: Final = 64.0  # estimate of an answer's length before any has ended
 _ANSWERS_AVERAGED: Final = 32
 
 
-class _Waiting:
-    __slots__ = ("deadline", "eligible", "find_eligible", "place", "placed", "since")
+class Grant(NamedTuple):
+    """A request that was sent to a group, and what its tenant is charged for it."""
 
-    def __init__(self, place: Place, find_eligible: FindEligible, since: float, deadline: float | None) -> None:
-        self.deadline = deadline
-        self.find_eligible = find_eligible
-        self.eligible = find_eligible()
-        self.place = place
+    submission: Submission
+    charge: TokenCharge
+
+
+class QueuedAttempt:
+    """One waiting request. Await `grant`; it raises the error of a request that cannot be sent."""
+
+    __slots__ = ("attempt", "eligible", "grant", "id", "since")
+
+    def __init__(self, attempt: Attempt, eligible: EligibleGroups, since: float) -> None:
+        self.attempt = attempt
+        self.eligible = eligible
         self.since = since
-        self.placed: asyncio.Future[tuple[Assignment, Served]] = asyncio.get_running_loop().create_future()
+        self.id = 0
+        self.grant: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
 
 
-def due_at(came: float, seconds: float) -> float:
-    """The due time of a request: `came` is its arrival, `seconds` what its prompt takes to compute."""
-    return came + _PATIENCE * seconds
+def due_at(arrival: float, prompt_seconds: float) -> float:
+    """When a request is due whose prompt takes `prompt_seconds` to compute."""
+    return arrival + _PATIENCE * prompt_seconds
 
 
 class AdmissionQueue:
-    """Holds at most `most` requests, not counting those put in with `bounded=False`."""
+    """Holds at most `max_size` requests, not counting those added with `bounded=False`."""
 
-    def __init__(self, most: int) -> None:
-        self._queue: FairQueue[_Waiting] = FairQueue(most)
-        self._given: deque[float] = deque(maxlen=_REMEMBERED)
+    def __init__(self, max_size: int) -> None:
+        self._queue: FairQueue[QueuedAttempt] = FairQueue(max_size)
+        self._granted: deque[float] = deque(maxlen=_REMEMBERED)  # when
         self._answer_tokens = _FIRST_ANSWER_TOKENS
-        self._moved, self._formed = 0, 0.0  # requests placed since the queue was last empty, and when that was
-        self._last_wait = (0.0, 0.0)  # of the request placed last: when, and how long it had waited
+        self._moved, self._formed = 0, 0.0  # requests granted since the queue was last empty, and when that was
+        self._last_wait = (0.0, 0.0)  # of the request granted last: when, and how long it had waited
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -78,7 +82,7 @@ class AdmissionQueue:
 
     def queue_seconds(self, now: float) -> float:
         """How long requests wait now: the age of the oldest one (see FairQueue.oldest), or the wait of the request
-        placed last if that was within the last second; the larger of both."""
+        granted last if that was within the last second; the larger of both."""
         oldest = self._queue.oldest()
         when, waited = self._last_wait
         return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)
@@ -103,99 +107,92 @@ class AdmissionQueue:
                 f"{max(deadline - now, 0.0):.1f} s; allow more time, or try again later"
             )
 
-    async def placed(
-        self, request: Request, place: Place, find_eligible: FindEligible, seconds: Seconds, *, bounded: bool = True
-    ) -> tuple[Assignment, Served]:
-        """Waits until the request is placed. Raises Overloaded if the queue has no room or the request is displaced,
-        and whatever `place` raises."""
+    def grant_unqueued(self, submission: Submission, request: Request) -> Grant:
+        """The grant of a request that was sent without waiting, while the queue was empty."""
+        return Grant(submission, self._queue.charge_unqueued(request.tenant, self._expected_tokens(request)))
+
+    def add(
+        self, attempt: Attempt, eligible: EligibleGroups, prompt_seconds: float, *, bounded: bool = True
+    ) -> QueuedAttempt:
+        """Adds a request. `prompt_seconds`: how long its prompt takes on the group that holds most of it. `bounded`:
+        False accepts it even if the queue is full. Raises Overloaded if there is no room."""
         now = asyncio.get_running_loop().time()
-        tokens = self._foreseen(request)
-        if not len(self._queue) and (placement := place()) is not None:
-            return placement, self._queue.pass_by(request.tenant, tokens)
-        waiting = _Waiting(place, find_eligible, now, request.deadline)
         if not len(self._queue):
             self._moved, self._formed = 0, now
-        put = self._queue.put(
-            waiting,
+        queued = QueuedAttempt(attempt, eligible, now)
+        request = attempt.request
+        added = self._queue.add(
+            queued,
             request.tenant,
             priority=request.priority,
-            tokens=tokens,
-            due=due_at(now, seconds()),
-            scheduling_class=waiting.eligible,
+            tokens=self._expected_tokens(request),
+            due=due_at(now, prompt_seconds),
+            scheduling_class=eligible,
             bounded=bounded,
         )
-        if put is None:
+        if added is None:
             raise self._full(now)
-        id, displaced = put
-        if displaced is not None and not displaced.placed.done():
-            displaced.placed.set_exception(self._full(now))
-        if self._queue.waiting(waiting.eligible) == 1 < len(self._queue):
-            self.move()  # the only one of its class: the groups that it can take may have room now
-        try:
-            return await waiting.placed
-        except asyncio.CancelledError:
-            placed = waiting.placed
-            if not self._queue.drop(id) and not placed.cancelled() and placed.exception() is None:
-                placement, served = placed.result()  # placed at the moment when its client went away
-                placement.close(finished=False)
-                served.settle(0)
-            self.move()  # another request may be next now, and may fit where this one did not
-            raise
+        queued.id, displaced = added
+        if displaced is not None and not displaced.grant.done():
+            displaced.grant.set_exception(self._full(now))
+        return queued
 
-    def reclassify(self) -> None:
-        """To be called when the groups that serve have changed: updates the eligible groups of each waiting request,
-        then moves."""
+    def waiting_in_class(self, eligible: EligibleGroups) -> int:
+        """Number of waiting requests that can go to just these groups."""
+        return self._queue.waiting_in_class(eligible)
 
-        def eligible(waiting: _Waiting) -> EligibleGroups:
-            waiting.eligible = waiting.find_eligible()
-            return waiting.eligible
+    def peek(self, blocked: AbstractSet[Hashable]) -> QueuedAttempt | None:
+        """The next request, leaving out those whose EligibleGroups are `blocked`; None if there is none."""
+        return self._queue.peek(blocked)
 
-        self._queue.reclassify(eligible)
-        self.move()
+    def grant(self, submission: Submission, blocked: AbstractSet[Hashable]) -> None:
+        """Removes the request that `peek(blocked)` returns: it was sent as `submission`."""
+        queued, charge = self._queue.pop(blocked)
+        now = asyncio.get_running_loop().time()
+        self._moved += 1
+        self._granted.append(now)
+        self._last_wait = (now, now - queued.since)
+        if queued.grant.done():  # its client has just gone away
+            _give_back(Grant(submission, charge))
+        else:
+            queued.grant.set_result(Grant(submission, charge))
 
-    def move(self) -> None:
-        """Places waiting requests in their order until no group has room for any of them. At most one request of each
-        scheduling class (its `EligibleGroups`) is tried in vain."""
-        blocked: set[Hashable] = set()  # no group that could take these has room
-        while (waiting := self._queue.peek(blocked)) is not None:
-            now = asyncio.get_running_loop().time()
-            try:
-                if waiting.deadline is not None and now >= waiting.deadline:
-                    raise DeadlineExceeded(f"its deadline came after {now - waiting.since:.1f} s in line")
-                placement = waiting.place()
-            # A CoatcheckError says, for example, that no group can ever hold the request. Any other error is a fault of
-            # ours: the request that meets it fails, and the group whose message led to this move does not.
-            except Exception as error:
-                self._queue.take(blocked)[1].settle(0)
-                if not waiting.placed.done():
-                    waiting.placed.set_exception(error)
-                continue
-            if placement is None:
-                blocked.add(waiting.eligible)
-                continue
-            _, served = self._queue.take(blocked)
-            self._moved += 1
-            self._given.append(now)
-            self._last_wait = (now, now - waiting.since)
-            if waiting.placed.done():  # its client has just gone away
-                placement.close(finished=False)
-                served.settle(0)
-            else:
-                waiting.placed.set_result((placement, served))
+    def refuse(self, error: Exception, blocked: AbstractSet[Hashable]) -> None:
+        """Removes the request that `peek(blocked)` returns: it fails with `error`."""
+        queued, charge = self._queue.pop(blocked)
+        charge.settle_tokens(0)
+        if not queued.grant.done():
+            queued.grant.set_exception(error)
 
-    def ended(self, served: Served, computed: int, answered: int) -> None:
-        """Settles what a request is charged. `computed`: prompt tokens that no cache held; `answered`: tokens of the
+    def withdraw(self, queued: QueuedAttempt) -> None:
+        """The client of a request that was added is gone. If the request was granted at the same moment, its submission
+        is closed."""
+        grant = queued.grant
+        if not self._queue.remove(queued.id) and not grant.cancelled() and grant.exception() is None:
+            _give_back(grant.result())
+
+    def reclassify(self, eligible_groups: Callable[[Attempt], EligibleGroups]) -> None:
+        """The groups that serve have changed: finds the eligible groups of each waiting request again."""
+
+        def update(queued: QueuedAttempt) -> EligibleGroups:
+            queued.eligible = eligible_groups(queued.attempt)
+            return queued.eligible
+
+        self._queue.reclassify(update)
+
+    def settle_charge(self, charge: TokenCharge, computed: int, answered: int) -> None:
+        """A granted request has ended. `computed`: prompt tokens that no cache held; `answered`: tokens of its
         answer."""
-        served.settle(computed + answered)
+        charge.settle_tokens(computed + answered)
         self._answer_tokens += (answered - self._answer_tokens) / _ANSWERS_AVERAGED
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
         self._queue.check()
 
-    def _foreseen(self, request: Request) -> float:
-        most = float((request.sampling.max_tokens or 1) * request.sampling.n)
-        return len(request.prompt_token_ids) + min(most, self._answer_tokens)
+    def _expected_tokens(self, request: Request) -> float:
+        max_answer = float((request.sampling.max_tokens or 1) * request.sampling.n)
+        return len(request.prompt_token_ids) + min(max_answer, self._answer_tokens)
 
     def _full(self, now: float) -> Overloaded:
         return Overloaded(
@@ -204,8 +201,13 @@ class AdmissionQueue:
         )
 
     def _retry_seconds(self, now: float) -> float:
-        """Estimated seconds until the queue is empty, from the rate at which requests were placed lately."""
-        if len(self._given) < 2:
+        """Estimated seconds until the queue is empty, from the rate of the last grants."""
+        if len(self._granted) < 2:
             return _SHORTEST_RETRY
-        rate = len(self._given) / max(now - self._given[0], 1e-3)
+        rate = len(self._granted) / max(now - self._granted[0], 1e-3)
         return min(max(len(self._queue) / rate, _SHORTEST_RETRY), _LONGEST_RETRY)
+
+
+def _give_back(grant: Grant) -> None:
+    grant.submission.close(finished=False)
+    grant.charge.settle_tokens(0)

@@ -1,168 +1,123 @@
-"""Dispatcher: sends requests to groups: to the cheapest that can hold them, at once or when their turn has come.
+"""Dispatcher: sends requests to groups, each to the group with the least cost that can hold it.
 
-New requests wait in the line until a group has room. One that has begun, and has lost its group, goes on wherever it
-can, past the line; where it may have ended that group itself, the quarantine says where, and when. It does not know
-links' streams, tokens' text or clients.
+New requests wait in the admission queue until a group has room. A request that has lost its group is sent again at
+once, past the queue, to any group that can continue it. If it may have crashed that group itself, the quarantine
+decides where it may run, and when.
 """
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
-from coatcheck.proto.errors import Unavailable
-from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
+from coatcheck.proto.errors import DeadlineExceeded, Unavailable
 from coatcheck.proto.stubs.worker_pb2 import Registration
+from coatcheck.proto.tracing import NO_PARENT
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups, able_to_hold, equal, holds, kind, require_time
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
-from coatcheck.router.routing.hit_prediction import HitPrediction
+from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate, Decision, choose
-from coatcheck.router.serving.admission_queue import AdmissionQueue
-from coatcheck.router.serving.assignment import Assignment
-from coatcheck.router.serving.fair_queue import Served
-from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places
+from coatcheck.router.serving.admission_queue import AdmissionQueue, Grant, QueuedAttempt
+from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places_for_suspect
 
 _NO_GROUP = "no worker group is serving; try again shortly"
-_NO_EQUAL = "its worker group is lost, and none that could go on with it is serving; try again shortly"
+_NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is serving; try again shortly"
+Groups = list[tuple[GroupConnection, Registration]]
 
 
 class Dispatcher:
-    """`line` is moved by whoever knows that a group may have room (see Groups)."""
+    """`admit` sends new requests in their turn, `send` those that have begun. One for each router."""
 
-    def __init__(self, groups: GroupRegistry, line: AdmissionQueue, rng: random.Random | None = None) -> None:
-        self.audit = HitPrediction()
-        self.line = line
+    def __init__(self, groups: GroupRegistry, queue: AdmissionQueue, rng: random.Random | None = None) -> None:
+        self.queue = queue
         self.retries = RetryBudget()
         self._groups = groups
         self._rng = rng or random.Random()
         self._quarantine = PoisonQuarantine()
-
-    async def enter(
-        self,
-        request: Request,
-        attempt: int = 0,
-        delivered: Mapping[int, Sequence[int]] | None = None,
-        *,
-        wait_seconds: float = 0.0,
-        like: GetModelResponse | None = None,
-        bounded: bool = True,
-    ) -> tuple[Assignment, Served]:
-        """As `place`, for one that waits for its turn, and until some group has room for it.
-
-        Waits `wait_seconds` for a first group that serves; once in line it stays, whatever happens to the groups.
-        Raises Overloaded where there is no room in line, DeadlineExceeded, Unavailable and NeverFits.
-        """
-
-        def place() -> Assignment | None:
-            serving = self._serving_like(request, like)
-            if not serving:
-                return None
-            holding = serving if like is not None else able_to_hold(serving, request)
-            if not any(link.load.has_room for link, _ in holding):
-                return None
-            full = {link.name for link, _ in holding if link.load.is_full}
-            return self._place(request, attempt, delivered or {}, serving, full)
-
-        if like is None and not len(self.line):
-            await self._await_group(wait_seconds)
-        return await self.line.placed(
-            request,
-            place,
-            lambda: self._eligible_groups(request, like),
-            lambda: self._least_seconds(request, like),
-            bounded=bounded,
-        )
+        groups.set_listener(on_room=self.send_waiting, on_groups_changed=self.reclassify_waiting)
 
     def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
-        """As Line.require_room, before the prompt is known: assumes that every group can take the request."""
-        if len(self.line):
+        """As AdmissionQueue.require_room, before the prompt is known: assumes that every group can hold the request."""
+        if len(self.queue):
             now = asyncio.get_running_loop().time()
-            self.line.require_room(tenant, priority, now, deadline, EligibleGroups.of(self._groups.serving()))
+            self.queue.require_room(tenant, priority, now, deadline, EligibleGroups.of(self._groups.serving()))
 
-    async def place(
-        self,
-        request: Request,
-        attempt: int = 0,
-        delivered: Mapping[int, Sequence[int]] | None = None,
-        *,
-        wait_seconds: float = 0.0,
-        like: GetModelResponse | None = None,
-        avoid: AbstractSet[str] = frozenset(),
-        suspicion: int = 0,
-    ) -> Assignment:
-        """Sends a request to the cheapest group, and to one not in `avoid` if another is there. Waits that long for
-        one; raises Unavailable when none has come, NeverFits when those that serve can never hold it.
+    async def admit(self, attempt: Attempt, *, wait_seconds: float = 0.0, bounded: bool = True) -> Grant:
+        """Sends a request once a group has room for it and its turn has come.
 
-        With `like` the request has begun: only a group that is equal to it and large enough counts as serving, since
-        one that held the request may come back.
-
-        `suspicion`: its level, which says where it may run; see Quarantine.
+        While no group serves, a new request waits `wait_seconds` for one; once queued it waits until a group has room
+        or its deadline has passed. `bounded`: False queues it even if the queue is full. Raises Overloaded,
+        DeadlineExceeded, Unavailable and ContextLengthExceeded.
         """
-        delivered = delivered or {}
+        if attempt.only_compatible_with is None and not len(self.queue):
+            await self._wait_for_group(wait_seconds)
+        if not len(self.queue) and (submission := self._send_if_room(attempt)) is not None:
+            return self.queue.grant_unqueued(submission, attempt.request)
+        queued = self.queue.add(attempt, self._eligible_groups(attempt), self._prompt_seconds(attempt), bounded=bounded)
+        if self.queue.waiting_in_class(queued.eligible) == 1 < len(self.queue):
+            self.send_waiting()  # no other request waits for just these groups, so they may have room now
+        try:
+            return await queued.grant
+        except asyncio.CancelledError:
+            self.queue.withdraw(queued)
+            self.send_waiting()  # another request is next now, and may fit where this one did not
+            raise
+
+    def send_waiting(self) -> None:
+        """Sends waiting requests in their order until no group has room for any of them. Of the requests that can go to
+        the same groups, at most one is tried in vain."""
+        blocked: set[Hashable] = set()  # EligibleGroups of which none has room
+        while (queued := self.queue.peek(blocked)) is not None:
+            try:
+                submission = self._send_queued(queued)
+            # An error fails the request that it belongs to, for example because no group can hold the request; it must
+            # not fail the group whose message led to this call.
+            except Exception as error:
+                self.queue.refuse(error, blocked)
+                continue
+            if submission is None:
+                blocked.add(queued.eligible)
+            else:
+                self.queue.grant(submission, blocked)
+
+    def reclassify_waiting(self) -> None:
+        """The groups that serve have changed: finds out again where each waiting request can go, then sends."""
+        self.queue.reclassify(self._eligible_groups)
+        self.send_waiting()
+
+    async def send(
+        self, attempt: Attempt, *, wait_seconds: float = 0.0, exclude_groups: AbstractSet[str] = frozenset()
+    ) -> Submission:
+        """Sends a request at once, whether a group has room or not. Groups in `exclude_groups` are used only if there
+        is no other. Waits `wait_seconds` for a group; raises Unavailable if none has come, and ContextLengthExceeded if
+        a request that has not begun fits no group."""
         try:
             async with asyncio.timeout(wait_seconds):
                 while True:
                     change = self._groups.next_change
-                    serving = self._serving_like(request, like)
-                    if serving and suspicion:
-                        serving = await self._quarantined(request, like, suspicion, sum(map(len, delivered.values())))
-                    if serving:
-                        placement = self._place(request, attempt, delivered, serving, avoid)
-                        placement.ticket.suspicion = suspicion
-                        return placement
+                    able = self._able_groups(attempt)
+                    if able and attempt.suspicion:
+                        able = await self._wait_in_quarantine(attempt)
+                    if able:
+                        return self._send(attempt, able, exclude_groups)
                     await change.wait()
         except TimeoutError:
-            raise Unavailable(_NO_GROUP if like is None else _NO_EQUAL) from None
+            raise Unavailable(_NO_GROUP if attempt.only_compatible_with is None else _NO_COMPATIBLE) from None
 
     def explain(self, request: Request) -> Decision:
-        """Where `place` would send it now, and nothing is sent. Raises Unavailable and NeverFits as that does."""
+        """Where the request would be sent now; nothing is sent. Raises Unavailable and ContextLengthExceeded."""
         serving = self._groups.serving()
         if not serving:
             raise Unavailable(_NO_GROUP)
         return self._decide(request, able_to_hold(serving, request))
 
-    async def _quarantined(
-        self, request: Request, like: GetModelResponse | None, level: int, tokens: int
-    ) -> list[tuple[GroupConnection, Registration]]:
-        """Where one so suspect may run, as soon as there is such a group and its turn has come; empty once none of
-        those that serve could go on with it at all. What is returned holds until whoever asked waits for anything."""
-        with self._quarantine.turn(level, tokens, kind(like) if like is not None else None) as is_next:
-            while True:
-                await is_next.wait()
-                change = self._groups.next_change
-                serving = self._serving_like(request, like)
-                free = places(level, (((link, reg), link.tickets.suspicion) for link, reg in serving))
-                if free or not serving:
-                    return free
-                await change.wait()
-
-    def _serving_like(
-        self, request: Request, like: GetModelResponse | None
-    ) -> list[tuple[GroupConnection, Registration]]:
-        """Those that serve; for one that has begun on `like`, only those that can go on with it."""
-        serving = self._groups.serving()
-        if like is None:
-            return serving
-        return [(link, reg) for link, reg in serving if equal(like, reg.model) and holds(reg, request)]
-
-    def _eligible_groups(self, request: Request, like: GetModelResponse | None) -> EligibleGroups:
-        holding = ((link, reg) for link, reg in self._serving_like(request, like) if holds(reg, request))
-        return EligibleGroups.of(holding, has_begun=like is not None)
-
-    def _least_seconds(self, request: Request, like: GetModelResponse | None) -> float:
-        """How long its prompt takes on the group that holds most of it; 0 while none serves."""
-        serving = self._serving_like(request, like)
-        if not serving:
-            return 0.0
-        return min(terms.prefill + terms.restore for terms in self._decide(request, serving).terms)
-
-    async def _await_group(self, wait_seconds: float) -> None:
-        """Returns once a group serves; raises Unavailable when none does in time."""
+    async def _wait_for_group(self, wait_seconds: float) -> None:
         try:
             async with asyncio.timeout(wait_seconds):
                 while not self._groups.serving():
@@ -170,48 +125,94 @@ class Dispatcher:
         except TimeoutError:
             raise Unavailable(_NO_GROUP) from None
 
-    def _place(
-        self,
-        request: Request,
-        attempt: int,
-        delivered: Mapping[int, Sequence[int]],
-        serving: list[tuple[GroupConnection, Registration]],
-        avoid: AbstractSet[str],
-    ) -> Assignment:
-        passage = request.passage
-        if passage is not None:
-            passage.routing()
-        able = able_to_hold(serving, request)
-        decision = self._decide(request, [(link, reg) for link, reg in able if link.name not in avoid] or able)
-        link, registration = next((link, reg) for link, reg in able if link.name == decision.group)
-        chosen, model = decision.chosen, registration.model
-        if not attempt and not delivered:
-            require_time(request, decision, asyncio.get_running_loop().time())
-        if passage is not None:
-            passage.routed(decision, attempt)
-        uncached = len(request.prompt_token_ids) - chosen.cached_tokens
-        ticket = link.submit(request, attempt, delivered, uncached)
-        index = self._groups.index
-        expectation = index.expect(link.name, request.chain(model))
-        return Assignment(link, ticket, decision, model, index, expectation, self.audit)
+    async def _wait_in_quarantine(self, attempt: Attempt) -> Groups:
+        """Waits until a suspect may run somewhere, and returns the groups where it may; they are valid until the caller
+        next awaits. Empty if none of the groups that serve can continue the request."""
+        model = attempt.only_compatible_with
+        same_kind = kind(model) if model is not None else None
+        with self._quarantine.take_turn(attempt.suspicion, attempt.delivered_tokens, same_kind) as is_next:
+            while True:
+                await is_next.wait()
+                change = self._groups.next_change
+                able = self._able_groups(attempt)
+                free = places_for_suspect(
+                    attempt.suspicion, ((group, group[0].submissions.suspicion) for group in able)
+                )
+                if free or not able:
+                    return free
+                await change.wait()
 
-    def _decide(self, request: Request, eligible: list[tuple[GroupConnection, Registration]]) -> Decision:
-        # Groups of one model share their block names; one walk along the chain matches them all.
+    def _send_queued(self, queued: QueuedAttempt) -> Submission | None:
+        deadline, now = queued.attempt.request.deadline, asyncio.get_running_loop().time()
+        if deadline is not None and now >= deadline:
+            raise DeadlineExceeded(f"its deadline came after {now - queued.since:.1f} s in line")
+        return self._send_if_room(queued.attempt)
+
+    def _send_if_room(self, attempt: Attempt) -> Submission | None:
+        able = self._able_groups(attempt)
+        if not any(connection.load.has_room for connection, _ in able):
+            return None
+        return self._send(attempt, able, {connection.name for connection, _ in able if connection.load.is_full})
+
+    def _send(self, attempt: Attempt, able: Groups, exclude_groups: AbstractSet[str]) -> Submission:
+        request, lifecycle = attempt.request, attempt.lifecycle
+        if lifecycle is not None:
+            lifecycle.record_routing()
+        preferred = [group for group in able if group[0].name not in exclude_groups] or able
+        decision = self._decide(request, preferred)
+        if not attempt.number and not attempt.delivered:
+            require_time(request, decision, asyncio.get_running_loop().time())
+        if lifecycle is not None:
+            lifecycle.record_sent(decision, attempt.number)
+        connection = next(connection for connection, _ in able if connection.name == decision.group)
+        trace_context = lifecycle.trace_context if lifecycle is not None else NO_PARENT
+        submission = connection.submit(request, decision, attempt.number, attempt.delivered, trace_context)
+        submission.suspicion = attempt.suspicion
+        return submission
+
+    def _able_groups(self, attempt: Attempt) -> Groups:
+        """The groups that serve and can hold the request. Raises ContextLengthExceeded if groups serve and none of them
+        can hold it, unless it has begun: then one that can may come back."""
+        serving, model = self._groups.serving(), attempt.only_compatible_with
+        if model is not None:
+            return [(link, reg) for link, reg in serving if equal(model, reg.model) and holds(reg, attempt.request)]
+        return able_to_hold(serving, attempt.request) if serving else []
+
+    def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
+        model = attempt.only_compatible_with
+        able = [
+            (link, reg)
+            for link, reg in self._groups.serving()
+            if holds(reg, attempt.request) and (model is None or equal(model, reg.model))
+        ]
+        return EligibleGroups.of(able, has_begun=model is not None)
+
+    def _prompt_seconds(self, attempt: Attempt) -> float:
+        """Seconds that the prompt takes on the group that holds most of it; 0 while no group serves."""
+        able = self._able_groups(attempt)
+        if not able:
+            return 0.0
+        return min(terms.prefill + terms.restore for terms in self._decide(attempt.request, able).terms)
+
+    def _decide(self, request: Request, groups: Groups) -> Decision:
+        # Groups of one model have the same block hashes; one walk along the chain matches them all.
         matched: dict[tuple[str, str, int], dict[str, PrefixMatch]] = {}
         candidates: list[Candidate] = []
-        for link, registration in eligible:
+        for connection, registration in groups:
             model = registration.model
-            named = (model.name, model.fingerprint, model.block_size)
-            if named not in matched:
+            hashed_as = (model.name, model.fingerprint, model.block_size)
+            if hashed_as not in matched:
                 # A prompt whose log-probabilities are wanted is computed whole, whatever is cached.
-                whole = request.sampling.prompt_logprobs is not None
-                matched[named] = {} if whole else self._groups.index.matched_blocks(request.chain(model))
-            candidates.append(link.load.candidate(link.name, matched[named].get(link.name, NOTHING)))
+                is_scored = request.sampling.prompt_logprobs is not None
+                matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.chain(model))
+            candidates.append(
+                connection.load.candidate(connection.name, matched[hashed_as].get(connection.name, NOTHING))
+            )
         return choose(
             candidates,
             len(request.prompt_token_ids),
             self._rng,
             regret=self._groups.index.regret.rate,
-            in_line=len(self.line),
+            in_line=len(self.queue),
             session=request.session_id,
         )

@@ -3,29 +3,29 @@
 The next request is of the lowest `priority` value that waits; among its tenants, of the one with the least virtual
 time; among that tenant's requests, the one that is due first.
 
-A tenant's virtual time is the tokens that it was served over its weight. A request is charged an estimate when it is
-taken, and the true count when it ends (see `Served`). A tenant that returns from a pause starts at the virtual time of
-those that wait, so that nobody saves up credit. Every eighth request is taken without regard to priority, so that none
-starves. When the queue is full, the tenant with most requests for its weight loses its newest one.
+A tenant's virtual time is the tokens that it was served, divided by its weight. A request is charged an estimate when
+it is taken, and the true count when it ends (see `TokenCharge`). A tenant that returns from a pause starts at the
+virtual time of those that wait, so that nobody saves up credit. Every eighth request is taken without regard to
+priority, so that none starves. When the queue is full, the tenant with most requests for its weight loses its newest.
 
 Requests of one `scheduling_class` can go to the same groups. Callers name the `blocked` classes, for which no group has
 room. Those are passed over, but their requests keep their place and their tenants keep their virtual time, so that they
 are first when there is room. The module is pure: it knows neither groups nor clocks nor what a request is.
 """
 
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import count
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.serving.level import TenantQueue
 
 Waiting = TypeVar("Waiting")
-# Every eighth request is taken whatever its priority.
-_ANY_PRIORITY_EVERY: Final = 8
+_ANY_PRIORITY_EVERY: Final = 8  # every eighth request is taken whatever its priority
+_SPARE: Final = 16  # removed ids that a heap may hold beyond its own size before it is rebuilt
 _NOTHING: Final[AbstractSet[Hashable]] = frozenset()
 
 
@@ -39,8 +39,8 @@ class QueueStats:
     refused: int = 0
 
 
-class Served:
-    """The tokens that one request was charged, an estimate until `settle`."""
+class TokenCharge:
+    """The tokens that one request was charged, an estimate until `settle_tokens`."""
 
     __slots__ = ("_tenant", "tokens")
 
@@ -48,7 +48,7 @@ class Served:
         self._tenant = tenant
         self.tokens = tokens
 
-    def settle(self, tokens: float) -> None:
+    def settle_tokens(self, tokens: float) -> None:
         """Charges `tokens`, the true count, in place of the estimate."""
         self._tenant.time += (tokens - self.tokens) / self._tenant.weight
         self.tokens = tokens
@@ -57,19 +57,19 @@ class Served:
 class _Share:
     """One tenant's virtual time and its waiting requests by priority."""
 
-    __slots__ = ("levels", "size", "time", "weight")
+    __slots__ = ("queues", "size", "time", "weight")
 
     def __init__(self) -> None:
         self.time = 0.0
         self.weight = 1.0
         self.size = 0
-        self.levels: dict[int, TenantQueue] = {}
+        self.queues: dict[int, _TenantQueue] = {}
 
     def first_priority(self, blocked: AbstractSet[Hashable]) -> int | None:
         """The lowest priority value at which a request of a class that is not blocked waits; None if there is none."""
         if not blocked:
-            return min(self.levels) if self.levels else None
-        return min([rank for rank, level in self.levels.items() if not level.classes <= blocked], default=None)
+            return min(self.queues) if self.queues else None
+        return min([rank for rank, queue in self.queues.items() if not queue.classes <= blocked], default=None)
 
 
 @dataclass(slots=True)
@@ -83,10 +83,10 @@ class _Entry(Generic[Waiting]):
 
 
 class FairQueue(Generic[Waiting]):
-    """Holds at most `most` requests, not counting those put in with `bounded=False`, which always find room."""
+    """Holds at most `max_size` requests, not counting those added with `bounded=False`, which always find room."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
         self._entries: OrderedDict[int, _Entry[Waiting]] = OrderedDict()  # by age
         self._shares: dict[str, _Share] = {}
         self._classes: Counter[Hashable] = Counter()  # class -> waiting requests
@@ -98,8 +98,8 @@ class FairQueue(Generic[Waiting]):
         return len(self._entries)
 
     def has_room(self, tenant: Tenant, priority: int) -> bool:
-        """Whether `put` would accept a request of this tenant now."""
-        return len(self._entries) < self.most or self._victim(tenant, priority) is not None
+        """Whether `add` would accept a request of this tenant now."""
+        return len(self._entries) < self.max_size or self._victim(tenant, priority) is not None
 
     def ahead(self, tenant: Tenant, priority: int, due: float, scheduling_class: Hashable = None) -> int:
         """The number of requests that are certainly taken before a new one: those of the same tenant and class that
@@ -107,13 +107,13 @@ class FairQueue(Generic[Waiting]):
         share = self._shares.get(tenant.name)
         if share is None:
             return 0
-        return sum(level.due_by(due, scheduling_class) for rank, level in share.levels.items() if rank <= priority)
+        return sum(queue.due_by(due, scheduling_class) for rank, queue in share.queues.items() if rank <= priority)
 
-    def waiting(self, scheduling_class: Hashable) -> int:
+    def waiting_in_class(self, scheduling_class: Hashable) -> int:
         """The number of waiting requests of the class."""
         return self._classes[scheduling_class]
 
-    def put(
+    def add(
         self,
         what: Waiting,
         tenant: Tenant,
@@ -130,7 +130,7 @@ class FairQueue(Generic[Waiting]):
         order of age. `bounded`: False accepts it even if the queue is full.
         """
         displaced: Waiting | None = None
-        if bounded and len(self._entries) >= self.most:
+        if bounded and len(self._entries) >= self.max_size:
             victim = self._victim(tenant, priority)
             if victim is None:
                 self._refused += 1
@@ -142,7 +142,7 @@ class FairQueue(Generic[Waiting]):
             share.time = max(share.time, self._now)
         id = next(self._ids)
         entry = self._entries[id] = _Entry(what, tenant.name, priority, tokens, due, scheduling_class)
-        self._add_to_level(id, entry)
+        self._add_to_queue(id, entry)
         share.size += 1
         return id, displaced
 
@@ -151,10 +151,10 @@ class FairQueue(Generic[Waiting]):
         O(n log n)."""
         self._classes.clear()
         for share in self._shares.values():
-            share.levels.clear()
+            share.queues.clear()
         for id, entry in self._entries.items():
             entry.scheduling_class = find_class(entry.what)
-            self._add_to_level(id, entry)
+            self._add_to_queue(id, entry)
 
     def peek(self, blocked: AbstractSet[Hashable] = _NOTHING) -> Waiting | None:
         """The next request of a class that is not blocked; None if there is none."""
@@ -167,9 +167,9 @@ class FairQueue(Generic[Waiting]):
         if id is None:
             return None
         next = self._entries[id]
-        return self._entries[self._shares[next.tenant].levels[next.priority].oldest()].what
+        return self._entries[self._shares[next.tenant].queues[next.priority].oldest()].what
 
-    def take(self, blocked: AbstractSet[Hashable] = _NOTHING) -> tuple[Waiting, Served]:
+    def pop(self, blocked: AbstractSet[Hashable] = _NOTHING) -> tuple[Waiting, TokenCharge]:
         """Removes the next request of a class that is not blocked, and charges its tenant. There must be one."""
         id = self._next(blocked)
         assert id is not None, "all waiting classes are blocked"
@@ -181,15 +181,15 @@ class FairQueue(Generic[Waiting]):
         self._taken += 1
         return entry.what, self._charge(self._shares[entry.tenant], entry.tokens)
 
-    def pass_by(self, tenant: Tenant, tokens: float) -> Served:
-        """Charges the tenant for a request that was placed without waiting, while the queue was empty."""
+    def charge_unqueued(self, tenant: Tenant, tokens: float) -> TokenCharge:
+        """Charges the tenant for a request that was sent without waiting, while the queue was empty."""
         share = self._share(tenant)
         share.time = max(share.time, self._now)
         self._now = share.time
         self._taken += 1
         return self._charge(share, tokens)
 
-    def drop(self, id: int) -> bool:
+    def remove(self, id: int) -> bool:
         """Removes a request whose client is gone. Returns whether it was still waiting."""
         if id not in self._entries:
             return False
@@ -206,12 +206,12 @@ class FairQueue(Generic[Waiting]):
         classes = Counter(entry.scheduling_class for entry in self._entries.values())
         assert +self._classes == classes, "the counts by class"
         for id, entry in self._entries.items():
-            assert id in self._shares[entry.tenant].levels[entry.priority], "each at its place"
+            assert id in self._shares[entry.tenant].queues[entry.priority], "each at its place"
         for share in self._shares.values():
-            assert share.size == sum(len(level) for level in share.levels.values()), "a share knows its size"
-            assert all(share.levels.values()), "no level is empty"
-            for level in share.levels.values():
-                level.check()
+            assert share.size == sum(len(queue) for queue in share.queues.values()), "a share knows its size"
+            assert all(share.queues.values()), "no queue is empty"
+            for queue in share.queues.values():
+                queue.check()
         assert list(self._entries) == sorted(self._entries), "all are in order of age"
 
     def _next(self, blocked: AbstractSet[Hashable]) -> int | None:
@@ -224,17 +224,17 @@ class FairQueue(Generic[Waiting]):
         ]
         if (self._taken + 1) % _ANY_PRIORITY_EVERY == 0:
             share = min((share for _, share in ranked), key=lambda share: share.time)
-            firsts = [first for level in share.levels.values() if (first := level.first(blocked)) is not None]
+            firsts = [first for queue in share.queues.values() if (first := queue.first(blocked)) is not None]
             return min(firsts)[1]
         urgent = min(priority for priority, _ in ranked)
         share = min((share for priority, share in ranked if priority == urgent), key=lambda share: share.time)
-        first = share.levels[urgent].first(blocked)
+        first = share.queues[urgent].first(blocked)
         assert first is not None, "first_priority counts only classes that are not blocked"
         return first[1]
 
-    def _add_to_level(self, id: int, entry: _Entry[Waiting]) -> None:
-        levels = self._shares[entry.tenant].levels
-        levels.setdefault(entry.priority, TenantQueue()).add(id, entry.due, entry.scheduling_class)
+    def _add_to_queue(self, id: int, entry: _Entry[Waiting]) -> None:
+        queues = self._shares[entry.tenant].queues
+        queues.setdefault(entry.priority, _TenantQueue()).add(id, entry.due, entry.scheduling_class)
         self._classes[entry.scheduling_class] += 1
 
     def _victim(self, tenant: Tenant, priority: int) -> int | None:
@@ -251,29 +251,105 @@ class FairQueue(Generic[Waiting]):
         share = self._shares.get(name)
         if share is None or not share.size:
             return None
-        last = max(share.levels)
+        last = max(share.queues)
         if name == tenant.name and last <= priority:
             return None
-        return share.levels[last].newest()
+        return share.queues[last].newest()
 
     def _share(self, tenant: Tenant) -> _Share:
         share = self._shares.setdefault(tenant.name, _Share())
         share.weight = tenant.weight  # which may have changed since
         return share
 
-    def _charge(self, share: _Share, tokens: float) -> Served:
+    def _charge(self, share: _Share, tokens: float) -> TokenCharge:
         share.time += tokens / share.weight
-        return Served(share, tokens)
+        return TokenCharge(share, tokens)
 
     def _remove(self, id: int) -> _Entry[Waiting]:
         entry = self._entries.pop(id)
         share = self._shares[entry.tenant]
-        level = share.levels[entry.priority]
-        level.remove(id)
-        if not level:
-            del share.levels[entry.priority]
+        queue = share.queues[entry.priority]
+        queue.remove(id)
+        if not queue:
+            del share.queues[entry.priority]
         share.size -= 1
         self._classes[entry.scheduling_class] -= 1
         if not self._classes[entry.scheduling_class]:
             del self._classes[entry.scheduling_class]
         return entry
+
+
+class _Place(NamedTuple):
+    due: float
+    scheduling_class: Hashable
+
+
+class _TenantQueue:
+    """The waiting requests of one tenant at one priority: ids with due times and classes. Equal due times go in order
+    of age."""
+
+    __slots__ = ("_heaps", "_places", "_sizes")
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[int, _Place] = OrderedDict()  # by age
+        self._heaps: dict[Hashable, list[tuple[float, int]]] = {}  # by class: (due, id), some of removed ids
+        self._sizes: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._places
+
+    @property
+    def classes(self) -> AbstractSet[Hashable]:
+        """The classes of the waiting requests."""
+        return self._heaps.keys()
+
+    def add(self, id: int, due: float, scheduling_class: Hashable) -> None:
+        """Adds the newest request; ids grow."""
+        self._places[id] = _Place(due, scheduling_class)
+        heapq.heappush(self._heaps.setdefault(scheduling_class, []), (due, id))
+        self._sizes[scheduling_class] = self._sizes.get(scheduling_class, 0) + 1
+
+    def remove(self, id: int) -> None:
+        """Removes a request that was taken, displaced or dropped."""
+        own_class = self._places.pop(id).scheduling_class
+        self._sizes[own_class] = size = self._sizes[own_class] - 1
+        if not size:
+            del self._sizes[own_class], self._heaps[own_class]
+        elif len(heap := self._heaps[own_class]) > 2 * size + _SPARE:
+            self._heaps[own_class] = heap = [entry for entry in heap if entry[1] in self._places]
+            heapq.heapify(heap)
+
+    def first(self, blocked: AbstractSet[Hashable] = frozenset()) -> tuple[float, int] | None:
+        """(due, id) of the first due of the classes that are not blocked; None if all are."""
+        firsts = [self._first_of(heap) for own_class, heap in self._heaps.items() if own_class not in blocked]
+        return min(firsts, default=None)
+
+    def oldest(self) -> int:
+        """The id that has waited longest; the queue must not be empty."""
+        return next(iter(self._places))
+
+    def newest(self) -> int:
+        """The id that came last; the queue must not be empty."""
+        return next(reversed(self._places))
+
+    def due_by(self, when: float, scheduling_class: Hashable) -> int:
+        """The number of requests of the class that are due at `when` or before."""
+        return sum(due <= when for due, own_class in self._places.values() if own_class == scheduling_class)
+
+    def check(self) -> None:
+        """Raises AssertionError on a broken invariant."""
+        assert list(self._places) == sorted(self._places), "it is in order of age"
+        assert self._heaps.keys() == self._sizes.keys() == {place.scheduling_class for place in self._places.values()}
+        for own_class, heap in self._heaps.items():
+            own = {(place.due, id) for id, place in self._places.items() if place.scheduling_class == own_class}
+            assert len(own) == self._sizes[own_class], "the sizes by class"
+            assert own <= set(heap), "every waiting request is in its heap"
+            assert self._first_of(heap) == min(own), "the first due is next"
+
+    def _first_of(self, heap: list[tuple[float, int]]) -> tuple[float, int]:
+        while heap[0][1] not in self._places:
+            heapq.heappop(heap)
+        return heap[0]

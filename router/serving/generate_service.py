@@ -6,7 +6,6 @@ their client goes away.
 """
 
 import asyncio
-import dataclasses
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -49,6 +48,7 @@ from coatcheck.router.serving.long_prompt import encode_long_prompt
 from coatcheck.router.serving.relay import Relay
 from coatcheck.router.serving.request_validation import admit, check_model_name, check_token_ids, prompt_token_ids
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
 from coatcheck.router.text.tokenizer import TokenizerJson
 
@@ -67,8 +67,9 @@ class GenerateService:
         config: RouterConfig,
         tokenizer: TokenizerJson,
         groups: GroupRegistry,
-        dispatch: Dispatcher,
+        dispatcher: Dispatcher,
         traffic: Traffic,
+        metrics: RequestMetrics,
         side: SideProcesses,
         tracing: Tracing | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
@@ -77,8 +78,9 @@ class GenerateService:
         self._defaults = defaults
         self._tokenizer = tokenizer
         self._groups = groups
-        self._dispatch = dispatch
+        self._dispatcher = dispatcher
         self._traffic = traffic
+        self._metrics = metrics
         self._side = side
         self._tracing = tracing
         self._limits = TenantLimits()
@@ -120,32 +122,41 @@ class GenerateService:
         request has passed its checks, before it waits for a group. At its end `on_decision` is told why it was where it
         was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event loop's clock: what
         cannot begin by then is refused."""
-        passage = RequestLifecycle(self._traffic, self._tracing, message.request_id, carrier)
+        lifecycle = RequestLifecycle(self._metrics, self._tracing, message.request_id, carrier)
         relay: Relay | None = None
         failure: BaseException | None = None
         try:
-            with self._traffic.request(tenant):
+            with self._traffic.count_request(tenant):
                 self._shed(message, tenant, deadline)
-                request = await self._admit(message, tenant, passage, deadline)
+                request = await self._validate(message, tenant, deadline)
+                lifecycle.record_admitted(
+                    request.request_id, len(request.prompt_token_ids), is_resumed=bool(request.resume)
+                )
                 self._limits.charge_tokens(tenant, len(request.prompt_token_ids))
                 on_admitted()
                 skip = request.sampling.skip_special_tokens
-                relay = Relay(request, self._dispatch, self._config, lambda: self._tokenizer.detokenizer(skip))
+                relay = Relay(
+                    request,
+                    lifecycle,
+                    self._dispatcher,
+                    self._config,
+                    make_detokenizer=lambda: self._tokenizer.detokenizer(skip),
+                )
                 try:
                     async for event in relay.events():
                         if event.HasField("delta"):
-                            passage.delta(event.delta.choice)
+                            lifecycle.record_delta(event.delta.choice)
                         yield event
                 finally:
                     relay.close()
-                    self._limits.charge_tokens(tenant, relay.completion_tokens)
+                    self._limits.charge_tokens(tenant, relay.usage.completion_tokens)
                     if on_decision is not None and relay.decision is not None:
                         on_decision(relay.decision)
         except BaseException as error:
             failure = error
             raise
         finally:
-            passage.ended(relay.usage if relay is not None else None, failure)
+            lifecycle.record_end(relay.usage if relay is not None else None, failure)
 
     async def generate(
         self,
@@ -185,7 +196,7 @@ class GenerateService:
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
         """Where the request would go now, and what each group would cost it; it is not sent."""
-        return explanation_of(self._dispatch.explain(await self._admit(message, tenant)))
+        return explanation_of(self._dispatcher.explain(await self._validate(message, tenant)))
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
         """A text's or a chat's token ids."""
@@ -230,15 +241,9 @@ class GenerateService:
         DeadlineExceeded."""
         if not message.resume:  # else it was taken before
             self._limits.charge_request(tenant)
-            self._dispatch.require_room(tenant, tenant.effective_priority(message.priority), deadline)
+            self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), deadline)
 
-    async def _admit(
-        self,
-        message: GenerateRequest,
-        tenant: Tenant,
-        passage: RequestLifecycle | None = None,
-        deadline: float | None = None,
-    ) -> Request:
+    async def _validate(self, message: GenerateRequest, tenant: Tenant, deadline: float | None = None) -> Request:
         await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
         token_ids = await self._ids_within_context(message, self._capacity(self._model()))
@@ -251,15 +256,13 @@ class GenerateService:
             rng=self._rng,
             tenant=tenant,
             defaults=self._defaults,
+            deadline=deadline,
         )
         if request.sampling.structured is not None:
             await self._grammars.require(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:
             await self._in_thread(lambda: request.prepare(model))
-        if passage is None:
-            return request
-        passage.admitted(request.request_id, len(token_ids), resumed=bool(request.resume))
-        return dataclasses.replace(request, passage=passage, deadline=deadline)
+        return request
 
     async def _check_parts(self, message: Message) -> None:
         """As check_parts; in a thread if the message is long."""

@@ -1,219 +1,211 @@
-"""Relay: one request's way, from its first group to its last token.
+"""Relay: one request from its first group to its last token.
 
-It places the request, hands its answer on, and when a group is lost sends the request again to an equal one with what
-has been delivered, so that the client sees one stream. It does not know how events are sent, nor text.
+It sends the request, and turns its group's outputs into events for the client. When the group is lost, it sends the
+request again, with the tokens that were delivered, to a group that computes the same tokens; the client sees one
+stream without a break.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Final as Constant
 
 from coatcheck.proto.errors import Overloaded, Poisoned
 from coatcheck.proto.stubs.coatcheck_pb2 import Final, GenerateEvent, Started, Usage
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
+from coatcheck.router.groups.group_failures import GroupLost
 from coatcheck.router.groups.request import Request
-from coatcheck.router.groups.submission import GroupLost
+from coatcheck.router.groups.submission import Submission
 from coatcheck.router.routing.routing_cost import Decision
-from coatcheck.router.serving.assignment import Assignment
+from coatcheck.router.serving.attempt import Attempt
 from coatcheck.router.serving.dispatcher import Dispatcher
-from coatcheck.router.serving.fair_queue import Served
-from coatcheck.router.serving.poison_detection import PoisonSuspicion
+from coatcheck.router.serving.fair_queue import TokenCharge
+from coatcheck.router.serving.poison_quarantine import PoisonSuspicion
 from coatcheck.router.serving.response_builder import ResponseBuilder
+from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
 
 # Log-probabilities that become events, and chunks of a stream, in 30 ms.
-_MOST_VALUES: Constant = 4096
+_MAX_LOGPROBS: Constant = 4096
 
 
 class Relay:
-    """`async for event in relay.events()`, then `close()` whatever happened. The counts are for whoever measures."""
+    """`async for event in relay.events()`, then `close()` whatever happened.
+
+    `decision`: the last routing decision, None before the first. `usage`: tokens so far.
+    """
 
     def __init__(
-        self, request: Request, dispatch: Dispatcher, config: RouterConfig, detokenizer: Callable[[], Detokenizer]
+        self,
+        request: Request,
+        lifecycle: RequestLifecycle,
+        dispatcher: Dispatcher,
+        config: RouterConfig,
+        make_detokenizer: Callable[[], Detokenizer],
     ) -> None:
-        self.request = request
-        self._dispatch = dispatch
+        self.decision: Decision | None = None
+        self._request = request
+        self._lifecycle = lifecycle
+        self._dispatcher = dispatcher
         self._config = config
-        self._detokenizer = detokenizer
-        self._answer = ResponseBuilder(request)
-        self._placement: Assignment | None = None
-        self._decision: Decision | None = None
-        self._served: Served | None = None
+        self._make_detokenizer = make_detokenizer
+        self._response = ResponseBuilder(request)
+        self._submission: Submission | None = None
+        self._charge: TokenCharge | None = None
         self._moves = 0
-        self._left: set[str] = set()  # groups that were lost: tried again only if there is no other
+        self._lost_groups: set[str] = set()  # tried again only if there is no other
         self._suspicion = PoisonSuspicion()
-        self._answered_here = False  # something, by the group that has it now
-        dispatch.retries.opened()
-
-    @property
-    def decision(self) -> Decision | None:
-        """The last one made, if any was."""
-        return self._decision
+        self._has_answered = False  # the present group, something
+        dispatcher.retries.open_request()
 
     @property
     def usage(self) -> Usage:
-        """What it took so far."""
-        return self._answer.usage
-
-    @property
-    def completion_tokens(self) -> int:
-        """Delivered so far, over all choices."""
-        return self._answer.completion_tokens
+        """Tokens so far."""
+        return self._response.usage
 
     async def events(self) -> AsyncIterator[GenerateEvent]:
-        """Started, then deltas, then one Final; raises CoatcheckError where the request cannot go on."""
-        request = self.request
-        refused: float | None = None  # since when groups have said that they are full, and nothing else
-        if request.resume:  # accepted by another router, or by this one before it was started again
-            placement = await self._place(self._config.move_wait_seconds)
+        """Started, then deltas, then one Final. Raises CoatcheckError if the request cannot continue."""
+        request, response = self._request, self._response
+        full_since: float | None = None  # since when groups have refused the request as Overloaded
+        if request.resume:  # another router has accepted it, or this one before a restart
+            submission = await self._send(self._config.move_wait_seconds)
         else:
-            placement = await self._enter(wait_seconds=self._config.admission_wait_seconds)
+            submission = await self._admit(wait_seconds=self._config.admission_wait_seconds)
         yield GenerateEvent(
             started=Started(
                 request_id=request.request_id,
                 model=self._config.model_name,
                 seed=request.sampling.seed,
-                group=placement.ticket.group,
+                group=submission.group,
                 prompt_tokens=len(request.prompt_token_ids),
             )
         )
-        for delta in self._answer.begin(frozenset(placement.model.eos_token_ids), self._detokenizer):
-            placement.ticket.abort(delta.choice)
+        for delta in response.begin(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
+            submission.abort_choice(delta.choice)
             yield GenerateEvent(delta=delta)
-        while not self._answer.is_whole:
+        while not response.is_whole:
             try:
-                outputs = await placement.ticket.take()
+                outputs = await anext(submission)
             except GroupLost as lost:
-                placement = await self._move(placement, lost)
+                submission = await self._fail_over(submission, lost)
                 continue
             except Overloaded:
                 now = asyncio.get_running_loop().time()
-                refused = now if refused is None else refused
-                if now - refused > self._config.move_wait_seconds:
+                full_since = now if full_since is None else full_since
+                if now - full_since > self._config.move_wait_seconds:
                     raise
-                placement = await self._return(placement)
+                submission.close(finished=True)
+                submission = await self._admit(submission)
                 continue
-            refused = None
+            full_since = None
             for number, portion in enumerate(_portions(outputs)):
                 if number:
                     await asyncio.sleep(0)
-                for event in self._advance(portion, placement):
+                for event in self._make_events(portion, submission):
                     yield event
-        yield GenerateEvent(final=self._final(placement))
+        yield GenerateEvent(final=self._final(submission))
 
     def close(self) -> None:
-        """Frees what a group holds of it; events end."""
-        if self._served is not None:
+        """Frees what a group holds of the request, and settles what its tenant is charged. `events` must have ended."""
+        if self._charge is not None:
             usage = self.usage
-            found = usage.cached_device_tokens + usage.cached_host_tokens
-            self._dispatch.line.ended(self._served, max(usage.prompt_tokens - found, 0), usage.completion_tokens)
-            self._served = None
-        if self._placement is not None:
-            self._placement.close(finished=self._answer.is_whole)
-            self._placement = None
-        self._dispatch.retries.closed()
+            cached = usage.cached_device_tokens + usage.cached_host_tokens
+            computed = max(usage.prompt_tokens - cached, 0)
+            self._dispatcher.queue.settle_charge(self._charge, computed, usage.completion_tokens)
+            self._charge = None
+        if self._submission is not None:
+            self._submission.close(finished=self._response.is_whole)
+            self._submission = None
+        self._dispatcher.retries.close_request()
 
-    async def _enter(self, lost: Assignment | None = None, wait_seconds: float = 0.0) -> Assignment:
-        """Into the line; one that is back with nothing answered may be refused there as if it came now."""
-        self._placement, served = await self._dispatch.enter(
-            self.request,
-            self._moves,
-            self._answer.delivered,
+    async def _admit(self, refused: Submission | None = None, wait_seconds: float = 0.0) -> Submission:
+        """Sends the request in its turn. `refused`: the submission that a full group has refused; if nothing was
+        answered yet, a full queue may refuse the request as if it were new."""
+        self._submission = None
+        grant = await self._dispatcher.admit(
+            self._attempt(refused),
             wait_seconds=wait_seconds,
-            like=lost.model if lost else None,
-            bounded=not self.completion_tokens and not self.request.resume and not self._moves,
+            bounded=not self._response.completion_tokens and not self._request.resume and not self._moves,
         )
-        if self._served is None:
-            self._served = served
+        if self._charge is None:
+            self._charge = grant.charge
         else:
-            served.settle(0)  # it has been charged already
-        self._placement.suspect(self._suspicion.level)  # the line sends suspects anywhere; they stay what they are
-        return self._placed(self._placement)
+            grant.charge.settle_tokens(0)  # the tenant was charged when the request was first granted
+        return self._begin_submission(grant.submission)
 
-    async def _return(self, placement: Assignment) -> Assignment:
-        """The group has no room for it after all: back into the line."""
-        placement.close(finished=True)
-        self._placement = None
-        return await self._enter(placement)
-
-    async def _place(self, wait_seconds: float, lost: Assignment | None = None) -> Assignment:
-        self._placement = await self._dispatch.place(
-            self.request,
-            self._moves,
-            self._answer.delivered,
-            wait_seconds=wait_seconds,
-            like=lost.model if lost else None,
-            avoid=self._left,
-            suspicion=self._suspicion.level,
+    async def _send(self, wait_seconds: float, lost: Submission | None = None) -> Submission:
+        submission = await self._dispatcher.send(
+            self._attempt(lost), wait_seconds=wait_seconds, exclude_groups=self._lost_groups
         )
-        return self._placed(self._placement)
+        return self._begin_submission(submission)
 
-    def _placed(self, placement: Assignment) -> Assignment:
-        self._decision = placement.decision
-        self._answered_here = False
-        self._answer.begin_again()
-        for choice in self._answer.ended:  # a group cannot know where a stop string ended a choice
-            placement.ticket.abort(choice)
-        return placement
+    def _attempt(self, previous: Submission | None) -> Attempt:
+        return Attempt(
+            self._request,
+            self._moves,
+            self._response.delivered,
+            previous.model if previous is not None else None,
+            self._suspicion.level,
+            self._lifecycle,
+        )
 
-    async def _move(self, placement: Assignment, lost: GroupLost) -> Assignment:
-        """To another group, unless those before speak against it (see Suspicion)."""
-        placement.close(finished=True)
-        self._placement = None
-        self._left.add(placement.ticket.group)
-        if self.request.passage is not None:
-            self.request.passage.lost(placement.ticket.group, str(lost))
-        self._suspicion.lost(lost.loss, apart=lost.apart, answered=self._answered_here)
-        await self._learn()
+    def _begin_submission(self, submission: Submission) -> Submission:
+        self._submission = submission
+        self.decision = submission.decision
+        self._has_answered = False
+        self._response.begin_again()
+        for choice in self._response.ended:  # a group cannot know where a stop string ended a choice
+            submission.abort_choice(choice)
+        return submission
+
+    async def _fail_over(self, submission: Submission, lost: GroupLost) -> Submission:
+        """Sends the request to another group. Raises Poisoned if the request seems to crash groups."""
+        submission.close(finished=True)
+        self._submission = None
+        self._lost_groups.add(submission.group)
+        self._lifecycle.record_group_lost(submission.group, str(lost))
+        self._suspicion.record_loss(lost.loss, apart=lost.apart, answered=self._has_answered)
+        await self._suspicion.wait_for_causes(self._config.cause_wait_seconds)
         if refusal := self._suspicion.refusal:
             raise Poisoned(f"{refusal}; it is not sent to another") from lost
-        if delay := self._dispatch.retries.take():
+        if delay := self._dispatcher.retries.spend_retry():
             await asyncio.sleep(delay)
         self._moves += 1
-        return await self._place(self._config.move_wait_seconds, placement)
+        return await self._send(self._config.move_wait_seconds, submission)
 
-    async def _learn(self) -> None:
-        """Waits a moment for what is not known yet of how groups were lost, where that decides."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.cause_wait_seconds):
-                while undecided := self._suspicion.undecided:
-                    await undecided[0].known()
-
-    def _advance(self, outputs: Sequence[SequenceOutput], placement: Assignment) -> list[GenerateEvent]:
+    def _make_events(self, outputs: Sequence[SequenceOutput], submission: Submission) -> list[GenerateEvent]:
         for output in outputs:
             if output.HasField("cached"):
-                placement.computed(output.cached)
-                if self._answer.found(output.cached) and self.request.passage is not None:
-                    self.request.passage.computing(output.cached)
-        events = self._answer.advance(outputs, placement.ticket.abort)
+                submission.record_cached(output.cached)
+                self._lifecycle.record_cached(output.cached)
+                self._response.record_cached(output.cached)
+        events = self._response.advance(outputs, submission.abort_choice)
         if events:
-            self._answered_here = True
-            if self._suspicion.is_any:
-                self._suspicion.answered(sum(len(output.token_ids) for output in outputs))
-                placement.suspect(self._suspicion.level)
+            self._has_answered = True
+            if self._suspicion:
+                self._suspicion.record_answer(sum(len(output.token_ids) for output in outputs))
+                submission.set_suspicion(self._suspicion.level)
         return events
 
-    def _final(self, placement: Assignment) -> Final:
+    def _final(self, submission: Submission) -> Final:
         return Final(
             usage=self.usage,
-            group=placement.ticket.group,
-            routed_by=placement.decision.why,
+            group=submission.group,
+            routed_by=submission.decision.why,
             moves=self._moves,
-            choices=self._answer.ends(),
+            choices=self._response.ends(),
         )
 
 
 def _portions(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
-    """The outputs, divided where more than _MOST_VALUES log-probabilities would become events in one turn of the event
-    loop: those of a client that has not read for a while are thousands of steps."""
-    begin = values = 0
-    for place, output in enumerate(outputs):
+    """The outputs, divided where more than _MAX_LOGPROBS log-probabilities would become events in one turn of the event
+    loop: a client that has not read for a while gets thousands of steps at once."""
+    begin = count = 0
+    for end, output in enumerate(outputs):
         for logprobs in (output.logprobs, output.prompt_logprobs):
             if logprobs:
-                values += len(logprobs) * (1 + len(logprobs[0].top))
-        if values > _MOST_VALUES and place > begin:
-            yield outputs[begin:place]
-            begin, values = place, 0
+                count += len(logprobs) * (1 + len(logprobs[0].top))
+        if count > _MAX_LOGPROBS and end > begin:
+            yield outputs[begin:end]
+            begin, count = end, 0
     yield outputs[begin:]

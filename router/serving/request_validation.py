@@ -71,6 +71,7 @@ def admit(
     rng: random.Random,
     tenant: Tenant = ANYONE,
     defaults: SamplingDefaults = NO_DEFAULTS,
+    deadline: float | None = None,
 ) -> Request:
     """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
@@ -129,6 +130,7 @@ def admit(
         session_id=message.session_id,
         retention=retention,
         tenant=tenant,
+        deadline=deadline,
     )
 
 

@@ -67,15 +67,12 @@ class ResponseBuilder:
         """Another group has it from now on."""
         self._scored = 0
 
-    def found(self, cached: Cached) -> bool:
-        """A group has computed the prompt, and found so much of it; the first one's word counts, and whether this is
-        it is returned."""
-        if self._counted:
-            return False
-        self._counted = True
-        self._usage.cached_device_tokens = cached.device_tokens
-        self._usage.cached_host_tokens = cached.host_tokens
-        return True
+    def record_cached(self, cached: Cached) -> None:
+        """A group has computed the prompt, and found `cached` tokens of it; the first group's report counts."""
+        if not self._counted:
+            self._counted = True
+            self._usage.cached_device_tokens = cached.device_tokens
+            self._usage.cached_host_tokens = cached.host_tokens
 
     def advance(self, outputs: Sequence[SequenceOutput], abort: Callable[[int], None]) -> list[GenerateEvent]:
         """All that came at once, as one delta per choice. The group is told of a choice that is over and that it would

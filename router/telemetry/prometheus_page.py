@@ -1,24 +1,23 @@
-"""PrometheusPage: what a router knows of itself and its groups, in Prometheus' form.
+"""PrometheusPage: the /metrics page of a router: what it knows of itself and of its groups.
 
-What a router does itself is counted as it happens (see measures); what groups report is read when somebody asks. It
-does not know how it is served.
+The router's own requests are counted as they happen (request_metrics.py); what groups report is read at each scrape.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from coatcheck.proto.stubs.coatcheck_pb2 import Evictions, GroupStatus, PrefixMisses, StatusResponse
-from coatcheck.router.telemetry.exposition import Exposition, labels
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 STATES: Final = ("serving", "draining", "drained", "starting", "lost")
 
 
 class _Row(NamedTuple):
-    """A metric with one value for each group: its name, help, and where the value is."""
+    """A metric with one value for each group: name, help text and how the value is read."""
 
     name: str
     help: str
@@ -55,7 +54,7 @@ _AUDIT: Final = (
 
 
 class PrometheusPage:
-    """Owns the registry, which others add to."""
+    """`report` returns the router's status; `registry` holds the metrics that are counted as they happen."""
 
     def __init__(self, report: Callable[[], StatusResponse], registry: CollectorRegistry) -> None:
         self._report = report
@@ -63,15 +62,39 @@ class PrometheusPage:
         ProcessCollector(registry=registry)
 
     def render(self) -> bytes:
-        """The whole page."""
-        status, page = self._report(), Exposition()
+        """The page, as UTF-8."""
+        status, page = self._report(), _Page()
         _add_whole(page, status)
         _add_groups(page, status.groups)
         _add_ranks(page, status.groups)
         return generate_latest(self._registry) + page.text().encode()
 
 
-def _add_whole(page: Exposition, status: StatusResponse) -> None:
+class _Page:
+    """Text in Prometheus' exposition format. prometheus_client takes about ten times as long, which a cluster of many
+    ranks would notice at every scrape."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(
+        self,
+        kind: Literal["gauge", "counter"],
+        name: str,
+        help: str,
+        samples: Iterable[tuple[str, float]],
+    ) -> None:
+        """Adds a metric with its samples, each a pair of labels and value. A counter's name gets its `_total` here."""
+        if kind == "counter":
+            name += "_total"
+        self._lines += (f"# HELP {name} {help}", f"# TYPE {name} {kind}")
+        self._lines += [f"{name}{where} {value}" for where, value in samples]
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+
+def _add_whole(page: _Page, status: StatusResponse) -> None:
     """Of the router as one server, also what the Gateway API's inference extension asks of one."""
     groups, model = status.groups, status.model
     running, waiting = sum(g.running for g in groups), sum(g.waiting for g in groups)
@@ -79,8 +102,8 @@ def _add_whole(page: Exposition, status: StatusResponse) -> None:
     # Requests that no group has yet are open here and in none of the groups' counts.
     elsewhere = max(status.active_streams - running - waiting, 0)
     # The extension reads these sizes from labels, under the names that one engine gives them.
-    sizes = labels(block_size=str(model.block_size), num_gpu_blocks=str(total))
-    served = labels(model=model.name, dtype=model.dtype, kv_dtype=model.kv_dtype, fingerprint=model.fingerprint[:12])
+    sizes = _labels(block_size=str(model.block_size), num_gpu_blocks=str(total))
+    served = _labels(model=model.name, dtype=model.dtype, kv_dtype=model.kv_dtype, fingerprint=model.fingerprint[:12])
     for name, text, where, value in (
         ("active_requests", "Requests that are open.", "", status.active_streams),
         ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + elsewhere),
@@ -97,8 +120,8 @@ def _add_whole(page: Exposition, status: StatusResponse) -> None:
         page.add("gauge", f"coatcheck_{name}", text, [(where, value)])
 
 
-def _add_groups(page: Exposition, groups: Sequence[GroupStatus]) -> None:
-    named = [(group, labels(group=group.name)) for group in groups]
+def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
+    named = [(group, _labels(group=group.name)) for group in groups]
     states, blocks, cached = [], [], []
     evicted, missed, moved = list[tuple[str, float]](), list[tuple[str, float]](), list[tuple[str, float]]()
     for group, where in named:
@@ -141,15 +164,20 @@ def _by_field(counts: Evictions | PrefixMisses, begun: str) -> list[tuple[str, f
     return [(f'{begun},reason="{name}"}}', getattr(counts, name)) for name in names]
 
 
-def _add_ranks(page: Exposition, groups: Sequence[GroupStatus]) -> None:
+def _add_ranks(page: _Page, groups: Sequence[GroupStatus]) -> None:
     healthy, memory, steps = [], [], []
     for group in groups:
-        begun = labels(group=group.name)[:-1]
+        begun = _labels(group=group.name)[:-1]
         for rank in group.ranks:
             where = f'{begun},rank="{rank.rank}"}}'
-            healthy.append((f"{where[:-1]},{labels(node=rank.node)[1:]}", int(rank.healthy)))
+            healthy.append((f"{where[:-1]},{_labels(node=rank.node)[1:]}", int(rank.healthy)))
             memory.append((where, rank.peak_memory_bytes))
             steps.append((where, rank.steps))
     page.add("gauge", "coatcheck_rank_healthy", "1 while it works.", healthy)
     page.add("gauge", "coatcheck_rank_peak_memory_bytes", "At most so far.", memory)
     page.add("counter", "coatcheck_rank_steps", "Steps computed.", steps)
+
+
+def _labels(**pairs: str) -> str:
+    """The labels as they follow a metric's name."""
+    return "{" + ",".join([f'{name}="{text.translate(_ESCAPES)}"' for name, text in pairs.items()]) + "}"

@@ -1,7 +1,11 @@
-"""RequestLifecycle: one request's way through this router, as metrics, spans and the log have it.
+"""RequestLifecycle: one request from its arrival to its end, as metrics, spans and the log describe it.
 
-Whoever moves the request on says so here; what is measured, traced and logged of it is decided here alone. Without
-tracing it costs a few clock readings. It does not know why a request goes where it goes.
+The code that serves a request calls the method for each thing that happens to it; what is measured, traced and logged
+is decided here alone. Without tracing this costs a few clock readings. The spans of a request are
+
+    router.request ─ router.admission, router.queue, router.route, group.submit (again for each group that it moved to)
+
+and the group's own spans are children of its group.submit.
 """
 
 import asyncio
@@ -13,133 +17,167 @@ from typing import TYPE_CHECKING
 from coatcheck.proto.errors import status_name
 from coatcheck.proto.stubs.coatcheck_pb2 import Usage
 from coatcheck.proto.stubs.worker_pb2 import Cached
-from coatcheck.proto.tracing import NO_PARENT
+from coatcheck.proto.tracing import NO_PARENT, Tracing, Value
 from coatcheck.router.routing.routing_cost import Decision
-from coatcheck.router.telemetry.request_trace import RequestTrace
-from coatcheck.router.telemetry.traffic import Traffic
+from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
-    from coatcheck.proto.tracing import Tracing
+    from opentelemetry.trace import Span
 
 _log = logging.getLogger(__name__)
 
 
 class RequestLifecycle:
-    """Made when the request arrives; `ended` is called once, whatever happened."""
+    """Create it when the request arrives, and call `record_end` once, whatever happened.
+
+    `trace_parent`: the client's trace context, as headers.
+    """
 
     def __init__(
         self,
-        traffic: Traffic,
-        tracing: "Tracing | None" = None,
+        metrics: RequestMetrics,
+        tracing: Tracing | None = None,
         request_id: str = "",
-        carrier: Mapping[str, str] = NO_PARENT,
+        trace_parent: Mapping[str, str] = NO_PARENT,
     ) -> None:
-        self._traffic = traffic
-        self._trace = RequestTrace(tracing, carrier) if tracing is not None else None
+        self._metrics = metrics
+        self._spans = _Spans(tracing, trace_parent) if tracing is not None else None
         self._request_id = request_id
         self._clock = time.monotonic
         self._arrived = self._clock()
-        self._sent = 0.0  # to the group that has it
+        self._sent = 0.0  # to its present group
         self._ttft: float | None = None
-        self._last: dict[int, float] = {}  # when a choice had its last delta
+        self._last_delta: dict[int, float] = {}  # by choice, when
         self._group = ""
         self._moves = 0
-        self._queued = False
-        if self._trace is not None:
-            self._trace.enter("router.admission")
+        self._is_queue_recorded = False
+        if self._spans is not None:
+            self._spans.start_part("router.admission")
 
-    def admitted(self, request_id: str, prompt_tokens: int, *, resumed: bool) -> None:
-        """It is well formed; it waits for a group."""
+    @property
+    def trace_context(self) -> Mapping[str, str]:
+        """Trace context for the group; empty without tracing."""
+        return self._spans.trace_context if self._spans is not None else NO_PARENT
+
+    def record_admitted(self, request_id: str, prompt_tokens: int, *, is_resumed: bool) -> None:
+        """The request is valid; it waits for a group."""
         self._request_id = request_id
-        if resumed:
-            self._traffic.measures.resumed()
-        if self._trace is not None:
-            self._trace.note(prompt_tokens=prompt_tokens)
-            self._trace.enter("router.queue")
+        if is_resumed:
+            self._metrics.record_resume()
+        if self._spans is not None:
+            self._spans.set_attributes(prompt_tokens=prompt_tokens)
+            self._spans.start_part("router.queue")
 
-    def routing(self) -> None:
-        """There are groups to choose from."""
-        if self._trace is not None:
-            self._trace.enter("router.route")
+    def record_routing(self) -> None:
+        """A group is chosen now."""
+        if self._spans is not None:
+            self._spans.start_part("router.route")
 
-    def routed(self, decision: Decision, attempt: int) -> None:
-        """It goes to this group, its next after so many."""
+    def record_sent(self, decision: Decision, attempt: int) -> None:
+        """The request is sent to the group of `decision`, after `attempt` other groups."""
         self._group = decision.group
         self._moves = attempt
         self._sent = self._clock()
-        if self._trace is not None:
+        if self._spans is not None:
             chosen = decision.chosen
-            self._trace.note(
+            self._spans.set_attributes(
                 group=decision.group,
                 candidates=len(decision.terms),
                 cost_seconds=chosen.total,
                 cached_tokens=chosen.cached_tokens,
             )
-            self._trace.enter("group.submit", "CLIENT", group=decision.group, attempt=attempt)
+            self._spans.start_part("group.submit", "CLIENT", group=decision.group, attempt=attempt)
 
-    def carrier(self) -> Mapping[str, str]:
-        """Trace context for the group; empty when nobody traces."""
-        return self._trace.carrier() if self._trace is not None else NO_PARENT
+    def record_cached(self, cached: Cached) -> None:
+        """The first group has computed the prompt; `cached` says how long the request had waited there."""
+        if not self._is_queue_recorded:
+            self._is_queue_recorded = True
+            self._metrics.queue.record(self._sent - self._arrived + cached.queued_seconds)
 
-    def computing(self, cached: Cached) -> None:
-        """The group has begun, after waiting so long."""
-        if not self._queued:
-            self._queued = True
-            self._traffic.queued(self._sent - self._arrived + cached.queued_seconds)
-
-    def delta(self, choice: int) -> None:
-        """A delta of it goes to the client."""
+    def record_delta(self, choice: int) -> None:
+        """A delta of the choice is sent to the client."""
         now = self._clock()
         if self._ttft is None:
             self._ttft = now - self._arrived
-        if (last := self._last.get(choice)) is not None:
-            self._traffic.delta(now - last)
-        self._last[choice] = now
+        if (last := self._last_delta.get(choice)) is not None:
+            self._metrics.itl.record(now - last)
+        self._last_delta[choice] = now
 
-    def lost(self, group: str, why: str) -> None:
-        """Its group is gone; it goes on elsewhere, or fails."""
-        self._traffic.measures.moved(group, begun=self._ttft is not None)
-        fields = {"request_id": self._request_id, "group": group, "reason": why}
+    def record_group_lost(self, group: str, reason: str) -> None:
+        """The request's group is lost; the request continues elsewhere, or fails."""
+        self._metrics.record_group_lost(group, has_begun=self._ttft is not None)
+        fields = {"request_id": self._request_id, "group": group, "reason": reason}
         _log.warning("a request lost its group", extra=fields)
-        if self._trace is not None:
-            self._trace.leave(why)
-            self._trace.enter("router.queue")
+        if self._spans is not None:
+            self._spans.end_part(reason)
+            self._spans.start_part("router.queue")
 
-    def ended(self, usage: Usage | None, error: BaseException | None) -> None:
-        """It is over; without an error all of it was delivered."""
+    def record_end(self, usage: Usage | None, error: BaseException | None) -> None:
+        """The request has ended; without an error all of its answer was delivered."""
         seconds = self._clock() - self._arrived
         usage = usage or Usage()
         if error is None:
-            self._traffic.answered(usage, self._ttft, seconds)
-        self._traffic.measures.ended(error, seconds)
+            self._metrics.record_answer(usage, self._ttft, seconds)
+        self._metrics.record_end(error, seconds)
         outcome = "ok" if error is None else status_name(error)
-        self._write_log(outcome, usage, seconds, error)
-        if self._trace is not None:
-            self._trace.end(
-                "" if error is None else outcome,
-                request_id=self._request_id,
-                group=self._group,
-                moves=self._moves,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_device_tokens + usage.cached_host_tokens,
-            )
-
-    def _write_log(self, outcome: str, usage: Usage, seconds: float, error: BaseException | None) -> None:
-        if not _log.isEnabledFor(logging.INFO):
-            return
-        fields = {
+        fields: dict[str, Value] = {
             "request_id": self._request_id,
-            "outcome": outcome,
             "group": self._group,
             "moves": self._moves,
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_device_tokens + usage.cached_host_tokens,
             "completion_tokens": usage.completion_tokens,
-            "seconds": round(seconds, 4),
         }
+        if self._spans is not None:
+            self._spans.end("" if error is None else outcome, **fields)
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        fields |= {"outcome": outcome, "seconds": round(seconds, 4)}
         if self._ttft is not None:
             fields["ttft_seconds"] = round(self._ttft, 4)
         if error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
             fields["reason"] = str(error)[:200]
         _log.info("request ended", extra=fields)
+
+
+class _Spans:
+    """A request's span, and its parts one after another."""
+
+    def __init__(self, tracing: Tracing, trace_parent: Mapping[str, str]) -> None:
+        self._tracing = tracing
+        self._request = tracing.start("router.request", tracing.parent(trace_parent), kind="SERVER")
+        self._part: Span | None = None
+
+    @property
+    def trace_context(self) -> Mapping[str, str]:
+        """For another process that works on the present part."""
+        return self._tracing.carrier(self._part or self._request)
+
+    def start_part(self, name: str, kind: str = "INTERNAL", **attributes: Value) -> None:
+        """The next part begins where the last one ends."""
+        self.end_part()
+        self._part = self._tracing.start(name, self._tracing.below(self._request), kind=kind)
+        self._part.set_attributes(attributes)
+
+    def set_attributes(self, **attributes: Value) -> None:
+        """Of the present part."""
+        if self._part is not None:
+            self._part.set_attributes(attributes)
+
+    def end_part(self, failure: str = "") -> None:
+        if self._part is not None:
+            _end_span(self._part, failure)
+            self._part = None
+
+    def end(self, failure: str, **attributes: Value) -> None:
+        self.end_part(failure)
+        self._request.set_attributes(attributes)
+        _end_span(self._request, failure)
+
+
+def _end_span(span: "Span", failure: str) -> None:
+    if failure:
+        from opentelemetry.trace import StatusCode
+
+        span.set_status(StatusCode.ERROR, failure)
+    span.end()

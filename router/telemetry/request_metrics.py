@@ -1,22 +1,27 @@
-"""RequestMetrics: what this router counts of its own requests, as Prometheus' counters and histograms.
+"""RequestMetrics: counters and latencies of this router's own requests, for Prometheus and for `coatcheck status`.
 
-Whoever does something calls the method that is named after it. It does not know groups' reports (see metrics) nor how
-anything is served.
+What groups report is in prometheus_page.py.
 """
 
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from coatcheck.proto.errors import Overloaded, status_name
-from coatcheck.proto.stubs.coatcheck_pb2 import Usage
+from coatcheck.proto.stubs.coatcheck_pb2 import LatencyStatus, Usage
 
-# Half an octave apart where readers feel it, an octave further out.
+_WINDOW_SECONDS: Final = 300.0
+_MAX_SAMPLES: Final = 8192
+# Bucket limits in seconds: half an octave apart where users notice the difference, an octave elsewhere.
 _TTFT: Final = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 40, 80)
 _TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _QUEUE: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _WHOLE: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-# Why somebody is refused: every series is there from the start, so that an alert sees the first.
+_TOKEN_KINDS: Final = ("prompt", "cached_device", "cached_host", "completion")
+# Why a request is refused. Every series exists from the start, so that an alert sees the first refusal.
 REASONS: Final = (
     "unauthenticated", "permission_denied", "foreign_host", "long_body", "slow_body",
     "connections", "not_http", "slow_head", "long_head", "compressed_body",
@@ -24,11 +29,35 @@ REASONS: Final = (
 )  # fmt: skip
 
 
+class Latency:
+    """One kind of latency: a histogram since the start, and percentiles of the last five minutes."""
+
+    def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
+        self._histogram = histogram
+        self._clock = clock
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)  # when, seconds
+
+    def record(self, seconds: float) -> None:
+        self._histogram.observe(seconds)
+        self._samples.append((self._clock(), seconds))
+
+    def status(self) -> LatencyStatus:
+        """Percentiles by nearest rank; all zero if nothing was recorded."""
+        since = self._clock() - _WINDOW_SECONDS
+        while self._samples and self._samples[0][0] < since:
+            self._samples.popleft()
+        ordered = sorted(seconds for _, seconds in self._samples)
+        if not ordered:
+            return LatencyStatus()
+        p50, p90, p99 = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99))
+        return LatencyStatus(p50_seconds=p50, p90_seconds=p90, p99_seconds=p99, count=len(ordered))
+
+
 class RequestMetrics:
-    """Registers all of them; a router has one."""
+    """Registers all metrics; a router has one. `ttft`, `tpot`, `itl` and `queue` are recorded directly."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each counter: nobody asks for it
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # doubles the number of series
         self._requests = Counter(
             "coatcheck_requests",
             "Requests that have ended, by how: ok, cancelled by the client, or the error's name.",
@@ -36,21 +65,26 @@ class RequestMetrics:
             registry=registry,
         )
         self._tokens = Counter("coatcheck_tokens", "Tokens of whole answers.", ["kind"], registry=registry)
-        self._ttft = Histogram("coatcheck_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=registry)
-        self._tpot = Histogram(
-            "coatcheck_tpot_seconds",
-            "Seconds a token after the first, one value for each answer.",
-            buckets=_TOKEN,
-            registry=registry,
+        self.ttft = Latency(
+            Histogram("coatcheck_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=registry)
         )
-        self._itl = Histogram(
-            "coatcheck_itl_seconds", "Between two deltas of a choice, as sent.", buckets=_TOKEN, registry=registry
+        self.tpot = Latency(
+            Histogram(
+                "coatcheck_tpot_seconds",
+                "Seconds per token after the first, one value for each answer.",
+                buckets=_TOKEN,
+                registry=registry,
+            )
         )
-        self._queue = Histogram(
-            "coatcheck_queue_seconds",
-            "Arrival to the first step in a group.",
-            buckets=_QUEUE,
-            registry=registry,
+        self.itl = Latency(
+            Histogram(
+                "coatcheck_itl_seconds", "Between two deltas of a choice, as sent.", buckets=_TOKEN, registry=registry
+            )
+        )
+        self.queue = Latency(
+            Histogram(
+                "coatcheck_queue_seconds", "Arrival to the first step in a group.", buckets=_QUEUE, registry=registry
+            )
         )
         self._whole = Histogram(
             "coatcheck_request_seconds", "Arrival to the end of the answer.", buckets=_WHOLE, registry=registry
@@ -78,45 +112,45 @@ class RequestMetrics:
             ["reason"],
             registry=registry,
         )
-        for kind in ("prompt", "cached_device", "cached_host", "completion"):
+        for kind in _TOKEN_KINDS:
             self._tokens.labels(kind)
         for reason in REASONS:
             self._refusals.labels(reason)
         self._requests.labels("ok")
+        self._prompt_tokens = self._cached_tokens = 0
 
-    def ended(self, error: BaseException | None, seconds: float) -> None:
-        """A request is over; no error: all of it was answered."""
+    @property
+    def hit_ratio(self) -> float:
+        """Share of prompt tokens that a cache held, since the start."""
+        return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
+
+    def record_end(self, error: BaseException | None, seconds: float) -> None:
+        """A request has ended, `seconds` after its arrival; `error` is None if all of it was answered."""
         self._requests.labels("ok" if error is None else status_name(error)).inc()
         if error is None:
             self._whole.observe(seconds)
         elif isinstance(error, Overloaded):
-            self.refused(error.reason)
+            self.record_refusal(error.reason)
 
-    def refused(self, reason: str) -> None:
-        """Somebody was turned away."""
-        self._refusals.labels(reason).inc()
-
-    def answered(self, usage: Usage, ttft: float | None, tpot: float | None) -> None:
-        """A whole answer; None: it had no first token, or no second."""
-        for kind in ("prompt", "cached_device", "cached_host", "completion"):
+    def record_answer(self, usage: Usage, ttft: float | None, seconds: float) -> None:
+        """A whole answer took `seconds`, and its first token `ttft`; None if it had no tokens."""
+        self._prompt_tokens += usage.prompt_tokens
+        self._cached_tokens += usage.cached_device_tokens + usage.cached_host_tokens
+        for kind in _TOKEN_KINDS:
             self._tokens.labels(kind).inc(getattr(usage, f"{kind}_tokens"))
         if ttft is not None:
-            self._ttft.observe(ttft)
-        if tpot is not None:
-            self._tpot.observe(tpot)
+            self.ttft.record(ttft)
+            if usage.completion_tokens > 1:
+                self.tpot.record((seconds - ttft) / (usage.completion_tokens - 1))
 
-    def delta(self, seconds: float) -> None:
-        """A delta, so long after the choice's last."""
-        self._itl.observe(seconds)
+    def record_refusal(self, reason: str) -> None:
+        """A request or a connection was refused; `reason` is one of REASONS."""
+        self._refusals.labels(reason).inc()
 
-    def queued(self, seconds: float) -> None:
-        """A group has begun with a request that arrived so long before."""
-        self._queue.observe(seconds)
+    def record_group_lost(self, group: str, *, has_begun: bool) -> None:
+        """A request has lost its group; `has_begun`: some of its tokens were delivered."""
+        (self._failovers if has_begun else self._retries).labels(group).inc()
 
-    def moved(self, group: str, *, begun: bool) -> None:
-        """A request has lost its group; begun: some of its tokens are delivered."""
-        (self._failovers if begun else self._retries).labels(group).inc()
-
-    def resumed(self) -> None:
-        """A request goes on where another stream ended."""
+    def record_resume(self) -> None:
+        """A request continues where another stream ended."""
         self._resumes.inc()

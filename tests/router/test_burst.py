@@ -50,18 +50,18 @@ async def settled(
 ) -> None:
     """Waits until each request has been refused, waits in the queue, or is held by a group."""
     async with asyncio.timeout(PATIENCE):
-        while sum(task.done() for task in asked) + len(router.server.dispatch.line) + sum(
+        while sum(task.done() for task in asked) + len(router.server.dispatcher.queue) + sum(
             group.held for group in groups
         ) != len(asked):
             await router.admin.Status(StatusRequest())
-    router.server.dispatch.line.check()
+    router.server.dispatcher.queue.check()
 
 
 async def hear_late_reports(router: RouterUnderTest, groups: list[SeatedGroup]) -> None:
     """Reports that were sent before the burst arrive long after it, and are read."""
     for _ in range(3):
         for group in groups:
-            link, mark = router.server.groups.link(group.name), group.say_late()
+            link, mark = router.server.groups.find_connection(group.name), group.say_late()
             assert link is not None
             async with asyncio.timeout(PATIENCE):
                 while link.load.last.status.preemptions != mark:
@@ -81,7 +81,7 @@ async def test_a_burst_fills_the_groups_then_the_queue_and_the_rest_is_refused(s
     await hear_late_reports(router, groups)
     await settled(router, groups, asked)
     assert [group.most_held for group in groups] == [SEATS + READY] * 2
-    assert len(router.server.dispatch.line) == 1024
+    assert len(router.server.dispatcher.queue) == 1024
     refusals = [task.exception() for task in asked if task.done()]
     assert len(refusals) == 3000 - 1024 - room
     assert all(isinstance(error, Overloaded) and error.retry_seconds >= 1 for error in refusals)
@@ -118,7 +118,7 @@ async def test_a_burst_of_one_tenant_does_not_delay_others(start_router: StartRo
     await settled(router, [group], asked)
     await hear_late_reports(router, [group])
     assert len(group.submits) == SEATS + READY
-    assert len(router.server.dispatch.line) == 500
+    assert len(router.server.dispatcher.queue) == 500
     assert not any(task.done() for task in asked[1500:]), "those of the one that has little waiting are kept"
     group.go()
     await asyncio.gather(*asked, return_exceptions=True)
@@ -136,7 +136,7 @@ async def test_a_burst_of_many_choices_counts_each(start_router: StartRouter) ->
     message = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]), sampling=sampling)
     asked = [asyncio.create_task(router.server.generation.generate(message)) for _ in range(20)]
     async with asyncio.timeout(PATIENCE):
-        while len(router.server.dispatch.line) + len(group.submits) != 20:
+        while len(router.server.dispatcher.queue) + len(group.submits) != 20:
             await router.admin.Status(StatusRequest())
     assert len(group.submits) == (SEATS + READY) // 4
     group.go()

@@ -109,13 +109,13 @@ async def test_draining_is_undone(start_router: StartRouter) -> None:
 async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: StartRouter) -> None:
     """A drain outlives the group's process, ends with an undo, and is forgotten with the group."""
     router = await start_router(FakeGroup("a"))
-    link = next(iter(router.server.groups.links))
+    link = next(iter(router.server.groups.connections))
     assert (await router.admin.Drain(DrainRequest(group="a"))).drained
     await router.server.set_groups([GroupEndpoint("a", "", "lost", "it was killed")])
-    assert not router.server.groups.link("a")
+    assert not router.server.groups.find_connection("a")
     await router.server.set_groups([link.address])
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while next(iter(router.server.groups.links)).registration is None:
+        while next(iter(router.server.groups.connections)).registration is None:
             await router.server.groups.next_change.wait()
     status = await router.admin.Status(StatusRequest())
     assert (status.state, status.groups[0].state) == ("unavailable", "drained")
@@ -166,7 +166,7 @@ async def test_status_tells_what_groups_report(start_router: StartRouter) -> Non
     router = await start_router(group)
     await router.generation.Generate(ask())
     absent = GroupEndpoint("g1", "", "starting", "loading weights", restarts=2)
-    await router.server.set_groups([*(link.address for link in router.server.groups.links), absent])
+    await router.server.set_groups([*(link.address for link in router.server.groups.connections), absent])
     status = await router.admin.Status(StatusRequest())
     assert (status.router, status.state, status.model.name) == ("router-0", "serving", "tiny")
     assert (status.ttft.count, status.tpot.count) == (1, 1) and status.ttft.p99_seconds > 0

@@ -72,13 +72,13 @@ async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(kee
     ended that requests were lost with, and routers count it as that one's."""
     kept = keep(FakeRanks(["serves", "ends early", "ends early"]))
     lost = await kept.until(serves(0))
-    losses = GroupFailures()
-    loss = losses.lost("g", lost.incarnation, "the stream broke", FailureCause.UNKNOWN)
+    failures = GroupFailures()
+    loss = failures.record_loss("g", lost.incarnation, "the stream broke", FailureCause.UNKNOWN)
     kept.ranks.crash(crash)
     state = await kept.until(serves(3))
     assert kept.ranks.starts == [(0, 0), (1, 1), (2, 1), (3, 1)], "each start has names of its own"
     assert (state.incarnation, state.predecessor) == (1, crash)
-    losses.learn("g", state.incarnation - 1, crash)
+    failures.record_cause("g", state.incarnation - 1, crash)
     assert loss.cause is (FailureCause.CRASH if crash else FailureCause.KILLED)
 
 

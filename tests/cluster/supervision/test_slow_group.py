@@ -78,7 +78,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     streams, enough = Streams(router), asyncio.Event()
     keeping = asyncio.create_task(streams.keep(enough))
     await asyncio.sleep(20)
-    slow = max(router.groups.links, key=lambda link: link.load.last.status.generated_tokens)
+    slow = max(router.groups.connections, key=lambda link: link.load.last.status.generated_tokens)
     slowing = asyncio.create_task(_slow(groups[slow.name][0]))
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not slow.ejections:

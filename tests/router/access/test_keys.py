@@ -59,7 +59,7 @@ async def test_without_a_key_of_ours_grpc_is_unauthenticated(
             await call
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert said in (refused.value.details() or "") and "cc-" not in (refused.value.details() or "")
-    assert group.submits == [] and router.server.traffic.active == 0 and not router.server.traffic.draining
+    assert group.submits == [] and router.server.traffic.active == 0 and not router.server.traffic.is_draining
 
 
 async def test_a_stranger_is_refused_before_its_message(start_http_router: StartHttpRouter, keys_file: str) -> None:
@@ -107,7 +107,7 @@ async def test_admin_is_apart_from_public(start_router: StartRouter, keys_file: 
         OPS: [True, True, True, True],
     }
     denied = await code(router.admin.Drain(pb.DrainRequest(), metadata=bearer(SEARCH)))
-    assert denied is grpc.StatusCode.PERMISSION_DENIED and not router.server.traffic.draining
+    assert denied is grpc.StatusCode.PERMISSION_DENIED and not router.server.traffic.is_draining
 
 
 async def test_tenants_do_not_share_a_cache(start_router: StartRouter, keys_file: str) -> None:

@@ -3,12 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from coatcheck.proto.errors import InvalidConfig, NeverFits, Overloaded, PermissionDenied
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenIds
 from coatcheck.router.access.tenant import ANYONE, Scope, Tenant
-from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
@@ -75,13 +73,13 @@ def test_what_no_tenant_may_be(wrong: dict[str, object], said: str) -> None:
 
 def test_streams_are_bounded_per_tenant() -> None:
     """One tenant's open requests count against its own bound alone, and make room as they end."""
-    traffic, few = Traffic(RequestMetrics(CollectorRegistry())), Tenant("few", max_streams=1)
-    with traffic.request(few):
-        with pytest.raises(Overloaded, match="'few' has 1 requests open"), traffic.request(few):
+    traffic, few = Traffic(), Tenant("few", max_streams=1)
+    with traffic.count_request(few):
+        with pytest.raises(Overloaded, match="'few' has 1 requests open"), traffic.count_request(few):
             pass
-        with traffic.request(Tenant("many")), traffic.request():
+        with traffic.count_request(Tenant("many")), traffic.count_request():
             assert traffic.active == 3
-    with traffic.request(few):
+    with traffic.count_request(few):
         assert traffic.active == 1
 
 

@@ -69,7 +69,7 @@ async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(s
     second.model.block_size = 8
     router = await start_router(first)
     router.groups.append(second)
-    await router.server.set_groups([router.server.groups.link("g0").address, await second.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("g0").address, await second.start()])  # type: ignore[union-attr]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked
@@ -105,7 +105,15 @@ def link_to(
 ) -> GroupConnection:
     """One by itself."""
     config = RouterConfig("tiny", **settings)  # type: ignore[arg-type]  # by name
-    return GroupConnection(address, config, PrefixIndex(), changed.set, lambda: None, judge, GroupFailures())
+    return GroupConnection(
+        address,
+        config,
+        PrefixIndex(),
+        GroupFailures(),
+        on_change=changed.set,
+        on_room=lambda: None,
+        detect_outlier=judge,
+    )
 
 
 async def test_a_stream_that_cannot_be_read_is_not_tried_again_at_once(caplog: pytest.LogCaptureFixture) -> None:

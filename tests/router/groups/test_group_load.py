@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse, GroupStatus
 from coatcheck.proto.stubs.worker_pb2 import Load, Registration
-from coatcheck.router.groups.group_load import GroupLoad, Submission
+from coatcheck.router.groups.group_load import GroupLoad
 from coatcheck.router.routing.prefix_match import PrefixMatch
 
 REGISTRATION = Registration(model=GetModelResponse(block_size=16), num_blocks=100, max_batch_tokens=512)
@@ -67,17 +67,16 @@ def test_room_follows_what_begins_and_ends_between_reports() -> None:
     load.report(Load(status=GroupStatus(running=4)), now=0.0)
     sent = [load.add_submission(1) for _ in range(4)]
     assert not load.has_room
-    for prompt in sent:
-        prompt.begin()
+    for number in sent:
+        load.record_first_output(number)
     assert not load.has_room
-    sent[0].end()
-    sent[0].end()
+    load.end_choices(sent[0])
     assert load.has_room
     load.add_submission(1)
     assert not load.has_room
     load.report(Load(status=GroupStatus()), now=1.0)
     assert load.has_room
-    load.refused()
+    load.record_refusal()
     assert load.is_full and not load.has_room
     load.report(Load(status=GroupStatus()), now=2.0)
     assert load.has_room
@@ -88,17 +87,16 @@ def test_a_request_counts_with_all_of_its_choices_until_each_has_ended() -> None
     load = GroupLoad(Registration(max_num_seqs=4))  # and four may be ready
     request = load.add_submission(10, choices=3)
     assert load.candidate("a").queued_requests == 3
-    request.end_choice(1)
-    request.end_choice(1)
+    load.end_choices(request)
     assert (load.candidate("a").queued_requests, load.candidate("a").queued_prefill_tokens) == (2, 10)
-    request.begin()
+    load.record_first_output(request)
     assert (load.candidate("a").queued_requests, load.candidate("a").streams) == (0, 2)
-    request.end()
+    load.end_choices(request, 2)
     assert load.candidate("a").streams == 0
     whole = load.add_submission(10, choices=2)
-    whole.end_choice(0)
-    whole.end_choice(1)
-    whole.begin()
+    load.end_choices(whole)
+    load.end_choices(whole)
+    load.record_first_output(whole)
     assert load.candidate("a") == GroupLoad(Registration(max_num_seqs=4)).candidate("a")
     load.check()
 
@@ -112,7 +110,7 @@ class OneStream(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.load = GroupLoad(Registration(max_num_seqs=SEATS))
-        self.sent: dict[int, Submission] = {}
+        self.sent: dict[int, int] = {}  # id -> number in the load
         self.last_id = 0
         self.down: deque[tuple[str, int]] = deque()
         self.up: deque[tuple[str, int] | Load] = deque()
@@ -134,7 +132,7 @@ class OneStream(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.sent)))
-        self.sent.pop(id).end()
+        self.load.end_choices(self.sent.pop(id))
         self.down.append(("abort", id))
 
     @precondition(lambda self: self.down)
@@ -176,14 +174,14 @@ class OneStream(RuleBasedStateMachine):
         elif message[0] == "begins":
             self.unread.append(message[1])
         elif message[1] in self.sent:
-            self.sent[message[1]].end_choice(0)
+            self.load.end_choices(self.sent.pop(message[1]))
 
     @precondition(lambda self: self.unread)
     @rule(data=st.data())
     def reader_notices(self, data: st.DataObject) -> None:
         id = self.unread.pop(data.draw(st.integers(0, len(self.unread) - 1)))
         if id in self.sent:
-            self.sent[id].begin()
+            self.load.record_first_output(self.sent[id])
 
     @invariant()
     def holds(self) -> None:

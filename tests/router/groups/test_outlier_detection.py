@@ -29,7 +29,7 @@ from tests.router.stream import Stream, ask, undisturbed
 )
 def test_slow_is_far_beyond_its_own_past_and_its_peers(slowness: float, peers: list[float], slow: bool) -> None:
     """Five times as long as before, and five times as much so as the lower median of the others."""
-    ejected = OutlierDetection().judge("g", slowness, peers, 0.0)
+    ejected = OutlierDetection().detect("g", slowness, peers, 0.0)
     assert (ejected is not None) == slow
     if ejected is not None:
         assert f"{slowness:.1f} times as long as they used to, those of the groups beside it 1.0" in str(ejected)
@@ -42,7 +42,7 @@ def test_the_last_ones_stay(slowness: list[float]) -> None:
     left = dict(enumerate(slowness))
     for name, value in list(left.items()) * 3:
         peers = [other for key, other in left.items() if key != name]
-        if name in left and laggards.judge(str(name), value, peers, 0.0) is not None:
+        if name in left and laggards.detect(str(name), value, peers, 0.0) is not None:
             del left[name]
     assert min(slowness) in left.values()
 
@@ -51,13 +51,13 @@ def test_pauses_grow_and_are_forgiven() -> None:
     """Each pause is twice the last one, up to eight minutes; an hour without one begins anew."""
     laggards, now, pauses = OutlierDetection(), 0.0, []
     for _ in range(6):
-        ejected = laggards.judge("g", 9.0, [1.0], now)
+        ejected = laggards.detect("g", 9.0, [1.0], now)
         assert ejected is not None
         pauses.append(ejected.pause)
         now += ejected.pause + 20
     assert pauses == [30, 60, 120, 240, 480, 480]
-    first = laggards.judge("g", 9.0, [1.0], now + 3600)
-    other = laggards.judge("other", 9.0, [1.0], now)
+    first = laggards.detect("g", 9.0, [1.0], now + 3600)
+    other = laggards.detect("other", 9.0, [1.0], now)
     assert first is not None and other is not None and first.pause == other.pause == 30
 
 

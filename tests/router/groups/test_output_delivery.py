@@ -4,17 +4,16 @@ import asyncio
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
-from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
+from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupLost
 from coatcheck.router.groups.output_delivery import OutputDelivery
-from coatcheck.router.groups.submission import GroupLost, Ticket
+from coatcheck.router.groups.submission import Submission
+from tests.router.groups.offline_connection import OfflineConnection
 
 
-def opened(delivery: OutputDelivery, *ids: int) -> list[Ticket]:
-    """Tickets that nobody aborts."""
-    tickets = [Ticket("g", id, 0, 1, lambda id, choice: None) for id in ids]
-    for ticket in tickets:
-        delivery.open(ticket)
-    return tickets
+def submitted(*ids: int) -> tuple[OutputDelivery, list[Submission]]:
+    """Requests on a stream without a group."""
+    connection = OfflineConnection()
+    return connection.submissions, [connection.submit(id) for id in ids]
 
 
 def step(token: int, *ids: int, attempt: int = 0) -> list[SequenceOutput]:
@@ -24,9 +23,8 @@ def step(token: int, *ids: int, attempt: int = 0) -> list[SequenceOutput]:
 
 async def test_a_waiting_reader_is_woken_at_once() -> None:
     """With time to spare, an output is taken in the same turn of the event loop."""
-    delivery = OutputDelivery()
-    (ticket,) = opened(delivery, 1)
-    reader = asyncio.create_task(ticket.take())
+    delivery, (submission,) = submitted(1)
+    reader = asyncio.ensure_future(anext(submission))
     await asyncio.sleep(0)
     delivery.deliver(step(5, 1))
     await asyncio.sleep(0)
@@ -35,59 +33,57 @@ async def test_a_waiting_reader_is_woken_at_once() -> None:
 
 async def test_steps_that_come_during_a_round_are_taken_together() -> None:
     """While a reader is still away with the last step, the next ones wait and come as one."""
-    delivery = OutputDelivery()
-    slow, quick = opened(delivery, 1, 2)
-    readers = [asyncio.create_task(ticket.take()) for ticket in (slow, quick)]
+    delivery, (slow, quick) = submitted(1, 2)
+    readers = [asyncio.ensure_future(anext(submission)) for submission in (slow, quick)]
     await asyncio.sleep(0)
     delivery.deliver(step(5, 1, 2))
     await asyncio.gather(*readers)  # both have taken; neither is back for more
-    again = asyncio.create_task(quick.take())
+    again = asyncio.ensure_future(anext(quick))
     await asyncio.sleep(0.002)  # the slow one's, which a round is as long as
     delivery.deliver(step(6, 1, 2))
     await asyncio.sleep(0)
     assert not again.done()
     delivery.deliver(step(7, 1, 2))
     assert [list(output.token_ids) for output in await again] == [[6], [7]]
-    assert [list(output.token_ids) for output in await slow.take()] == [[6], [7]]
+    assert [list(output.token_ids) for output in await anext(slow)] == [[6], [7]]
 
 
 async def test_a_reader_that_never_returns_holds_up_nobody_for_long() -> None:
     """A client that does not read costs the others one short wait, not their stream."""
-    delivery = OutputDelivery()
-    stuck, reading = opened(delivery, 1, 2)
-    first = [asyncio.create_task(ticket.take()) for ticket in (stuck, reading)]
+    delivery, (stuck, reading) = submitted(1, 2)
+    first = [asyncio.ensure_future(anext(submission)) for submission in (stuck, reading)]
     await asyncio.sleep(0)
     delivery.deliver(step(0, 1, 2))
     await asyncio.gather(*first)
     async with asyncio.timeout(PATIENCE_SECONDS):
         for token in range(1, 50):
-            taking = asyncio.create_task(reading.take())
+            taking = asyncio.ensure_future(anext(reading))
             await asyncio.sleep(0)
             delivery.deliver(step(token, 1, 2))
             assert [list(output.token_ids) for output in await taking] == [[token]]
-    assert len(await stuck.take()) == 49
+    assert len(await anext(stuck)) == 49
 
 
 async def test_what_nobody_awaits_is_dropped() -> None:
-    """Outputs of closed tickets, strangers and given-up attempts change nothing; idle means that none is open."""
-    delivery = OutputDelivery()
-    (ticket,) = opened(delivery, 1)
+    """Outputs of closed submissions, strangers and given-up attempts change nothing; idle means that none is open."""
+    delivery, (submission,) = submitted(1)
     delivery.deliver([*step(5, 2), *step(6, 1, attempt=1)])
     delivery.deliver(step(7, 1))
-    assert [list(output.token_ids) for output in await ticket.take()] == [[7]]
-    assert delivery.forget(1) is ticket and delivery.forget(1) is None and len(delivery) == 0
-    await delivery.idle()
+    assert [list(output.token_ids) for output in await anext(submission)] == [[7]]
+    delivery.remove(submission)
+    delivery.remove(submission)
+    assert len(delivery) == 0
+    await delivery.wait_until_idle()
 
 
 async def test_a_loss_comes_after_what_was_delivered() -> None:
     """A reader still gets what had come before the stream broke, and then the loss."""
-    delivery = OutputDelivery()
-    (ticket,) = opened(delivery, 1)
+    delivery, (submission,) = submitted(1)
     delivery.deliver(step(5, 1))
     delivery.fail_all(GroupFailure("a", "gone", FailureCause.UNKNOWN))
-    assert len(await ticket.take()) == 1
+    assert len(await anext(submission)) == 1
     try:
-        await ticket.take()
+        await anext(submission)
     except GroupLost:
         return
     raise AssertionError("the loss was not told")

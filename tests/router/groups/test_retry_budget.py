@@ -24,9 +24,9 @@ def test_all_streams_may_be_lost_twice_at_once(streams: int) -> None:
     """Whatever a router carries, all of it is sent again at once, and once more; from then on some has to wait."""
     budget = RetryBudget(_Clock())
     for _ in range(streams):
-        budget.opened()
-    assert [budget.take() for _ in range(2 * streams)] == [0.0] * (2 * streams)
-    waits = [budget.take() for _ in range(streams + 21)]
+        budget.open_request()
+    assert [budget.spend_retry() for _ in range(2 * streams)] == [0.0] * (2 * streams)
+    waits = [budget.spend_retry() for _ in range(streams + 21)]
     assert 0.0 < max(waits) <= 10.0 and waits == sorted(waits)
     assert budget.delayed == sum(wait > 0 for wait in waits) and budget.spent == 3 * streams + 21
 
@@ -38,13 +38,13 @@ def test_a_bucket_neither_overflows_nor_owes_for_ever(does: list[str]) -> None:
     budget, opened = RetryBudget(clock), 0
     for what in does:
         if what == "open":
-            budget.opened()
+            budget.open_request()
             opened += 1
         elif what == "close" and opened:
-            budget.closed()
+            budget.close_request()
             opened -= 1
         elif what == "take":
-            budget.take()
+            budget.spend_retry()
         elif what == "wait":
             clock.now += 0.1
         budget.check()
@@ -58,13 +58,13 @@ def test_who_gives_up_is_waited_for_no_more(streams: int, gone: int) -> None:
     """When many that had to wait are gone, those that are left wait no longer than ten seconds."""
     budget = RetryBudget(_Clock())
     for _ in range(streams + gone + 1):
-        budget.opened()
+        budget.open_request()
     for _ in range(20 + 3 * (streams + gone + 1)):  # all of the budget, and then each waits
-        budget.take()
+        budget.spend_retry()
     for _ in range(gone):
-        budget.closed()
+        budget.close_request()
         budget.check()
-    assert 0.0 < budget.take() <= 10.0
+    assert 0.0 < budget.spend_retry() <= 10.0
 
 
 async def test_a_lost_group_costs_no_stream_and_is_counted(start_router: StartRouter) -> None:

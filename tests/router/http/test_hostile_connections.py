@@ -43,9 +43,9 @@ def counts() -> CollectorRegistry:
 @pytest.fixture
 async def speak(counts: CollectorRegistry) -> AsyncIterator[Speak]:
     """Sends bytes to a server that repeats bodies, and returns all that it says until it hangs up."""
-    measures = RequestMetrics(counts)
+    metrics = RequestMetrics(counts)
     server = HttpServer(
-        BodyLimitMiddleware(_echo, measures, 1 << 20, 0.2), connection=_Hasty, on_refused=measures.refused
+        BodyLimitMiddleware(_echo, metrics, 1 << 20, 0.2), connection=_Hasty, on_refused=metrics.record_refusal
     )
     host, _, port = (await server.start("127.0.0.1", 0)).rpartition(":")
 

@@ -156,7 +156,7 @@ async def test_a_session_keeps_to_its_group(start_http_router: StartHttpRouter, 
 
 async def costs_are_equal(router: HttpRouter) -> None:
     """Waits until the group that had the last request costs no more than the other."""
-    one, other = router.server.groups.links
+    one, other = router.server.groups.connections
     async with asyncio.timeout(PATIENCE_SECONDS):
         while one.load.candidate("") != other.load.candidate(""):
             await router.admin.Status(StatusRequest())
@@ -191,7 +191,7 @@ async def test_a_stream_survives_its_group(start_http_router: StartHttpRouter) -
     stream = await router.openai.completions.create(**asked, stream=True)
     text = (await anext(stream)).choices[0].text
     router.groups.append(second)
-    await router.server.set_groups([*[link.address for link in router.server.groups.links], await second.start()])
+    await router.server.set_groups([*[link.address for link in router.server.groups.connections], await second.start()])
     await router.wait_for_groups(2)
     await first.kill()
     async for chunk in stream:

@@ -22,7 +22,7 @@ async def test_mutated_requests_never_break_the_router(start_http_router: StartH
     assert set(seen) <= {200, 400, 404}, seen
     assert seen[200] > count / 20 and seen[400] > count / 4, seen
     assert router.server.traffic.active == 0
-    assert not any(len(link.tickets) for link in router.server.groups.links)
+    assert not any(len(link.submissions) for link in router.server.groups.connections)
 
 
 def send(address: str, count: int) -> Counter[int]:

@@ -1,57 +1,62 @@
-"""PendingPrefixes: after any order of add, settle and forget, only those still open count."""
+"""PendingPrefixes: after any order of additions and removals, only the prompts that are still pending count."""
 
 from collections import Counter
+from itertools import count
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coatcheck.router.routing.pending_prefixes import PendingPrefix, PendingPrefixes
+from coatcheck.router.routing.pending_prefixes import PendingPrefixes
 
 BITS = st.sampled_from([1, 2, 4])
 BLOCKS = [bytes([number]) * 16 for number in range(4)]
 
 
-class ExpectationsAgainstList(RuleBasedStateMachine):
-    """The same calls on expectations and on a plain list of the open ones."""
+class PendingAgainstDict(RuleBasedStateMachine):
+    """The same calls on PendingPrefixes and on a plain dict of the pending prompts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.expectations = PendingPrefixes()
-        self.open: list[PendingPrefix] = []
-        self.ended: list[PendingPrefix] = []  # settled or forgotten
+        self.pending = PendingPrefixes()
+        self.keys = count()
+        self.open: dict[tuple[int, int], int] = {}  # (group, key) -> blocks of the prompt
+        self.ended: list[tuple[int, int]] = []
 
     @rule(bit=BITS, blocks=st.integers(0, len(BLOCKS)))
     def add(self, bit: int, blocks: int) -> None:
-        self.open.append(self.expectations.add(bit, BLOCKS[:blocks]))
+        key = next(self.keys)
+        self.pending.add(bit, key, BLOCKS[:blocks])
+        self.open[bit, key] = blocks
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        expectation = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.expectations.settle(expectation)
-        self.ended.append(expectation)
+    def remove(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from(sorted(self.open)))
+        self.pending.remove(*prompt)
+        del self.open[prompt]
+        self.ended.append(prompt)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
-    def settle_again(self, data: st.DataObject) -> None:
-        self.expectations.settle(data.draw(st.sampled_from(self.ended)))
+    def remove_again(self, data: st.DataObject) -> None:
+        self.pending.remove(*data.draw(st.sampled_from(self.ended)))
 
     @rule(bit=BITS)
-    def forget(self, bit: int) -> None:
-        self.expectations.forget(bit)
-        self.ended += [expectation for expectation in self.open if expectation.bit == bit]
-        self.open = [expectation for expectation in self.open if expectation.bit != bit]
+    def remove_group(self, bit: int) -> None:
+        self.pending.remove_group(bit)
+        self.ended += [prompt for prompt in self.open if prompt[0] == bit]
+        self.open = {prompt: blocks for prompt, blocks in self.open.items() if prompt[0] != bit}
 
     @invariant()
     def agrees(self) -> None:
-        self.expectations.check()
-        blocks = Counter((expectation.bit, block) for expectation in self.open for block in expectation.chain)
+        self.pending.check()
+        blocks = Counter((bit, block) for (bit, _), count in self.open.items() for block in BLOCKS[:count])
         where: dict[bytes, int] = {}
         for bit, block in blocks:
             where[block] = where.get(block, 0) | bit
-        assert self.expectations.where == where and len(self.expectations) == len(blocks)
+        assert self.pending.where == where and len(self.pending) == len(blocks)
 
 
-TestExpectations = ExpectationsAgainstList.TestCase
-TestExpectations.settings = settings(max_examples=80, deadline=None)
+TestPending = PendingAgainstDict.TestCase
+TestPending.settings = settings(max_examples=80, deadline=None)

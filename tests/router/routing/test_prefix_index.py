@@ -14,8 +14,7 @@ from coatcheck.proto.stubs.worker_pb2 import (
     SnapshotChunk,
     Tier,
 )
-from coatcheck.router.routing.event_trouble import EventProblem
-from coatcheck.router.routing.pending_prefixes import PendingPrefix
+from coatcheck.router.routing.block_locations import EventProblem
 from coatcheck.router.routing.prefix_index import EventOutcome, PrefixIndex
 
 CHAIN = [bytes([block]) * 16 for block in range(6)]
@@ -56,8 +55,8 @@ class IndexAgainstSets(RuleBasedStateMachine):
         self.epochs: dict[str, int] = {}
         self.sequences: dict[str, int] = {}
         self.held: dict[str, set[tuple[int, Tier]] | None] = {}  # None: waiting for a snapshot
-        self.sent: list[tuple[PendingPrefix, str, int]] = []  # with its group and how many blocks of the chain
-        self.settled: list[PendingPrefix] = []  # and those whose group has gone since
+        self.sent: list[tuple[int, str, int]] = []  # key, group and number of blocks of a prompt
+        self.removed: list[tuple[int, str, int]] = []  # prompts that were removed, or whose group has gone since
         self.count = 0
 
     @rule(group=NAMES)
@@ -76,8 +75,8 @@ class IndexAgainstSets(RuleBasedStateMachine):
             self.forget_sent(group)
 
     def forget_sent(self, group: str) -> None:
-        self.settled += [entry[0] for entry in self.sent if entry[1] == group]
-        self.sent = [entry for entry in self.sent if entry[1] != group]
+        self.removed += [prompt for prompt in self.sent if prompt[1] == group]
+        self.sent = [prompt for prompt in self.sent if prompt[1] != group]
 
     @rule(group=NAMES)
     def leave(self, group: str) -> None:
@@ -88,23 +87,23 @@ class IndexAgainstSets(RuleBasedStateMachine):
 
     @rule(group=NAMES, blocks=st.integers(0, len(CHAIN)))
     def send_prompt(self, group: str, blocks: int) -> None:
-        expectation = self.index.expect(group, CHAIN[:blocks])
-        assert (expectation is None) == (group not in self.epochs)
-        if expectation is not None:
-            self.sent.append((expectation, group, blocks))
+        self.count += 1
+        self.index.add_pending(group, self.count, CHAIN[:blocks])
+        if group in self.epochs:
+            self.sent.append((self.count, group, blocks))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        place = data.draw(st.integers(0, len(self.sent) - 1))
-        expectation = self.sent.pop(place)[0]
-        self.index.settle(expectation)
-        self.settled.append(expectation)
+    def remove_pending(self, data: st.DataObject) -> None:
+        key, group, blocks = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
+        self.index.remove_pending(group, key)
+        self.removed.append((key, group, blocks))
 
-    @precondition(lambda self: self.settled)
+    @precondition(lambda self: self.removed)
     @rule(data=st.data())
-    def settle_too_late(self, data: st.DataObject) -> None:
-        self.index.settle(data.draw(st.sampled_from(self.settled)))
+    def remove_pending_too_late(self, data: st.DataObject) -> None:
+        key, group, _ = data.draw(st.sampled_from(self.removed))
+        self.index.remove_pending(group, key)
 
     @rule(group=NAMES, blocks=st.sets(st.tuples(st.integers(0, 5), TIERS)), cut=st.integers(0, 3))
     def send_snapshot(self, group: str, blocks: set[tuple[int, Tier]], cut: int) -> None:
@@ -240,30 +239,30 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.UNNAMED: 1}
 
 
-def test_what_was_sent_is_known_at_once_and_no_longer_than_until_it_is_settled() -> None:
+def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pending() -> None:
     """A prompt on its way counts as expected; events turn its blocks into held ones; what never came is forgotten."""
     index = following("a")
-    expectation = index.expect("a", CHAIN[:3])
-    assert expectation is not None
+    index.add_pending("a", 1, CHAIN[:3])
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 3)}
     index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(1)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 1)}
-    index.settle(expectation)
+    index.remove_pending("a", 1)
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
     assert index.stats().expected == 0
 
 
-def test_an_expectation_ends_with_its_incarnation() -> None:
-    """What was sent to a group that has restarted is not expected of the new one, and settling it then is harmless."""
+def test_a_pending_prompt_ends_with_its_incarnation() -> None:
+    """What was sent to a group that has restarted is not expected of the new one, and removing it then is harmless."""
     index = following("a")
-    expectation = index.expect("a", CHAIN)
+    index.add_pending("a", 1, CHAIN)
     index.add_group("a", "2")
-    assert expectation is not None and index.matched_blocks(CHAIN) == {}
-    index.expect("a", CHAIN[:1])
-    index.settle(expectation)
+    assert index.matched_blocks(CHAIN) == {}
+    index.add_pending("a", 2, CHAIN[:1])
+    index.remove_pending("a", 1)
     index.check()
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 1)}
-    assert index.expect("b", CHAIN) is None
+    index.add_pending("b", 3, CHAIN)
+    assert index.stats().expected == 1
 
 
 def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> None:
@@ -310,20 +309,18 @@ def test_a_hundred_groups_share_the_index() -> None:
     assert set(index.matched_blocks(CHAIN)) == set(names) - {"g50"}
 
 
-def test_settling_after_the_same_process_attached_again_changes_nothing() -> None:
-    """A stream that drops and attaches again keeps the group's epoch: what was on its way before is settled without
-    effect, and what is on its way now stays expected."""
+def test_removing_after_the_same_process_attached_again_changes_nothing() -> None:
+    """A stream that drops and attaches again keeps the group's epoch: a prompt that was on its way before is removed
+    without effect, and one that is on its way now stays expected."""
     index = following("a")
-    old = index.expect("a", CHAIN[:3])
+    index.add_pending("a", "old", CHAIN[:3])
     index.remove_group("a")
     index.add_group("a", "1")
-    assert old is not None
-    index.settle(old)
-    new = index.expect("a", CHAIN[:2])
-    index.settle(old)
+    index.remove_pending("a", "old")
+    index.add_pending("a", "new", CHAIN[:2])
+    index.remove_pending("a", "old")
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 2)}
-    assert new is not None
-    index.settle(new)
-    index.settle(new)
+    index.remove_pending("a", "new")
+    index.remove_pending("a", "new")
     assert index.matched_blocks(CHAIN) == {}
     index.check()

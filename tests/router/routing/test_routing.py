@@ -2,7 +2,7 @@
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents
-from coatcheck.router.routing.event_trouble import EventProblem
+from coatcheck.router.routing.block_locations import EventProblem
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 from tests.router.routing.reported_prefix import PROMPT, blocks

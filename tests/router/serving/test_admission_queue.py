@@ -1,47 +1,75 @@
-"""What one move of the line places: all that groups have room for, with few tries; a fault fails one request alone."""
+"""What the dispatcher sends of the admission queue: all that groups have room for, with few tries, and each fault fails
+one request alone."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from coatcheck.proto.sampling import SamplingParams as SamplingParameters
+from coatcheck.proto.sampling import SamplingParams
 from coatcheck.router.access.tenant import Tenant
 from coatcheck.router.groups.eligibility import EligibleGroups
+from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
+from coatcheck.router.groups.submission import Submission
 from coatcheck.router.serving.admission_queue import AdmissionQueue
-from coatcheck.router.serving.assignment import Assignment
+from coatcheck.router.serving.attempt import Attempt
+from coatcheck.router.serving.dispatcher import Dispatcher
 
 CAPACITY = {"small": 10, "middle": 50, "large": 250}
 
 
-class Ledger:
-    """Groups with room for a number of requests, and which group each request was placed on."""
+class NoConnections:
+    """In place of a GroupRegistry: groups are there, and nobody is connected to them."""
 
-    def __init__(self) -> None:
+    def serving(self) -> list[str]:
+        return ["one"]
+
+    def set_listener(self, *, on_room: Callable[[], None], on_groups_changed: Callable[[], None]) -> None:
+        """Nobody is told."""
+
+
+class LedgerDispatcher(Dispatcher):
+    """Groups with room for a number of requests, and the group that each request was sent to."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(cast(GroupRegistry, NoConnections()), AdmissionQueue(most))
         self.room = dict.fromkeys(CAPACITY, 0)
-        self.serving = set(CAPACITY)
-        self.placed: list[tuple[int, str]] = []
+        self.up = set(CAPACITY)
+        self.sent: list[tuple[int, str]] = []
         self.attempts = 0
 
     def eligible(self, length: int) -> EligibleGroups:
-        """As a router finds it."""
-        return EligibleGroups(frozenset(name for name in self.serving if CAPACITY[name] >= length))
+        """Those that can hold so many tokens."""
+        return EligibleGroups(frozenset(name for name in self.up if CAPACITY[name] >= length))
 
-    def place(self, number: int, length: int) -> Assignment | None:
-        """On the smallest group that has room and can hold it."""
+    def _send_if_room(self, attempt: Attempt) -> Submission | None:
+        """To the smallest group that has room and can hold it."""
         self.attempts += 1
-        for name in sorted(self.eligible(length).names, key=CAPACITY.__getitem__):
+        for name in sorted(self._eligible_groups(attempt).names, key=CAPACITY.__getitem__):
             if self.room[name]:
                 self.room[name] -= 1
-                self.placed.append((number, name))
-                return cast(Assignment, object())
+                self.sent.append((int(attempt.request.request_id), name))
+                return cast(Submission, object())
         return None
 
+    def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
+        return self.eligible(attempt.request.max_len)
 
-LENGTHS = st.integers(1, 250)
+    def _prompt_seconds(self, attempt: Attempt) -> float:
+        return 0.0
+
+
+def request_of(number: int, length: int, tenant: str = "a") -> Request:
+    """One that comes to `length` tokens."""
+    params = SamplingParams(max_tokens=1, seed=1)
+    return Request(str(number), [1] * (length - 1), params, tenant=Tenant(tenant))
+
+
+LENGTHS = st.integers(2, 250)
 EVENTS = st.one_of(
     st.tuples(st.just("come"), st.lists(st.tuples(LENGTHS, st.sampled_from(["a", "b"])), min_size=1, max_size=5)),
     st.tuples(st.just("ease"), st.dictionaries(st.sampled_from(sorted(CAPACITY)), st.integers(1, 3))),
@@ -51,57 +79,47 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=25))
-def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> None:
-    """Whoever comes, whatever room there is and whichever groups serve: after each move nobody waits for whom a group
+def test_all_room_is_filled_with_few_tries(events: list[tuple[str, Any]]) -> None:
+    """Whoever comes, whatever room there is and whichever groups serve: afterwards nobody waits for whom a group
     has room; of each tenant those that can go to the same groups go in order of age; and no more is tried than those
-    that are placed and one for each different set of groups."""
+    that are sent and one for each different set of groups."""
 
     async def run() -> None:
-        ledger, line, lengths, tenants = Ledger(), AdmissionQueue(1000), dict[int, int](), dict[int, str]()
+        dispatcher, lengths, tenants = LedgerDispatcher(1000), dict[int, int](), dict[int, str]()
         tasks: list[asyncio.Task[object]] = []
-
-        async def come(number: int) -> None:
-            tokens = [1] * (lengths[number] - 1)
-            request = Request(
-                str(number), tokens, SamplingParameters(max_tokens=1, seed=1), tenant=Tenant(tenants[number])
-            )
-            length = lengths[number]
-            assert request.max_len == length
-            await line.placed(
-                request, lambda: ledger.place(number, length), lambda: ledger.eligible(length), lambda: 0.0
-            )
-
         for kind, what in events:
-            before, ledger.attempts = len(ledger.placed), 0
+            before, dispatcher.attempts = len(dispatcher.sent), 0
             came = len(what) if kind == "come" else 0
             if kind == "come":
                 for length, tenant in what:
                     number = len(tasks)
                     lengths[number], tenants[number] = length, tenant
-                    tasks.append(asyncio.create_task(come(number)))
+                    request = request_of(number, length, tenant)
+                    assert request.max_len == length
+                    tasks.append(asyncio.create_task(dispatcher.admit(Attempt(request))))
                 await asyncio.sleep(0)
             elif kind == "ease":
                 for name, count in what.items():
-                    ledger.room[name] += count
-                line.move()
+                    dispatcher.room[name] += count
+                dispatcher.send_waiting()
             else:
-                ledger.serving = what
-                line.reclassify()
-            line.check()
-            went = {number for number, _ in ledger.placed}
+                dispatcher.up = what
+                dispatcher.reclassify_waiting()
+            dispatcher.queue.check()
+            went = {number for number, _ in dispatcher.sent}
             waits = [number for number in lengths if number not in went]
-            assert len(waits) == len(line)
-            assert not any(ledger.room[name] for number in waits for name in ledger.eligible(lengths[number]).names)
-            classes = {ledger.eligible(length) for length in lengths.values()}
+            assert len(waits) == len(dispatcher.queue)
+            assert not any(dispatcher.room[name] for n in waits for name in dispatcher.eligible(lengths[n]).names)
+            classes = {dispatcher.eligible(length) for length in lengths.values()}
             # Whoever comes may be tried by itself, and again with the first of each other class.
-            assert ledger.attempts <= len(ledger.placed) - before + (came + 1) * (len(classes) + 1)
-            for placed, (number, _) in enumerate(ledger.placed[before:], before):
-                rivals = {*waits, *(other for other, _ in ledger.placed[placed + 1 :])}
+            assert dispatcher.attempts <= len(dispatcher.sent) - before + (came + 1) * (len(classes) + 1)
+            for place, (number, _) in enumerate(dispatcher.sent[before:], before):
+                rivals = {*waits, *(other for other, _ in dispatcher.sent[place + 1 :])}
                 assert not any(
                     other < number
                     for other in rivals
                     if tenants[other] == tenants[number]
-                    and ledger.eligible(lengths[other]) == ledger.eligible(lengths[number])
+                    and dispatcher.eligible(lengths[other]) == dispatcher.eligible(lengths[number])
                 )
         for task in tasks:
             task.cancel()
@@ -110,53 +128,47 @@ def test_a_move_fills_all_room_with_few_tries(events: list[tuple[str, Any]]) -> 
     asyncio.run(run())
 
 
-async def test_a_request_that_cannot_be_placed_for_a_fault_fails_alone() -> None:
-    """An unexpected error in placing one request is that request's; the next one is placed."""
-    line, placed, is_faulty = AdmissionQueue(10), object(), False
+class FaultyDispatcher(LedgerDispatcher):
+    """Meets a fault when it sends request 0."""
 
-    def place() -> Any:
-        if is_faulty:
+    is_faulty = False
+
+    def _send_if_room(self, attempt: Attempt) -> Submission | None:
+        if self.is_faulty and attempt.request.request_id == "0":
             raise ZeroDivisionError
-        return None
+        return super()._send_if_room(attempt)
 
-    request = Request("0", [1], SamplingParameters(max_tokens=1, seed=1))
-    groups = EligibleGroups(frozenset({"g0"}), False)
-    faulty = asyncio.create_task(line.placed(request, place, lambda: groups, lambda: 0.0))
-    good = asyncio.create_task(
-        line.placed(request, lambda: cast(Any, placed) if is_faulty else None, lambda: groups, lambda: 1.0)
-    )
+
+async def test_a_request_that_cannot_be_sent_for_a_fault_fails_alone() -> None:
+    """An unexpected error in sending one request is that request's; the next one is sent."""
+    dispatcher = FaultyDispatcher(10)
+    faulty, good = (asyncio.create_task(dispatcher.admit(Attempt(request_of(n, 2)))) for n in (0, 1))
     await asyncio.sleep(0)  # both come
-    assert len(line) == 2
-    is_faulty = True
-    line.move()
+    assert len(dispatcher.queue) == 2
+    dispatcher.is_faulty, dispatcher.room["small"] = True, 1
+    dispatcher.send_waiting()
     with pytest.raises(ZeroDivisionError):
         await faulty
-    assert (await good)[0] is placed and not len(line)
-    line.check()
+    await good
+    assert dispatcher.sent == [(1, "small")] and not len(dispatcher.queue)
+    dispatcher.queue.check()
 
 
-async def test_a_move_of_many_tries_few() -> None:
+async def test_of_many_that_wait_few_are_tried() -> None:
     """A thousand requests of many lengths that no group has room for cost three tries, one for each set of groups that
     could hold them, and not a thousand."""
-    ledger, line = Ledger(), AdmissionQueue(2000)
-
-    async def come(number: int) -> None:
-        length = 2 + number % 249
-        request = Request(str(number), [1] * (length - 1), SamplingParameters(max_tokens=1, seed=1))
-        await line.placed(
-            request, lambda: ledger.place(number, length), lambda: ledger.eligible(length), lambda: length / 1000
-        )
-
-    tasks = [asyncio.create_task(come(number)) for number in range(1000)]
+    dispatcher = LedgerDispatcher(2000)
+    attempts = [Attempt(request_of(number, 2 + number % 249)) for number in range(1000)]
+    tasks = [asyncio.create_task(dispatcher.admit(attempt)) for attempt in attempts]
     await asyncio.sleep(0)
-    assert len(line) == 1000 and ledger.attempts < 20
-    ledger.attempts = 0
-    line.move()
-    assert ledger.attempts == 3
-    ledger.room["small"] = 2
-    line.move()
-    assert ledger.attempts == 3 + 2 + 3 and [name for _, name in ledger.placed] == ["small"] * 2
-    line.check()
+    assert len(dispatcher.queue) == 1000 and dispatcher.attempts < 20
+    dispatcher.attempts = 0
+    dispatcher.send_waiting()
+    assert dispatcher.attempts == 3
+    dispatcher.room["small"] = 2
+    dispatcher.send_waiting()
+    assert dispatcher.attempts == 3 + 2 + 3 and [name for _, name in dispatcher.sent] == ["small"] * 2
+    dispatcher.queue.check()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

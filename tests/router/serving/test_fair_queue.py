@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.serving.fair_queue import FairQueue, Served
+from coatcheck.router.serving.fair_queue import FairQueue, TokenCharge
 
 HEAVY, LIGHT, OTHER = Tenant("heavy", weight=3), Tenant("light", weight=1), Tenant("other", weight=0.5)
 
@@ -23,19 +23,19 @@ def test_shares_follow_weights_under_a_flood(flood: int) -> None:
     served = {"heavy": 0, "light": 0}
 
     def put(tenant: Tenant) -> None:
-        assert queue.put(tenant, tenant, tokens=100)
+        assert queue.add(tenant, tenant, tokens=100)
 
     for _ in range(50):
         put(HEAVY)
         for _ in range(flood):
             put(LIGHT)
-    running: list[tuple[Tenant, Served, int]] = []
+    running: list[tuple[Tenant, TokenCharge, int]] = []
     for _ in range(4000):
-        tenant, charged = queue.take()
+        tenant, charged = queue.pop()
         running.append((tenant, charged, rng.randint(1, 50) if tenant is HEAVY else rng.randint(100, 900)))
         if len(running) > 8:
             done, receipt, took = running.pop(0)
-            receipt.settle(took)
+            receipt.settle_tokens(took)
             served[done.name] += took
         put(tenant)
     queue.check()
@@ -47,26 +47,26 @@ def test_a_pause_saves_nothing_up() -> None:
     queue: FairQueue[str] = FairQueue(1000)
     even = Tenant("even")
     for _ in range(100):
-        queue.put("light", LIGHT, tokens=10)
+        queue.add("light", LIGHT, tokens=10)
     for _ in range(50):
-        queue.take()
+        queue.pop()
     for _ in range(50):
-        queue.put("even", even, tokens=10)
-    taken = [queue.take()[0] for _ in range(40)]
+        queue.add("even", even, tokens=10)
+    taken = [queue.pop()[0] for _ in range(40)]
     assert 15 <= taken.count("even") <= 25
 
 
 def test_the_urgent_go_first_and_the_others_still_go() -> None:
     """Lower priorities go first; of a few one is the oldest, so that a flood of urgent ones starves nobody."""
     queue: FairQueue[int] = FairQueue(1000)
-    queue.put(9, LIGHT, priority=9)
+    queue.add(9, LIGHT, priority=9)
     for priority in (2, 1, 0, 2, 1, 0):
-        queue.put(priority, LIGHT, priority=priority)
-    assert [queue.take()[0] for _ in range(4)] == [0, 0, 1, 1]
+        queue.add(priority, LIGHT, priority=priority)
+    assert [queue.pop()[0] for _ in range(4)] == [0, 0, 1, 1]
     taken = []
     for _ in range(10):
-        queue.put(0, HEAVY, priority=0)
-        taken.append(queue.take()[0])
+        queue.add(0, HEAVY, priority=0)
+        taken.append(queue.pop()[0])
     assert 9 in taken
 
 
@@ -75,12 +75,12 @@ def test_the_first_due_of_a_tenant_is_next() -> None:
     shares stay what they are."""
     queue: FairQueue[str] = FairQueue(1000)
     for name, due in (("long", 30.0), ("short", 5.0), ("short too", 5.0), ("late", 40.0)):
-        queue.put(name, LIGHT, due=due)
+        queue.add(name, LIGHT, due=due)
     assert queue.ahead(LIGHT, 0, math.inf) == 4 and queue.ahead(LIGHT, 0, 5.0) == 2 and queue.ahead(LIGHT, 0, 4.9) == 0
-    placed = queue.put("dropped", LIGHT, due=1.0)
-    assert placed is not None and queue.drop(placed[0])
+    placed = queue.add("dropped", LIGHT, due=1.0)
+    assert placed is not None and queue.remove(placed[0])
     assert queue.peek() == "short" and queue.oldest() == "long", "who waits longest is not who is next"
-    assert [queue.take()[0] for _ in range(4)] == ["short", "short too", "long", "late"]
+    assert [queue.pop()[0] for _ in range(4)] == ["short", "short too", "long", "late"]
     assert queue.oldest() is None
 
 
@@ -89,14 +89,14 @@ def test_who_fills_the_queue_gives_way() -> None:
     no more of the latter, but for what is more urgent."""
     queue: FairQueue[str] = FairQueue(4)
     for name in "abcd":
-        assert queue.put(name, LIGHT) is not None
+        assert queue.add(name, LIGHT) is not None
     assert not queue.has_room(LIGHT, 0)
-    assert queue.put("e", LIGHT) is None
-    placed = queue.put("f", HEAVY)
+    assert queue.add("e", LIGHT) is None
+    placed = queue.add("f", HEAVY)
     assert placed is not None and placed[1] == "d"
-    placed = queue.put("urgent", LIGHT, priority=-1)
+    placed = queue.add("urgent", LIGHT, priority=-1)
     assert placed is not None and placed[1] == "c"
-    assert queue.put("accepted before", LIGHT, bounded=False) is not None
+    assert queue.add("accepted before", LIGHT, bounded=False) is not None
     assert (queue.stats().waiting, queue.stats().displaced, queue.stats().refused) == (5, 2, 1)
 
 
@@ -106,15 +106,15 @@ def test_blocked_classes_are_passed_over_and_keep_their_place() -> None:
     queue: FairQueue[str] = FairQueue(1000)
     even = Tenant("even")
     for number in range(3):
-        queue.put(f"long {number}", even, tokens=10, due=3.0 - number, scheduling_class="large")
-        queue.put(f"urgent {number}", even, priority=-1, tokens=10, scheduling_class="large")
+        queue.add(f"long {number}", even, tokens=10, due=3.0 - number, scheduling_class="large")
+        queue.add(f"urgent {number}", even, priority=-1, tokens=10, scheduling_class="large")
     for number in range(100):
-        queue.put(f"short {number}", LIGHT, tokens=10, scheduling_class="any")
+        queue.add(f"short {number}", LIGHT, tokens=10, scheduling_class="any")
     blocked = {"large"}
-    assert [queue.take(blocked)[0] for _ in range(40)] == [f"short {number}" for number in range(40)]
+    assert [queue.pop(blocked)[0] for _ in range(40)] == [f"short {number}" for number in range(40)]
     assert queue.peek({"large", "any"}) is None
     queue.check()
-    taken = [queue.take()[0] for _ in range(7)]
+    taken = [queue.pop()[0] for _ in range(7)]
     assert [name for name in taken if name.startswith("urgent")] == ["urgent 0", "urgent 1", "urgent 2"]
     assert [name for name in taken if name.startswith("long")] == ["long 2", "long 1", "long 0"]
 
@@ -123,14 +123,14 @@ def test_a_returning_tenant_does_not_start_at_a_blocked_tenants_virtual_time() -
     """While one tenant's are blocked its virtual time stands still: a third tenant that comes begins beside the one
     that was served meanwhile, and does not have everything until it has caught up."""
     queue: FairQueue[str] = FairQueue(1000)
-    queue.put("long", HEAVY, scheduling_class="large")
+    queue.add("long", HEAVY, scheduling_class="large")
     for _ in range(200):
-        queue.put("light", LIGHT, tokens=10, scheduling_class="any")
+        queue.add("light", LIGHT, tokens=10, scheduling_class="any")
     for _ in range(100):
-        queue.take({"large"})
+        queue.pop({"large"})
     for _ in range(50):
-        queue.put("even", Tenant("even"), tokens=10, scheduling_class="any")
-    taken = [queue.take({"large"})[0] for _ in range(40)]
+        queue.add("even", Tenant("even"), tokens=10, scheduling_class="any")
+    taken = [queue.pop({"large"})[0] for _ in range(40)]
     assert 15 <= taken.count("even") <= 25
 
 
@@ -138,12 +138,16 @@ def test_classes_may_change_while_requests_wait() -> None:
     """After `reclassify` all requests keep their place."""
     queue: FairQueue[int] = FairQueue(1000)
     for number in range(6):
-        queue.put(number, LIGHT, due=float(number), scheduling_class="any")
+        queue.add(number, LIGHT, due=float(number), scheduling_class="any")
     queue.reclassify(lambda number: "even" if number % 2 == 0 else "odd")
     queue.check()
-    assert (queue.waiting("any"), queue.waiting("even"), queue.ahead(LIGHT, 0, 2.0, "even")) == (0, 3, 2)
-    assert queue.take({"even"})[0] == 1
-    assert [queue.take()[0] for _ in range(5)] == [0, 2, 3, 4, 5]
+    assert (queue.waiting_in_class("any"), queue.waiting_in_class("even"), queue.ahead(LIGHT, 0, 2.0, "even")) == (
+        0,
+        3,
+        2,
+    )
+    assert queue.pop({"even"})[0] == 1
+    assert [queue.pop()[0] for _ in range(5)] == [0, 2, 3, 4, 5]
 
 
 CLASSES = st.sampled_from(["any", "large", "begun"])
@@ -171,7 +175,7 @@ class Queue(RuleBasedStateMachine):
         """Whoever is taken in waits, whoever is displaced does not."""
         self.made += 1
         room = self.queue.has_room(tenant, priority)
-        found = self.queue.put(
+        found = self.queue.add(
             self.made,
             tenant,
             priority=priority,
@@ -197,21 +201,21 @@ class Queue(RuleBasedStateMachine):
         assert (expected is None) == (not rivals)
         if expected is None:
             return
-        taken, served = self.queue.take(blocked)
+        taken, served = self.queue.pop(blocked)
         assert taken == expected and taken in self.waiting
         tenant, priority, due, scheduling_class = self.claims[taken]
         assert scheduling_class not in blocked
         assert all(due <= other[2] for other in rivals if other[:2] == (tenant, priority))
         del self.waiting[taken]
-        served.settle(took)
+        served.settle_tokens(took)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         """Whoever leaves is gone."""
         what = data.draw(st.sampled_from(sorted(self.waiting)))
-        assert self.queue.drop(self.waiting[what])
-        assert not self.queue.drop(self.waiting.pop(what))
+        assert self.queue.remove(self.waiting[what])
+        assert not self.queue.remove(self.waiting.pop(what))
 
     @rule(scheduling_class=st.lists(CLASSES, min_size=1))
     def reclassify(self, scheduling_class: list[str]) -> None:

@@ -199,7 +199,7 @@ async def test_cancel_reaches_the_group(start_router: StartRouter) -> None:
     call.cancel()
     await group.until(lambda: bool(group.aborts))
     assert group.aborts[0].id == group.submits[0].id and not group.aborts[0].HasField("choice")
-    await router.server.traffic.idle()
+    await router.server.traffic.wait_until_idle()
 
 
 async def test_a_deadline_reaches_the_group(start_router: StartRouter) -> None:
@@ -236,7 +236,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_deltas(start_router: StartRou
     group.go()
     await group.until(lambda: group.sent == 100)  # the reader is away until all have come
     group.report(waiting=1)
-    (link,) = router.server.groups.links
+    (link,) = router.server.groups.connections
     async with asyncio.timeout(PATIENCE_SECONDS):
         while link.load.last.status.waiting != 1:  # which came behind them
             await router.admin.Status(StatusRequest())

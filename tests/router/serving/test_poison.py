@@ -12,7 +12,8 @@ from coatcheck.proto.errors import Unavailable
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, GenerateResponse, GetModelResponse, TokenIds
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.assignment import Assignment
+from coatcheck.router.groups.submission import Submission
+from coatcheck.router.serving.attempt import Attempt
 from tests.router.fake_group import FakeGroup
 from tests.router.router_under_test import StartRouter
 from tests.router.stream import Stream, ask, undisturbed
@@ -56,7 +57,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(
     find, and is refused then; where those were ended from outside it takes a third."""
     groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
     router = await start_router(*groups, cause_wait_seconds=60.0)
-    addresses = {link.name: link.address for link in router.server.groups.links}
+    addresses = {link.name: link.address for link in router.server.groups.connections}
     asking = asyncio.ensure_future(router.generation.Generate(ask()))
     lost: list[FakeGroup] = []
     while len(lost) < sent:
@@ -133,8 +134,8 @@ async def test_a_suspect_that_comes_back_into_the_line_is_one_still(start_router
     group.crash(CRASH)
     await group.until(lambda: len(group.submits) == 2)
     assert full.submits
-    link = router.server.groups.link("a")
-    assert link is not None and link.tickets.suspicion == 2
+    link = router.server.groups.find_connection("a")
+    assert link is not None and link.submissions.suspicion == 2
     group.go()
     await stream.finish()
     assert stream.ids == ids
@@ -143,11 +144,12 @@ async def test_a_suspect_that_comes_back_into_the_line_is_one_still(start_router
 async def test_who_leaves_as_its_turn_comes_holds_nobody_up(start_router: StartRouter) -> None:
     """Of suspects that wait for a group the first is cancelled just as there is a place: the next one gets it."""
     group = FakeGroup(hold_after=0)
-    dispatch = (await start_router(group)).server.dispatch
+    dispatcher = (await start_router(group)).server.dispatcher
 
-    def place(delivered: int) -> "asyncio.Task[Assignment]":
+    def place(delivered: int) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        return asyncio.create_task(dispatch.place(request, 1, {0: [9] * delivered}, wait_seconds=60.0, suspicion=2))
+        attempt = Attempt(request, 1, {0: [9] * delivered}, suspicion=2)
+        return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
     there = await place(0)
     waits, first = place(1), place(2)
@@ -168,36 +170,36 @@ async def test_suspects_of_one_kind_of_group_do_not_hold_up_those_of_another(sta
     model.CopyFrom(one.model)
     model.kv_dtype = "int8"
     other = FakeGroup("b", hold_after=0, model=model)
-    dispatch = (await start_router(one, other)).server.dispatch
+    dispatcher = (await start_router(one, other)).server.dispatcher
 
-    def place(like: GetModelResponse) -> "asyncio.Task[Assignment]":
+    def place(like: GetModelResponse) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=20, seed=7))
-        return asyncio.create_task(dispatch.place(request, 1, wait_seconds=60.0, like=like, suspicion=2))
+        attempt = Attempt(request, 1, only_compatible_with=like, suspicion=2)
+        return asyncio.create_task(dispatcher.send(attempt, wait_seconds=60.0))
 
     there = await place(one.model)
     waits = place(one.model)
     async with asyncio.timeout(PATIENCE_SECONDS):
         elsewhere = await place(model)
-    assert elsewhere.ticket.group == "b" and not waits.done()
+    assert elsewhere.group == "b" and not waits.done()
     there.close(finished=False)
-    assert (await waits).ticket.group == "a"
+    assert (await waits).group == "a"
 
 
 async def test_a_suspect_that_fits_no_group_holds_nobody_up(start_router: StartRouter) -> None:
     """A suspect that is too large for every group that serves waits for one; a smaller one goes on meanwhile."""
     small = FakeGroup("a", hold_after=0, num_blocks=8)
-    dispatch = (await start_router(small)).server.dispatch
+    dispatcher = (await start_router(small)).server.dispatcher
 
-    def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Assignment]":
+    def place(max_tokens: int, wait_seconds: float) -> "asyncio.Task[Submission]":
         request = Request("r", [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=7))
-        return asyncio.create_task(
-            dispatch.place(request, 1, {0: [9]}, wait_seconds=wait_seconds, like=small.model, suspicion=2)
-        )
+        attempt = Attempt(request, 1, {0: [9]}, only_compatible_with=small.model, suspicion=2)
+        return asyncio.create_task(dispatcher.send(attempt, wait_seconds=wait_seconds))
 
     there = await place(20, 10.0)
     large, next_one = place(100, 0.05), place(20, 10.0)
     there.close(finished=False)
-    assert (await next_one).ticket.group == "a"
+    assert (await next_one).group == "a"
     with pytest.raises(Unavailable, match="none that could go on with it is serving"):
         await large
 

@@ -40,9 +40,9 @@ def send(
 async def waiting(router: RouterUnderTest, count: int) -> None:
     """Waits until so many are in line; each look lets them come."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while len(router.server.dispatch.line) != count:
+        while len(router.server.dispatcher.queue) != count:
             await router.admin.Status(StatusRequest())
-    router.server.dispatch.line.check()
+    router.server.dispatcher.queue.check()
 
 
 def full_group(name: str = "g0", **settings: object) -> FakeGroup:
@@ -55,7 +55,7 @@ def full_group(name: str = "g0", **settings: object) -> FakeGroup:
 async def open_full(start_router: StartRouter, group: FakeGroup, **settings: object) -> RouterUnderTest:
     """A router that has heard that its group is full."""
     router = await start_router(group, **settings)
-    link = router.server.groups.link(group.name)
+    link = router.server.groups.find_connection(group.name)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while link is None or link.load.has_room:
             await router.admin.Status(StatusRequest())
@@ -80,7 +80,7 @@ async def test_tenants_share_a_full_cluster_by_weight(start_router: StartRouter)
     assert 10 <= first.count(200) <= 13  # 12 by weight
     urgent = [submit.priority == 0 for submit in group.submits if submit.prompt_token_ids[0] == 200]
     assert sum(urgent[:9]) >= 7  # one of eight goes whatever its priority
-    router.server.dispatch.line.check()
+    router.server.dispatcher.queue.check()
 
 
 async def test_a_group_is_not_given_more_than_it_can_begin(start_router: StartRouter) -> None:
@@ -110,7 +110,7 @@ async def test_how_long_the_line_is_now_is_told(start_router: StartRouter) -> No
     assert float(line.split()[1]) > second
     group.report(waiting=0)
     await asked
-    line_now = router.server.dispatch.line
+    line_now = router.server.dispatcher.queue
     assert line_now.queue_seconds(asyncio.get_running_loop().time() + 2.0) == 0
 
 
@@ -127,7 +127,7 @@ async def test_short_prompts_do_not_wait_for_long_ones(start_router: StartRouter
     came = asyncio.get_running_loop().time()
     asked.append(send(router, ask(7)))
     await waiting(router, 2)
-    assert router.server.dispatch.line.queue_seconds(came + 60.0) > 60.0, "of the long one, though it is not next"
+    assert router.server.dispatcher.queue.queue_seconds(came + 60.0) > 60.0, "of the long one, though it is not next"
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [7, 100]
@@ -182,7 +182,7 @@ async def test_those_in_line_outlive_a_group(start_router: StartRouter) -> None:
     await waiting(router, 5)
     await group.kill()
     await router.wait_for_groups(0)
-    assert len(router.server.dispatch.line) == 5
+    assert len(router.server.dispatcher.queue) == 5
     group.load.status.waiting = 0
     await group.start()
     answers = await asyncio.gather(*asked)
@@ -200,7 +200,7 @@ async def test_what_a_full_group_refuses_waits_with_the_router(start_router: Sta
     group.report(waiting=0)
     await asyncio.gather(*asked)
     assert len(group.submits) == refused + 3
-    assert router.server.dispatch.line.stats().waiting == 0
+    assert router.server.dispatcher.queue.stats().waiting == 0
 
 
 async def test_a_limited_tenant_is_told_when_to_come(start_router: StartRouter) -> None:
@@ -222,7 +222,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_router: St
     group.load.queued_prefill_tokens = 20_480  # ten steps of a second, and yet room for more
     group.load.status.step_seconds, group.load.status.prefill_tokens_per_second = 1.0, 1e6
     router = await start_router(group)
-    link = router.server.groups.link("g0")
+    link = router.server.groups.find_connection("g0")
     async with asyncio.timeout(PATIENCE_SECONDS):
         while link is None or not link.load.last.status.step_seconds:
             await router.admin.Status(StatusRequest())
@@ -241,7 +241,7 @@ async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(start_router: S
     """Judged by how fast the line moves, by those who are ahead in any case, and only once it has moved a while."""
     group = full_group(max_num_seqs=4, hold_after=0)
     router = await open_full(start_router, group)
-    line, now = router.server.dispatch.line, asyncio.get_running_loop().time
+    line, now = router.server.dispatcher.queue, asyncio.get_running_loop().time
     anywhere = EligibleGroups.of(router.server.groups.serving())
     asked = [send(router, ask(100)) for _ in range(12)]
     await waiting(router, 12)
@@ -288,7 +288,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
         group.load.status.prefill_tokens_per_second = 1e9  # so that nobody is due much later for its length
     router = await open_full(start_router, large)
     router.groups.append(small)
-    await router.server.set_groups([router.server.groups.link("large").address, await small.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("large").address, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
     one, other = Tenant("one"), Tenant("other")
     long = send(router, ask_long(100), one)
@@ -298,7 +298,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
         await send(router, ask(8), one)
     assert [submit.prompt_token_ids[0] for submit in small.submits] == [7, 8] and not long.done()
     small.report(waiting=FULL)
-    link = router.server.groups.link("small")
+    link = router.server.groups.find_connection("small")
     async with asyncio.timeout(10):
         while link is None or link.load.has_room:
             await router.admin.Status(StatusRequest())
@@ -307,7 +307,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
     large.report(waiting=0)
     await asyncio.gather(long, *asked)
     assert large.submits[0].prompt_token_ids[0] == 100
-    assert router.server.dispatch.line.stats().waiting == 0
+    assert router.server.dispatcher.queue.stats().waiting == 0
 
 
 async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(start_router: StartRouter) -> None:
@@ -321,7 +321,7 @@ async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(start_rout
     short = send(router, ask(7))
     await waiting(router, 2)
     router.groups.append(small)
-    await router.server.set_groups([router.server.groups.link("large").address, await small.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("large").address, await small.start()])  # type: ignore[union-attr]
     async with asyncio.timeout(10):
         await short
     assert len(small.submits) == 1 and not long.done()
@@ -337,11 +337,11 @@ async def test_a_deadline_is_not_judged_by_those_that_wait_for_other_groups(star
     await waiting(router, 20)
     large.report(waiting=0)
     await waiting(router, 12)  # it has moved
-    line, now = router.server.dispatch.line, asyncio.get_running_loop().time() + 100
+    line, now = router.server.dispatcher.queue, asyncio.get_running_loop().time() + 100
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
         line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     router.groups.append(small)
-    await router.server.set_groups([router.server.groups.link("large").address, await small.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("large").address, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
     line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     large.go()

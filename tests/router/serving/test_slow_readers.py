@@ -11,11 +11,9 @@ import grpc
 import pytest
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
-from coatcheck.proto.errors import InvalidConfig, SlowReader
+from coatcheck.proto.errors import InvalidConfig
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.proto.stubs.worker_pb2 import SequenceOutput
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.submission import MOST_WAITING, Ticket
 from tests.router.fake_group import EOS, VOCAB, FakeGroup
 from tests.router.router_under_test import RouterUnderTest, StartRouter
 
@@ -41,8 +39,8 @@ async def is_given_up(router: RouterUnderTest, group: FakeGroup) -> None:
     """The group is told to free its blocks, and the router holds nothing any more."""
     await group.until(lambda: bool(group.aborts))
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await router.server.traffic.idle()
-    assert all(not len(link.tickets) for link in router.server.groups.links)
+        await router.server.traffic.wait_until_idle()
+    assert all(not len(link.submissions) for link in router.server.groups.connections)
 
 
 async def test_sse(start_router: StartRouter) -> None:
@@ -114,20 +112,6 @@ async def test_grpc_reader_that_comes_back_is_told(start_router: StartRouter) ->
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_who_falls_too_far_behind_is_cut_off() -> None:
-    """Past the bound nothing more is kept and the group is told once; what was kept is still there to be read."""
-    aborted: list[tuple[int, int | None]] = []
-    ticket = Ticket("g", 7, 0, 2, lambda id, choice: aborted.append((id, choice)))
-    for position in range(2 * MOST_WAITING + 5):
-        ticket.deliver(SequenceOutput(id=7, choice=position % 2, token_ids=[position]))
-    assert aborted == [(7, None)]
-    assert len(await ticket.take()) == 2 * MOST_WAITING
-    with pytest.raises(SlowReader, match="fell 8192 tokens behind"):
-        await ticket.take()
-    ticket.close(finished=False)
-    assert aborted == [(7, None)]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, float("inf"), float("nan")])

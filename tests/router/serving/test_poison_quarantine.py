@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure, GroupFailures
-from coatcheck.router.serving.poison_detection import PoisonSuspicion
-from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places
+from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, PoisonSuspicion, places_for_suspect
 
 
 def loss(cause: FailureCause) -> GroupFailure:
@@ -20,7 +19,7 @@ def suspected(*causes: FailureCause, apart: bool = True) -> PoisonSuspicion:
     """After such losses in a row."""
     made = PoisonSuspicion()
     for cause in causes:
-        made.lost(loss(cause), apart=apart)
+        made.record_loss(loss(cause), apart=apart)
     return made
 
 
@@ -53,68 +52,70 @@ def test_a_loss_beside_another_suspect_refuses_nobody() -> None:
     """What was twice beside another suspect goes on, by itself; the next loss, alone, is held against it."""
     suspicion = suspected(FailureCause.CRASH, FailureCause.CRASH, FailureCause.CRASH, apart=False)
     assert not suspicion.refusal and suspicion.level == 2
-    suspicion.lost(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
     assert suspicion.refusal.startswith("4 groups in a row ended by themselves")
 
 
 def test_a_cause_that_becomes_known_later_counts() -> None:
     """Two losses of unknown cause are none too many until it is known that both groups ended by themselves."""
-    losses = GroupFailures()
+    failures = GroupFailures()
     suspicion = PoisonSuspicion()
     for name in ("a", "b"):
-        suspicion.lost(losses.lost(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), apart=True)
-    losses.learn("a", 2, "of another incarnation")
-    losses.learn("a", 3, "rank 0: Segmentation fault")
-    assert not suspicion.refusal and losses.learned == {FailureCause.CRASH: 1}
-    losses.learn("b", 3, "rank 0: Segmentation fault")
+        suspicion.record_loss(failures.record_loss(name, 3, f"group {name} is lost", FailureCause.UNKNOWN), apart=True)
+    failures.record_cause("a", 2, "of another incarnation")
+    failures.record_cause("a", 3, "rank 0: Segmentation fault")
+    assert not suspicion.refusal and failures.explained == {FailureCause.CRASH: 1}
+    failures.record_cause("b", 3, "rank 0: Segmentation fault")
     assert suspicion.refusal == (
         "2 groups in a row ended by themselves while they ran this request (rank 0: Segmentation fault)"
     )
-    losses.learn("b", 3, "")  # said again, or by a supervisor that knows less
-    assert losses.counts == {FailureCause.UNKNOWN: 2} and losses.learned == {FailureCause.CRASH: 2}
+    failures.record_cause("b", 3, "")  # said again, or by a supervisor that knows less
+    assert failures.counts == {FailureCause.UNKNOWN: 2} and failures.explained == {FailureCause.CRASH: 2}
 
 
 def test_a_group_that_was_lost_from_sight_had_not_ended_then() -> None:
     """How a group ends is no sign against what had lost it before while it lived on: that may stay unknown."""
-    losses = GroupFailures()
+    failures = GroupFailures()
     suspicion = suspected(FailureCause.CRASH)
-    suspicion.lost(losses.lost("b", 3, "group b is lost", FailureCause.UNKNOWN), apart=True)
-    losses.lost("b", 3, "group b is lost again", FailureCause.CRASH)
-    losses.learn("b", 3, "rank 0: Segmentation fault")
-    assert not suspicion.refusal and not losses.learned
+    suspicion.record_loss(failures.record_loss("b", 3, "group b is lost", FailureCause.UNKNOWN), apart=True)
+    failures.record_loss("b", 3, "group b is lost again", FailureCause.CRASH)
+    failures.record_cause("b", 3, "rank 0: Segmentation fault")
+    assert not suspicion.refusal and not failures.explained
 
 
 def test_progress_clears_a_request() -> None:
     """After a word of an answer two crashes are not in a row; after many none is remembered. A request that gets a
     little further on each group it ends is refused at the third."""
     suspicion = suspected(FailureCause.CRASH)
-    suspicion.answered(1)
-    assert suspicion.level == 0 and suspicion.is_any
-    suspicion.lost(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_answer(1)
+    assert suspicion.level == 0 and suspicion
+    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
     assert not suspicion.refusal
-    suspicion.answered(1)
+    suspicion.record_answer(1)
     assert suspicion.level == 2, "it runs apart until it has come far"
-    suspicion.lost(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
     assert suspicion.refusal
-    suspicion.answered(100)
-    assert suspicion.level == 0 and not suspicion.is_any and not suspicion.refusal
+    suspicion.record_answer(100)
+    assert suspicion.level == 0 and not suspicion and not suspicion.refusal
 
 
 def test_what_becomes_known_after_an_answer_counts() -> None:
     """A request that gets a little further on each group which it faults is refused at the third, though how the first
     two had ended became known only when it was being answered again; had they been killed, it would go on."""
     for crash in ("rank 0: Segmentation fault", ""):
-        losses, suspicion = GroupFailures(), PoisonSuspicion()
+        failures, suspicion = GroupFailures(), PoisonSuspicion()
         for name in ("a", "b"):
-            suspicion.lost(losses.lost(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), apart=True)
+            suspicion.record_loss(
+                failures.record_loss(name, 0, f"group {name} is lost", FailureCause.UNKNOWN), apart=True
+            )
             assert not suspicion.undecided, "it goes on whatever the cause was"
-            suspicion.answered(5)
-            losses.learn(name, 0, crash)
+            suspicion.record_answer(5)
+            failures.record_cause(name, 0, crash)
         assert suspicion.level == (2 if crash else 0)
-        third = losses.lost("c", 0, "group c is lost", FailureCause.UNKNOWN)
-        suspicion.lost(third, apart=True)
+        third = failures.record_loss("c", 0, "group c is lost", FailureCause.UNKNOWN)
+        suspicion.record_loss(third, apart=True)
         assert not suspicion.refusal and suspicion.undecided == ([third] if crash else [])
-        losses.learn("c", 0, "rank 0: Segmentation fault")
+        failures.record_cause("c", 0, "rank 0: Segmentation fault")
         assert suspicion.refusal.startswith("3 groups in a row ended by themselves") == bool(crash)
         assert not suspicion.undecided
 
@@ -122,19 +123,19 @@ def test_what_becomes_known_after_an_answer_counts() -> None:
 def test_only_what_decides_is_waited_for() -> None:
     """Of two losses in a row nothing is to be learned once one is known to have been killed, nor of those that were
     shared with another suspect; what was answered far is not held against a request, whatever becomes known."""
-    losses, suspicion = GroupFailures(), PoisonSuspicion()
-    first, second = (losses.lost(name, 0, "lost", FailureCause.UNKNOWN) for name in ("a", "b"))
-    suspicion.lost(first, apart=True)
-    suspicion.lost(second, apart=False)
+    failures, suspicion = GroupFailures(), PoisonSuspicion()
+    first, second = (failures.record_loss(name, 0, "lost", FailureCause.UNKNOWN) for name in ("a", "b"))
+    suspicion.record_loss(first, apart=True)
+    suspicion.record_loss(second, apart=False)
     assert not suspicion.undecided
-    suspicion.answered(64)
-    suspicion.lost(second, apart=True)
-    losses.learn("a", 0, "rank 0: Segmentation fault")
+    suspicion.record_answer(64)
+    suspicion.record_loss(second, apart=True)
+    failures.record_cause("a", 0, "rank 0: Segmentation fault")
     assert not suspicion.undecided and suspicion.level == 1
-    third = losses.lost("c", 0, "lost", FailureCause.UNKNOWN)
-    suspicion.lost(third, apart=True)
+    third = failures.record_loss("c", 0, "lost", FailureCause.UNKNOWN)
+    suspicion.record_loss(third, apart=True)
     assert suspicion.undecided == [second, third]
-    losses.learn("b", 0, "")
+    failures.record_cause("b", 0, "")
     assert not suspicion.undecided and not suspicion.refusal
 
 
@@ -142,16 +143,16 @@ def test_streams_that_were_being_answered_need_not_run_apart() -> None:
     """After a crash only what had got nothing of its answer runs apart; a stream that ends the next group too without
     having got anything there does from then on, and is refused if it was the only suspect there."""
     suspicion = PoisonSuspicion()
-    suspicion.lost(loss(FailureCause.CRASH), apart=True, answered=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), apart=True, answered=True)
     assert suspicion.level == 1 and not suspicion.refusal
     other = PoisonSuspicion()
-    other.lost(loss(FailureCause.CRASH), apart=True, answered=True)
-    suspicion.lost(loss(FailureCause.CRASH), apart=False)
+    other.record_loss(loss(FailureCause.CRASH), apart=True, answered=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), apart=False)
     assert suspicion.level == 2 and not suspicion.refusal
-    other.answered(3)
-    other.lost(loss(FailureCause.CRASH), apart=False, answered=True)
+    other.record_answer(3)
+    other.record_loss(loss(FailureCause.CRASH), apart=False, answered=True)
     assert other.level == 1 and not other.refusal, "it was answered in between: it ended neither"
-    suspicion.lost(loss(FailureCause.CRASH), apart=True)
+    suspicion.record_loss(loss(FailureCause.CRASH), apart=True)
     assert suspicion.refusal
 
 
@@ -160,7 +161,7 @@ def test_a_suspect_of_a_crash_runs_apart(requests: list[tuple[int, str, bool]]) 
     """Whoever comes and goes: beside a request that is very suspect there is no other suspect."""
     groups: dict[str, list[int]] = {"a": [], "b": []}
     for level, preferred, leaves in requests:
-        free = places(level, [(name, max(there, default=0)) for name, there in groups.items()])
+        free = places_for_suspect(level, [(name, max(there, default=0)) for name, there in groups.items()])
         if free:
             groups[preferred if preferred in free else free[0]].append(level)
         assert all(2 not in there or len(there) == 1 for there in groups.values())
@@ -186,7 +187,9 @@ def test_one_is_next_of_each_level_and_kind(steps: list[tuple[int, ...]]) -> Non
         if len(step) == 3:
             level, tokens, kind = step
             stack = ExitStack()
-            waiting.append(((level, kind), tokens, stack.enter_context(quarantine.turn(level, tokens, kind)), stack))
+            waiting.append(
+                ((level, kind), tokens, stack.enter_context(quarantine.take_turn(level, tokens, kind)), stack)
+            )
         elif waiting:
             waiting.pop(step[0] % len(waiting))[3].close()
         quarantine.check()
@@ -199,5 +202,5 @@ def test_one_is_next_of_each_level_and_kind(steps: list[tuple[int, ...]]) -> Non
 
 def test_few_are_together_on_two_lost_groups() -> None:
     """One that is a little suspect runs alone where it can, else beside others that are as little so."""
-    assert places(1, [("a", 1), ("b", 0), ("c", 2)]) == ["b"]
-    assert places(1, [("a", 1), ("c", 2)]) == ["a"] and places(2, [("a", 1), ("c", 2)]) == []
+    assert places_for_suspect(1, [("a", 1), ("b", 0), ("c", 2)]) == ["b"]
+    assert places_for_suspect(1, [("a", 1), ("c", 2)]) == ["a"] and places_for_suspect(2, [("a", 1), ("c", 2)]) == []
