@@ -1,50 +1,50 @@
-"""Engine: one group's serving loop, a step at a time, without Ray and without gRPC.
+"""Engine: one group's serving loop, step by step, without Ray and without gRPC.
 
-    submit(request) ... while has_work: step() -> StepOutput
+    submit_request(request) ... while has_work: step() -> StepOutput
 
-It turns requests into sequences, asks the scheduler what to compute, has the runner compute it, and turns sampled
-tokens into outputs. `pipeline_depth` 1 launches step N + 1 before it waits for step N (worth it where the launch is
-asynchronous, as on GPUs). It does not know how many ranks compute, nor who reads the outputs. Not thread-safe:
-one thread owns it.
+A step plans what to compute next (Scheduler), launches the plan on the ranks (Runner), and turns the result of the
+oldest launched step into outputs. With `pipeline_depth` 1 the engine launches step N + 1 before it waits for step N,
+which pays where a launch is asynchronous, as on GPUs.
+
+An engine is not thread-safe: one thread owns it (see EngineLoop).
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from coatcheck.proto.errors import CoatcheckError, DeadlineExceeded, InvalidRequest
-from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.request import EngineRequest
-from coatcheck.workers.core.runner_protocol import Runner, StepResult
+from coatcheck.workers.core.runner_protocol import LaunchedStep, Runner, StepResult
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_output import (
-    EngineStats,
-    FinishReason,
-    KvEvent,
-    SequenceOutput,
-    StepOutput,
-    TokenLogprob,
-)
-from coatcheck.workers.engine.deadlines import Deadlines
-from coatcheck.workers.engine.engine_stats import Throughput
-from coatcheck.workers.engine.in_flight import InFlight
+from coatcheck.workers.core.step_output import EngineStats, FinishReason, KvEvent, SequenceOutput, StepOutput
+from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.engine.engine_stats import StepStatistics
 from coatcheck.workers.engine.input_processor import InputProcessor
 from coatcheck.workers.engine.scheduler import Scheduler, SchedulerConfig
-from coatcheck.workers.engine.straggler_signal import StragglerSignal
-from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.eviction import Evictor
-from coatcheck.workers.kv.eviction_policy import create_policy
-from coatcheck.workers.kv.host_pool import HostPool
-from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
+from coatcheck.workers.kv.kv_cache_manager import build_kv_cache
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, GrammarRegistry
 
 
+@dataclass(slots=True)
+class _StepInFlight:
+    """A launched step. `sequences`: of the plan's rows. `preemptions`: each sequence's count when it was planned."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    preemptions: list[int]
+    launched: LaunchedStep
+    started_at: float
+
+
 class Engine:
-    """Owns the scheduler; the scheduler owns the pool."""
+    """The sequences of one group. `num_blocks`, `host_blocks`: blocks on the device and in host memory."""
 
     def __init__(
         self,
@@ -63,80 +63,78 @@ class Engine:
         grammars_kept: int = MAX_CACHED_GRAMMARS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction)
+        config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.spec = spec
         self.block_size = block_size
-        # What the pool can hold alone bounds a sequence as the model's context does.
+        # The pool must be able to hold a sequence alone.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
-        config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
-        self._prefix_registry = registry = PrefixRegistry(choose_max_ghosts(num_blocks + host_blocks))
-        # Each tier has a policy of its own; the reuse rates that they use are shared.
-        on_device, on_host = (create_policy(eviction, registry.reuse_table) for _ in range(2))
-        pool = BlockPool(num_blocks, Evictor(registry, on_device, num_blocks, Tier.DEVICE))
-        host = HostPool(host_blocks, Evictor(registry, on_host, host_blocks, Tier.HOST)) if host_blocks else None
-        self.scheduler = Scheduler(config, pool, host)
-        self.throughput = Throughput()
-        self._slowness = StragglerSignal(spec.attention_crossover)
-        self._runner = runner
-        self._depth = pipeline_depth
-        self._intake = InputProcessor(
+        self.scheduler = Scheduler(config, kv_cache)
+        self._input_processor = InputProcessor(
             spec,
             block_size=block_size,
             max_model_len=self.max_model_len,
-            grammars=grammars or GrammarBackend(None, "structured output is not served here"),
-            book=self._prefix_registry,
+            grammars=grammars or GrammarBackend(None, "this engine was made without grammars"),
+            prefixes=kv_cache.registry,
             clock=clock,
         )
-        self._clock = clock
-        self._in_flight: deque[InFlight] = deque()
-        self._sequences: dict[str, list[Sequence]] = {}
-        self._ended_early: list[SequenceOutput] = []
-        self._deadlines = Deadlines()
+        self._prefixes = kv_cache.registry
         self._grammars = GrammarRegistry(grammars_kept)
+        self._statistics = StepStatistics(spec.attention_crossover)
+        self._runner = runner
+        self._pipeline_depth = pipeline_depth
+        self._clock = clock
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._sequences: dict[str, list[Sequence]] = {}  # the live choices of each request
+        self._next_deadline = math.inf  # no sequence that waits has an earlier one
+        self._last_confirmed_at = 0.0
+        # To be reported by the next step.
+        self._ended_early: list[SequenceOutput] = []
         self._refused: list[tuple[str, CoatcheckError]] = []
-        self._confirmed_at = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
         to_report = self._ended_early or self._refused
-        return bool(self._sequences or self._in_flight or to_report or self.scheduler.tiers.has_copies)
+        return bool(self._sequences or self._in_flight or to_report or self.scheduler.kv_cache.has_copies)
 
     def submit_request(self, request: EngineRequest) -> None:
-        """Queues every choice of a request; raises InvalidRequest or NeverFits, and then nothing has changed. One whose
-        grammar is new is queued, or refused by a later step, when every rank has compiled it."""
+        """Queue every choice of a request. A request whose grammar is not compiled is queued, or refused, by the step
+        after every rank has compiled it. Raises InvalidRequest or NeverFits; then nothing has changed."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
-        choices = self._intake.take(request, self._grammars.ready_id(request.sampling.structured))
+        grammar_id = self._grammars.ready_id(request.sampling.structured)
+        choices = self._input_processor.make_sequences(request, grammar_id)
         if request.retention is not None:
             prompt_blocks = len(request.prompt_token_ids) // self.block_size
-            self.scheduler.tiers.requeue_blocks(choices[0].block_hashes[:prompt_blocks])
+            self.scheduler.kv_cache.requeue_blocks(choices[0].block_hashes[:prompt_blocks])
         self._sequences[request.request_id] = choices
-        for sequence in choices:
-            self._deadlines.note(sequence)
+        self._next_deadline = min(self._next_deadline, choices[0].deadline)
         if self._grammars.add_request(choices):
-            self._queue(choices)
+            self._queue_sequences(choices)
 
     def abort_request(self, request_id: str, choice: int | None = None) -> None:
-        """Drops a request, or one choice of it, and frees its blocks; unknown ones are already gone."""
+        """Drop a request, or one choice of it, and free its blocks. An unknown request has ended before."""
         for sequence in list(self._sequences.get(request_id, ())):
             if choice is None or sequence.choice == choice:
-                self._forget(sequence)
+                self._remove_sequence(sequence)
 
     def step(self) -> StepOutput:
-        """Plans and launches a step, then reports the oldest one in flight."""
-        started = self._clock()
-        self._prefix_registry.advance_clock(started)
-        self._drop_overdue(started)
+        """Plan and launch a step, then report the oldest step in flight."""
+        now = self._clock()
+        self._prefixes.advance_clock(now)
+        self._refuse_overdue(now)
         plan, sequences = self.scheduler.schedule()
         self._grammars.fill_plan(plan)
-        if not plan.is_idle or not self._in_flight:  # with nothing to compute, an empty plan is the ranks' heartbeat
-            self._in_flight.append(InFlight(plan, sequences, self._runner.launch(plan), started))
-        if plan.rows and len(self._in_flight) <= self._depth:
-            return StepOutput(plan.step, [], self.scheduler.tiers.drain_events())
-        return self._confirm(self._in_flight.popleft())
+        if not plan.is_idle or not self._in_flight:  # an idle engine launches empty plans, as the ranks' heartbeat
+            preemptions = [sequence.num_preemptions for sequence in sequences]
+            self._in_flight.append(_StepInFlight(plan, sequences, preemptions, self._runner.launch(plan), now))
+        if plan.rows and len(self._in_flight) <= self._pipeline_depth:
+            return StepOutput(plan.step, [], self.scheduler.kv_cache.drain_events())
+        return self._confirm_step(self._in_flight.popleft())
 
     def stats(self) -> EngineStats:
-        """Counts as of now."""
+        """Counters since the start, and the present load."""
         pool = self.scheduler.pool.stats()
         waiting = [*self.scheduler.waiting, *self._grammars.waiting_sequences()]
         unplanned = [s.num_uncomputed for s in self.scheduler.running]
@@ -149,118 +147,149 @@ class Engine:
             blocks_cached=pool.cached,
             queued_prefill_tokens=sum(count for count in unplanned if count > 1),
             preemptions=self.scheduler.num_preemptions,
-            slowness=self._slowness.value,
-            **self.throughput.counts(),
-            **self.scheduler.tiers.stats(),
+            **self._statistics.counts(),
+            **self.scheduler.kv_cache.stats(),
         )
 
     def unstarted_requests(self) -> set[str]:
-        """Requests of which no choice was ever part of a step; not those whose grammar is being compiled, which may be
-        what ends the group."""
+        """Ids of the requests of which no choice was ever in a plan. Requests whose grammar is being compiled are left
+        out: compiling it may be what ends the group."""
         waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
         return waiting - {s.request.request_id for s in self.scheduler.running}
 
     def update_copy_costs(self, copies: CopyReport | None) -> None:
-        """Takes how fast ranks copy (None: as before) and compute into what copies are weighed by."""
-        rate, step_seconds = self.throughput.prefill_tokens_per_second, self.throughput.step_seconds
-        self.scheduler.tiers.update_copy_cost(copies, tokens_per_second=rate, step_seconds=step_seconds)
+        """Update the measured costs by which the KV cache chooses between copying and computing. `copies`: None if the
+        ranks have no new measurement."""
+        measured = self._statistics
+        self.scheduler.kv_cache.update_copy_cost(
+            copies, tokens_per_second=measured.prefill_tokens_per_second, step_seconds=measured.step_seconds
+        )
 
     def snapshot_blocks(self) -> list[KvEvent]:
-        """Every prefix block held; events drained before it are part of it."""
-        return self.scheduler.tiers.snapshot()
+        """A `stored` event for every prefix block held. The snapshot contains the events of all earlier steps."""
+        return self.scheduler.kv_cache.snapshot()
 
     def check(self) -> None:
-        """Raises AssertionError on a broken invariant."""
+        """Raise AssertionError on a broken invariant."""
+        in_scheduler = (*self.scheduler.waiting, *self.scheduler.running)
         self.scheduler.check()
-        self._grammars.check((*self.scheduler.waiting, *self.scheduler.running))
+        self._grammars.check(in_scheduler)
         known = {id(sequence) for choices in self._sequences.values() for sequence in choices}
-        queued = {
-            id(sequence)
-            for sequence in (*self.scheduler.waiting, *self.scheduler.running, *self._grammars.waiting_sequences())
-        }
+        queued = {id(sequence) for sequence in (*in_scheduler, *self._grammars.waiting_sequences())}
         assert queued == known, "a sequence is lost or left behind"
 
-    def _drop_overdue(self, now: float) -> None:
-        for request_id in self._deadlines.overdue(
-            itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences()), now
-        ):
-            self._refuse(request_id, DeadlineExceeded("it had not begun when its deadline came; allow more time"))
+    def _refuse_overdue(self, now: float) -> None:
+        """Refuse the requests that have not started by their deadline. A started request is aborted by its router.
+        Costs one comparison unless a deadline has passed."""
+        if now < self._next_deadline:
+            return
+        waiting = itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences())
+        unstarted = [s for s in waiting if s.leader is None and not s.started_at and not s.num_preemptions]
+        self._next_deadline = min((s.deadline for s in unstarted if s.deadline > now), default=math.inf)
+        for sequence in unstarted:
+            if sequence.deadline <= now:
+                error = DeadlineExceeded("the request had not started at its deadline; allow more time")
+                self._refuse_request(sequence.request.request_id, error)
 
-    def _confirm(self, done: InFlight) -> StepOutput:
-        result = done.launched.wait()
-        outputs, self._ended_early = self._ended_early, []
-        for index, row, sequence in done.confirm(result):
-            if index in result.failed:
-                self._grammars.mark_failed(sequence)
-                self._refuse(sequence.request.request_id, InvalidRequest(result.failed[index]))
-                continue
-            self._intake.name_blocks(sequence)
-            if sequence.num_registered < sequence.num_computed // self.block_size:
-                self.scheduler.register(sequence)
-            scored = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs.get(index, []))
-            if row.sample:
-                outputs.append(self._output(sequence, index, result, scored))
-            elif scored:
-                outputs.append(SequenceOutput(sequence.request.request_id, sequence.choice, [], prompt_logprobs=scored))
-        if result.copies is not None:
-            self.scheduler.settle(result.copies)
-        if result.num_compiled is not None:
-            self._settle_grammars(result.num_compiled)
-        now = self._clock()
-        seconds, self._confirmed_at = now - max(done.started, self._confirmed_at), now
-        self.throughput.record(done.plan, seconds)
-        self._slowness.record(done.plan, seconds, now)
-        self.update_copy_costs(result.copies)
-        prefill = sum(row.num_tokens for row in done.plan.rows if row.num_tokens > 1)
-        decodes = done.plan.num_tokens - prefill
-        events = self.scheduler.tiers.drain_events()
-        refused, self._refused = self._refused, []
-        return StepOutput(done.plan.step, outputs, events, prefill, decodes, seconds, refused)
-
-    def _queue(self, choices: list[Sequence]) -> None:
+    def _queue_sequences(self, choices: list[Sequence]) -> None:
         for sequence in list(choices):
-            ended = sequence.end_after(sequence.token_ids[-1]) if sequence.num_outputs else None
-            if ended:  # another group had delivered all of it, save the word that it had ended
+            if sequence.num_outputs and sequence.end_after(sequence.token_ids[-1]):
+                # Another group delivered all tokens of this choice, but not its finish reason.
                 output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
-                self._ended_early.append(self._end(sequence, output))
+                self._finish_sequence(sequence, output)
+                self._ended_early.append(output)
             else:
-                self.scheduler.add(sequence)
+                self.scheduler.add_sequence(sequence)
 
-    def _settle_grammars(self, ready: tuple[int, ...]) -> None:
-        for number, choices in self._grammars.record_compiled(ready):
-            try:
-                self._intake.check_grammar(choices[0].request, number)
-            except CoatcheckError as error:
-                self._refuse(choices[0].request.request_id, error)
-            else:
-                self._queue(choices)
+    def _confirm_step(self, step: _StepInFlight) -> StepOutput:
+        """Wait for a step's result, apply it, and report it."""
+        result = step.launched.wait()
+        outputs, self._ended_early = self._ended_early, []
+        for index in range(len(step.sequences)):
+            if (output := self._confirm_row(step, index, result)) is not None:
+                outputs.append(output)
+        if result.copies is not None:
+            self.scheduler.record_copies(result.copies)
+        if result.num_compiled is not None:
+            self._release_compiled(result.num_compiled)
+        num_prefill_tokens, seconds = self._record_step(step)
+        self.update_copy_costs(result.copies)
+        events = self.scheduler.kv_cache.drain_events()
+        refused, self._refused = self._refused, []
+        num_decodes = step.plan.num_tokens - num_prefill_tokens
+        return StepOutput(step.plan.step, outputs, events, num_prefill_tokens, num_decodes, seconds, refused)
 
-    def _refuse(self, request_id: str, error: CoatcheckError) -> None:
-        self._refused.append((request_id, error))
-        self.abort_request(request_id)
+    def _confirm_row(self, step: _StepInFlight, index: int, result: StepResult) -> SequenceOutput | None:
+        """Apply one row's result to its sequence. Return the row's output, if it has one."""
+        row, sequence = step.plan.rows[index], step.sequences[index]
+        sequence.num_pending -= int(row.sample)
+        sequence.started_at = sequence.started_at or step.started_at
+        if sequence.gone:  # it ended after this step was planned
+            return None
+        if index in result.failed:
+            self._grammars.mark_failed(sequence)
+            self._refuse_request(sequence.request.request_id, InvalidRequest(result.failed[index]))
+            return None
+        if row.sample:
+            sequence.token_ids.append(result.token_ids[index])
+        if sequence.num_preemptions == step.preemptions[index]:  # else the blocks that this step wrote are freed
+            sequence.num_computed = row.start + row.num_tokens
+        self._input_processor.hash_full_blocks(sequence)
+        if sequence.num_registered < sequence.num_computed // self.block_size:
+            self.scheduler.register_blocks(sequence)
+        output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
+        if index in result.prompt_logprobs:
+            output.prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs[index])
+        if row.sample:
+            self._add_token(output, sequence, index, result)
+        return output if output.token_ids or output.prompt_logprobs else None
 
-    def _output(
-        self, sequence: Sequence, index: int, result: StepResult, prompt_logprobs: list[TokenLogprob]
-    ) -> SequenceOutput:
-        output = SequenceOutput(sequence.request.request_id, sequence.choice, [result.token_ids[index]])
-        output.prompt_logprobs = prompt_logprobs
+    def _add_token(self, output: SequenceOutput, sequence: Sequence, index: int, result: StepResult) -> None:
+        """Report the sequence's new token, and end the sequence if the token ends it."""
+        token_id = result.token_ids[index]
+        output.token_ids.append(token_id)
         if index in result.logprobs:
-            output.logprobs = [result.logprobs[index]]
-        self.throughput.generated_tokens += 1
+            output.logprobs.append(result.logprobs[index])
+        self._statistics.generated_tokens += 1
         if not sequence.reported:
             sequence.report_beginning(output, self._clock())
-            self.throughput.admitted(sequence)
-        return self._end(sequence, output) if sequence.end_after(output.token_ids[-1]) else output
+            self._statistics.count_prompt(sequence)
+        if sequence.end_after(token_id):
+            self._finish_sequence(sequence, output)
 
-    def _end(self, sequence: Sequence, output: SequenceOutput) -> SequenceOutput:
+    def _finish_sequence(self, sequence: Sequence, output: SequenceOutput) -> None:
+        """Write the finish reason into the sequence's last output, and free its blocks."""
         last = sequence.token_ids[-1]
         output.finish_reason = sequence.finish_reason = sequence.end_after(last)
         output.stop_token_id = last if output.finish_reason is FinishReason.STOP else None
-        self._forget(sequence)
-        return output
+        self._remove_sequence(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
+    def _release_compiled(self, num_compiled: tuple[int, ...]) -> None:
+        """Queue, or refuse, the requests whose grammar every rank has compiled."""
+        for grammar_id, choices in self._grammars.record_compiled(num_compiled):
+            try:
+                self._input_processor.check_grammar(choices[0].request, grammar_id)
+            except CoatcheckError as error:
+                self._refuse_request(choices[0].request.request_id, error)
+            else:
+                self._queue_sequences(choices)
+
+    def _record_step(self, step: _StepInFlight) -> tuple[int, float]:
+        """Record a step that has just ended. Return its prefill tokens and the seconds it took."""
+        now = self._clock()
+        # A pipelined step begins when the step before it ends.
+        seconds = now - max(step.started_at, self._last_confirmed_at)
+        self._last_confirmed_at = now
+        num_prefill_tokens = sum(row.num_tokens for row in step.plan.rows if row.num_tokens > 1)
+        self._statistics.record_step(step.plan, num_prefill_tokens, seconds, now)
+        return num_prefill_tokens, seconds
+
+    def _refuse_request(self, request_id: str, error: CoatcheckError) -> None:
+        self._refused.append((request_id, error))
+        self.abort_request(request_id)
+
+    def _remove_sequence(self, sequence: Sequence) -> None:
+        self.scheduler.remove_sequence(sequence)
         self._grammars.remove_sequence(sequence)
         choices = self._sequences[sequence.request.request_id]
         choices.remove(sequence)

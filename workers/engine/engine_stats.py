@@ -1,18 +1,20 @@
-"""Throughput: what an engine has done and how fast it does it lately; what routers weigh groups by."""
+"""StepStatistics: what an engine has done since its start, and how fast it is. Routers route by it."""
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from coatcheck.workers.core.cache_reasons import MissReason
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.engine.straggler_signal import StragglerSignal
 
-_MEMORY = 0.9  # of the running averages, per step
+_OLD_WEIGHT: Final = 0.9  # of a running average, per step
+_SHORTEST_PREFILL: Final = 32  # tokens; the duration of a shorter one is mostly its step's overhead
 
 
-class ThroughputCounts(TypedDict):
-    """The part of EngineStats that is counted here."""
+class StepCounts(TypedDict):
+    """The fields of EngineStats that StepStatistics fills."""
 
     prompt_tokens: int
     cached_device_tokens: int
@@ -23,58 +25,66 @@ class ThroughputCounts(TypedDict):
     prefill_seconds: float
     prefill_tokens_per_second: float
     step_seconds: float
+    slowness: float
 
 
-class Throughput:
-    """Counters since the start; running averages of prefill rate and of the seconds of a decode-only step."""
+class StepStatistics:
+    """Counters since the start, running averages of the prefill rate and of the seconds of a decode-only step, and
+    the slowness of recent steps (see StragglerSignal)."""
 
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.cached_device_tokens = 0
-        self.cached_host_tokens = 0
-        self.prefix_misses: Counter[MissReason] = Counter()
-        self.generated_tokens = 0
-        self.steps = 0
-        self.prefill_seconds = 0.0
+    def __init__(self, attention_crossover: int) -> None:
         self.prefill_tokens_per_second = 0.0
         self.step_seconds = 0.0
+        self.generated_tokens = 0
+        self._straggler = StragglerSignal(attention_crossover)
+        self._prompt_tokens = 0
+        self._cached_device_tokens = 0
+        self._cached_host_tokens = 0
+        self._prefix_misses: Counter[MissReason] = Counter()
+        self._steps = 0
+        self._prefill_seconds = 0.0
 
-    def admitted(self, sequence: Sequence) -> None:
-        """Counts a sequence's prompt, once; forks share their leader's."""
+    def count_prompt(self, sequence: Sequence) -> None:
+        """Count the prompt of a sequence that has its first token. Sequences with a leader share the leader's prompt
+        and are not counted."""
         if sequence.leader is None:
-            self.prompt_tokens += sequence.prompt_len
-            self.cached_device_tokens += max(sequence.cached_device_tokens, 0)
-            self.cached_host_tokens += sequence.cached_host_tokens
+            self._prompt_tokens += sequence.prompt_len
+            self._cached_device_tokens += max(sequence.cached_device_tokens, 0)
+            self._cached_host_tokens += sequence.cached_host_tokens
             if sequence.miss is not None:
-                self.prefix_misses[sequence.miss.reason] += 1
+                self._prefix_misses[sequence.miss.reason] += 1
 
-    def record(self, plan: StepPlan, seconds: float) -> None:
-        """Takes one step's duration into the averages."""
-        self.steps += 1
+    def record_step(self, plan: StepPlan, num_prefill_tokens: int, seconds: float, now: float) -> None:
+        """Record a step that took `seconds` and ended at `now`."""
+        self._steps += 1
+        self._straggler.record_step(plan, seconds, now)
         if not plan.rows:
             return
-        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        self.prefill_seconds += seconds if prefill else 0.0
-        if not prefill:
-            self.step_seconds = self._mix(self.step_seconds, seconds)
-        elif prefill >= 32:  # shorter ones measure the step's overhead
-            beside = max(seconds - self.step_seconds * (len(plan.rows) > 1), seconds / 10)
-            self.prefill_tokens_per_second = self._mix(self.prefill_tokens_per_second, prefill / beside)
+        if not num_prefill_tokens:
+            self.step_seconds = _average(self.step_seconds, seconds)
+            return
+        self._prefill_seconds += seconds
+        if num_prefill_tokens >= _SHORTEST_PREFILL:
+            prefill_seconds = max(seconds - self.step_seconds * (len(plan.rows) > 1), seconds / 10)
+            self.prefill_tokens_per_second = _average(
+                self.prefill_tokens_per_second, num_prefill_tokens / prefill_seconds
+            )
 
-    def counts(self) -> ThroughputCounts:
-        """Everything, as EngineStats names it."""
-        return ThroughputCounts(
-            prompt_tokens=self.prompt_tokens,
-            cached_device_tokens=self.cached_device_tokens,
-            cached_host_tokens=self.cached_host_tokens,
-            prefix_misses=dict(self.prefix_misses),
+    def counts(self) -> StepCounts:
+        return StepCounts(
+            prompt_tokens=self._prompt_tokens,
+            cached_device_tokens=self._cached_device_tokens,
+            cached_host_tokens=self._cached_host_tokens,
+            prefix_misses=dict(self._prefix_misses),
             generated_tokens=self.generated_tokens,
-            steps=self.steps,
-            prefill_seconds=self.prefill_seconds,
+            steps=self._steps,
+            prefill_seconds=self._prefill_seconds,
             prefill_tokens_per_second=self.prefill_tokens_per_second,
             step_seconds=self.step_seconds,
+            slowness=self._straggler.slowness,
         )
 
-    @staticmethod
-    def _mix(average: float, sample: float) -> float:
-        return sample if average == 0.0 else _MEMORY * average + (1 - _MEMORY) * sample
+
+def _average(average: float, sample: float) -> float:
+    """The running average with one more sample; the first sample replaces the initial 0."""
+    return sample if average == 0.0 else _OLD_WEIGHT * average + (1 - _OLD_WEIGHT) * sample

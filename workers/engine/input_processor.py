@@ -1,10 +1,8 @@
-"""InputProcessor: requests are checked, and become sequences with their blocks named.
-
-It knows what the model and the pool can hold, and no sequence that runs.
-"""
+"""InputProcessor: checks requests and makes their sequences, with the hashes of their full blocks."""
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 from coatcheck.proto.block_hash import block_key, hash_block, hash_chain
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidRequest
@@ -15,7 +13,7 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
-_MOST_KEYS = 1024
+_MAX_KEYS: Final = 1024
 
 
 class InputProcessor:
@@ -28,33 +26,53 @@ class InputProcessor:
         block_size: int,
         max_model_len: int,
         grammars: GrammarBackend,
-        book: PrefixRegistry,
+        prefixes: PrefixRegistry,
         clock: Callable[[], float],
     ) -> None:
-        self.spec = spec
-        self.block_size = block_size
-        self.max_model_len = max_model_len
+        self._spec = spec
+        self._block_size = block_size
+        self._max_model_len = max_model_len
         self._grammars = grammars
-        self._book = book
+        self._prefixes = prefixes
         self._clock = clock
-        self._keys: dict[str, bytes] = {}
-        self._arrivals = 0
+        self._keys: dict[str, bytes] = {}  # a cache, by cache salt
+        self._num_sequences = 0  # since the start
 
-    def take(self, request: EngineRequest, grammar: int | None) -> list[Sequence]:
-        """The request's sequences, one for each choice; the prefix book records what they want. Raises InvalidRequest
-        without any change. `grammar`: the number of the request's compiled grammar, or None."""
-        self._check(request)
-        if grammar is not None:
-            self.check_grammar(request, grammar)
-        chain = hash_chain(self._key(request.cache_salt), request.prompt_token_ids, self.block_size)
-        self._book.advance_clock(self._clock())
-        contents = content_chain(request.prompt_token_ids, self.block_size)
-        self._book.record_request(chain, request.owner, request.retention, contents)
-        return self._sequences(request, chain)
+    def make_sequences(self, request: EngineRequest, grammar_id: int | None) -> list[Sequence]:
+        """One sequence for each choice. All but the first share the first one's prompt. The prefix registry records
+        which prefix the request wants.
 
-    def _check(self, request: EngineRequest) -> None:
-        """Raises InvalidRequest, and ContextLengthExceeded for more than max_model_len tokens."""
-        vocab, prompt_len = self.spec.vocab_size, len(request.prompt_token_ids)
+        `grammar_id`: of the request's grammar, if every rank has compiled it. Raises InvalidRequest, and
+        ContextLengthExceeded for more than max_model_len tokens; then nothing has changed.
+        """
+        self._check_request(request)
+        if grammar_id is not None:
+            self.check_grammar(request, grammar_id)
+        chain = hash_chain(self._block_key(request.cache_salt), request.prompt_token_ids, self._block_size)
+        self._prefixes.advance_clock(self._clock())
+        contents = content_chain(request.prompt_token_ids, self._block_size)
+        self._prefixes.record_request(chain, request.owner, request.retention, contents)
+        sequences: list[Sequence] = []
+        for choice in range(request.sampling.n):
+            sequences.append(self._make_sequence(request, choice, sequences[0] if sequences else None, chain))
+        return sequences
+
+    def check_grammar(self, request: EngineRequest, grammar_id: int) -> None:
+        """Raise InvalidRequest if the request's compiled grammar cannot be used, or does not match the tokens that the
+        request resumes with."""
+        for token_ids in request.resume.values() or ((),):
+            self._grammars.check_resume(grammar_id, token_ids)
+
+    def hash_full_blocks(self, sequence: Sequence) -> None:
+        """Hash the blocks that the sequence's computed tokens have filled since the last call."""
+        size = self._block_size
+        while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
+            parent = sequence.block_hashes[-1] if sequence.block_hashes else b""
+            key = self._block_key(sequence.request.cache_salt)
+            sequence.block_hashes.append(hash_block(key, parent, sequence.token_ids[start : start + size]))
+
+    def _check_request(self, request: EngineRequest) -> None:
+        vocab, prompt_len = self._spec.vocab_size, len(request.prompt_token_ids)
         if not prompt_len:
             raise InvalidRequest("the prompt is empty; give at least one token")
         for token in (*request.prompt_token_ids, *(token for ids in request.resume.values() for token in ids)):
@@ -62,9 +80,9 @@ class InputProcessor:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab}")
         request.sampling.check_model(vocab)
         wanted = prompt_len + (request.sampling.max_tokens or 1)
-        if wanted > self.max_model_len:
+        if wanted > self._max_model_len:
             raise ContextLengthExceeded.of(
-                self.max_model_len,
+                self._max_model_len,
                 f"you requested {wanted} tokens: {prompt_len} in the prompt, and max_tokens is "
                 f"{request.sampling.max_tokens or 1}; shorten the prompt or lower max_tokens",
             )
@@ -73,53 +91,36 @@ class InputProcessor:
         if request.sampling.structured is not None:
             self._grammars.require_tokenizer()
 
-    def check_grammar(self, request: EngineRequest, grammar: int) -> None:
-        """Raises InvalidRequest where its structured output, compiled by now, cannot be, or not behind what it
-        resumes."""
-        for said in request.resume.values() or ((),):
-            self._grammars.check_resume(grammar, said)
-
-    def _sequences(self, request: EngineRequest, chain: list[bytes]) -> list[Sequence]:
-        """One for each choice; all but the first wait for the first's prompt. `chain` is the request's."""
-        choices: list[Sequence] = []
-        for choice in range(request.sampling.n):
-            choices.append(self._sequence(request, choice, choices[0] if choices else None, chain))
-        return choices
-
-    def name_blocks(self, sequence: Sequence) -> None:
-        """Names those that its computed tokens have filled since."""
-        size = self.block_size
-        while (start := len(sequence.block_hashes) * size) + size <= sequence.num_computed:
-            parent = sequence.block_hashes[-1] if sequence.block_hashes else b""
-            key = self._key(sequence.request.cache_salt)
-            sequence.block_hashes.append(hash_block(key, parent, sequence.token_ids[start : start + size]))
-
-    def _sequence(self, request: EngineRequest, choice: int, leader: Sequence | None, chain: list[bytes]) -> Sequence:
+    def _make_sequence(
+        self, request: EngineRequest, choice: int, leader: Sequence | None, chain: list[bytes]
+    ) -> Sequence:
         prompt = request.prompt_token_ids
         max_tokens = request.sampling.max_tokens
-        ends = set(request.sampling.stop_token_ids)
-        ends |= set() if request.sampling.ignore_eos else set(self.spec.eos_token_ids)
-        self._arrivals += 1
+        end_token_ids = set(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            end_token_ids.update(self._spec.eos_token_ids)
+        self._num_sequences += 1
         now = self._clock()
         sequence = Sequence(
             request=request,
             choice=choice,
             token_ids=[*prompt, *request.resume.get(choice, ())],
-            max_len=self.max_model_len if max_tokens is None else len(prompt) + max_tokens,
-            arrival=(request.priority, self._arrivals),
-            end_token_ids=frozenset(ends),
+            max_len=self._max_model_len if max_tokens is None else len(prompt) + max_tokens,
+            arrival=(request.priority, self._num_sequences),
+            end_token_ids=frozenset(end_token_ids),
             leader=leader,
             submitted_at=now,
             deadline=math.inf if request.seconds_left is None else now + request.seconds_left,
         )
-        key, hashed = self._key(request.cache_salt), len(chain) * self.block_size
-        resumed = hash_chain(key, sequence.token_ids[hashed:], self.block_size, chain[-1] if chain else b"")
+        # Resumed tokens may fill further blocks.
+        key, hashed = self._block_key(request.cache_salt), len(chain) * self._block_size
+        resumed = hash_chain(key, sequence.token_ids[hashed:], self._block_size, chain[-1] if chain else b"")
         sequence.block_hashes = [*chain, *resumed]
         return sequence
 
-    def _key(self, salt: str) -> bytes:
+    def _block_key(self, salt: str) -> bytes:
         if salt not in self._keys:
-            if len(self._keys) > _MOST_KEYS:
-                self._keys.clear()  # a cache of a pure function: tenants come and go
-            self._keys[salt] = block_key(salt=salt, model=self.spec.name, fingerprint=self.spec.fingerprint)
+            if len(self._keys) > _MAX_KEYS:
+                self._keys.clear()
+            self._keys[salt] = block_key(salt=salt, model=self._spec.name, fingerprint=self._spec.fingerprint)
         return self._keys[salt]

@@ -1,12 +1,17 @@
 """Scheduler: which tokens of which sequences the next step computes. Pure: no tensor, no I/O, no clock.
 
-Continuous batching under a token budget: every running decode first, then the prefills under way, then admission by
-priority and in order of arrival. A long prompt is computed in chunks beside the decodes; while there are decodes, a
-chunk is priced with its attention over what came before it, so that the thousandth chunk of a long prompt stalls them
-no more than the first. A prefix that the host tier holds is restored where that is sooner than computing it; its
-sequence has its slot and blocks meanwhile, and joins the plans when they are filled. Preemption never takes a sequence
-that goes before the one that needs room, so the first always ends. The scheduler owns the tiers and the slots. It does
-not know models, ranks or who asked.
+Continuous batching under a token budget. Each step takes, in this order:
+
+1. the next token of every running sequence that decodes,
+2. the next chunk of running prompts,
+3. waiting sequences, by priority and then in order of arrival.
+
+A cached prefix is not computed again. Blocks that only the host tier holds are restored where that is faster than
+computing them; meanwhile the sequence holds its slot and blocks but is in no plan. A sequence whose next block another
+one is computing waits for that block.
+
+When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. Only sequences that
+arrived later than the one in need are preempted, so the oldest one always finishes.
 """
 
 from collections import deque
@@ -15,18 +20,15 @@ from itertools import takewhile
 
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.sequence import Sequence
-from coatcheck.workers.core.step_plan import StepPlan, TableWrite
-from coatcheck.workers.engine.row_planner import RowPlanner
+from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 from coatcheck.workers.engine.token_budget import TokenBudget
-from coatcheck.workers.kv.block_pool import BlockPool
-from coatcheck.workers.kv.host_pool import HostPool
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 from coatcheck.workers.kv.prefix_lookup import PrefixLookup
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`attention_crossover`: the context length at which attention costs as much per token as all else (tokens)."""
+    """`attention_crossover`: the context length at which a token's attention costs as much as all else (tokens)."""
 
     block_size: int
     max_num_seqs: int
@@ -34,24 +36,33 @@ class SchedulerConfig:
     attention_crossover: int = 4096
 
 
-class Scheduler:
-    """`waiting` and `running` are in order of arrival."""
+@dataclass(frozen=True, slots=True)
+class _CachedPrefix:
+    """What a waiting sequence need not compute: its leading blocks, None for one to restore from the host tier."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, host: HostPool | None = None) -> None:
+    blocks: list[int | None]
+    device_blocks: list[int]  # those that are not None
+    num_tokens: int
+    is_forked: bool  # the blocks are those of the sequence's leader; the last one may hold other tokens too
+
+
+class Scheduler:
+    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are in order of arrival."""
+
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
         self.config = config
-        self.pool = pool
-        self.tiers = KVCacheManager(pool, host, config.block_size)
-        self._rows = RowPlanner(pool, self.tiers, config.block_size)
+        self.kv_cache = kv_cache
+        self.pool = kv_cache.pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._prefixes = PrefixLookup(self.tiers, config.block_size)
-        self._merged: list[TableWrite] = []
-        self._steps = 0
+        self._prefixes = PrefixLookup(kv_cache, config.block_size)
+        self._unsent_writes: list[TableWrite] = []  # for the next plan
+        self._num_steps = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence; whoever calls has checked that the pool can hold it alone."""
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Queue a sequence. The pool must be large enough to hold it alone."""
         if self.waiting and self.waiting[-1].arrival > sequence.arrival:
             self._insert_waiting(sequence)
         else:
@@ -59,31 +70,32 @@ class Scheduler:
 
     def schedule(self) -> tuple[StepPlan, list[Sequence]]:
         """The next step's plan, and the sequence of each of its rows."""
-        plan = StepPlan(self._steps)
-        self._steps += 1
-        plan.table_writes, self._merged = self._merged, []
+        plan = StepPlan(self._num_steps)
+        self._num_steps += 1
+        plan.table_writes, self._unsent_writes = self._unsent_writes, []
         scheduled: list[Sequence] = []
         self._plan_decodes(plan, scheduled)
         left = self.config.max_batch_tokens - len(scheduled)
         budget = TokenBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
-        self.tiers.plan_copies(plan, beside_decodes=budget.beside_decodes)
-        if plan.is_idle:  # such a plan may never be sent
-            self._merged, plan.table_writes = plan.table_writes, []
+        self.kv_cache.plan_copies(plan, beside_decodes=budget.beside_decodes)
+        if plan.is_idle:  # the engine may drop an idle plan
+            self._unsent_writes, plan.table_writes = plan.table_writes, []
         return plan, scheduled
 
-    def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and frees its blocks; results in flight will be dropped."""
+    def remove_sequence(self, sequence: Sequence) -> None:
+        """Remove a sequence that ended, from wherever it is, and free its slot and blocks."""
         sequence.gone = True
         if sequence.slot >= 0:
             self.running.remove(sequence)
-            self._vacate(sequence)
+            self._free_resources(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def register(self, sequence: Sequence) -> None:
-        """Names the sequence's newly full blocks; a block whose prefix another one holds is given up for it."""
+    def register_blocks(self, sequence: Sequence) -> None:
+        """Add the sequence's newly full blocks to the prefix cache. Where another block holds the same prefix, the
+        sequence uses that one from now on and its own is freed."""
         size = self.config.block_size
         for index in range(sequence.num_registered, min(sequence.num_computed // size, len(sequence.block_hashes))):
             block_hash = sequence.block_hashes[index]
@@ -97,26 +109,27 @@ class Scheduler:
                 self.pool.share_blocks([known])
                 self.pool.release_blocks([block])
                 sequence.block_table[index] = known
-                self._merged.append(TableWrite(sequence.slot, index, known))
+                self._unsent_writes.append(TableWrite(sequence.slot, index, known))
             self._prefixes.remove_pending(sequence, [block_hash])
             sequence.num_registered = index + 1
 
-    def settle(self, report: CopyReport) -> None:
-        """Takes the ranks' report on copies between the tiers; sequences whose blocks have all come may be planned."""
-        for sequence, broken_at in self.tiers.record_copies(report):
+    def record_copies(self, report: CopyReport) -> None:
+        """Apply the ranks' report on copies between the tiers. Sequences whose restores are all done can be planned;
+        a sequence with a broken block waits again."""
+        for sequence, broken_at in self.kv_cache.record_copies(report):
             if broken_at is None:
                 sequence.num_computed = sequence.num_scheduled
-                self.register(sequence)
+                self.register_blocks(sequence)
                 continue
-            # What came back right is named, so that the next admission finds it; the rest is computed.
+            # The blocks before the broken one are registered, so that the next admission finds them.
             sequence.num_computed = broken_at * self.config.block_size
-            self.register(sequence)
+            self.register_blocks(sequence)
             sequence.cached_device_tokens = -1
             sequence.cached_host_tokens = min(sequence.cached_host_tokens, sequence.num_computed)
-            self._requeue(sequence)
+            self._requeue_sequence(sequence)
 
     def check(self) -> None:
-        """Raises AssertionError on a broken invariant, the pool's included."""
+        """Raise AssertionError on a broken invariant, the pool's included."""
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "slots lost or doubled"
         for sequence in self.running:
@@ -126,69 +139,84 @@ class Scheduler:
             assert not sequence.gone, "a sequence that is gone still runs"
         for sequence in self.waiting:
             assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
-        held = self.tiers.check()
+        held = self.kv_cache.check()
         self.pool.check((*(sequence.block_table for sequence in self.running), *held))
+
+    # Decodes and prefills of running sequences.
 
     def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
         for sequence in list(self.running):
-            # At max_len everything is planned: the token in flight will end it, whichever it is. A slot below 0 is
-            # a victim of an older sequence's need, a moment ago.
+            # At max_len everything is planned: the token in flight will end the sequence, whichever it is. A slot
+            # below 0 means that the sequence has just been preempted for an older one.
             if sequence.slot < 0 or sequence.num_uncomputed != 1 or sequence.num_tokens >= sequence.max_len:
                 continue
             if sequence.num_restoring:
                 continue
-            if self._make_room(sequence, plan):
-                self._rows.plan(plan, sequence, 1)
+            if self._preempt_for(sequence, plan):
+                self._plan_row(plan, sequence, 1)
                 scheduled.append(sequence)
 
     def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and not sequence.num_restoring and not budget.is_spent:
-                count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
-                self._rows.plan(plan, sequence, count)
+                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_uncomputed))
                 scheduled.append(sequence)
 
-    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
-        passed_over: list[Sequence] = []
-        while self.waiting and self._free_slots and not budget.is_spent:
-            sequence = self.waiting.popleft()
-            if self._waits_for_another(sequence, beside_decodes=budget.beside_decodes):
-                passed_over.append(sequence)
-            elif self._admit(sequence, plan, beside_decodes=budget.beside_decodes):
-                if sequence.num_restoring:
-                    continue
-                count = budget.take(sequence.num_scheduled, sequence.num_uncomputed)
-                self._rows.plan(plan, sequence, count)
-                scheduled.append(sequence)
-            else:  # in order of arrival: nobody overtakes one that needs more room
-                self.waiting.appendleft(sequence)
-                break
-        self.waiting.extendleft(reversed(passed_over))
+    def _plan_row(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+        """Add the sequence's next `count` tokens to the plan. Missing blocks are allocated, a shared block is copied
+        before it is written. The caller has made sure that there are enough blocks."""
+        size = self.config.block_size
+        start = sequence.num_scheduled
+        for index in range(start // size, (start + count - 1) // size + 1):
+            known = index < len(sequence.block_table)
+            if not known:
+                sequence.block_table += self.pool.allocate_blocks(1)
+            elif not self.pool.is_writable(shared := sequence.block_table[index]):
+                (sequence.block_table[index],) = self.pool.allocate_blocks(1)
+                plan.copies.append((shared, sequence.block_table[index]))
+                self.pool.release_blocks([shared])
+                known = False
+            self.kv_cache.demote_before_write(sequence.block_table[index], plan)
+            if known:
+                continue
+            plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
+        sequence.num_scheduled += count
+        sample = sequence.num_scheduled == sequence.num_tokens
+        sequence.num_pending += int(sample)
+        plan.rows.append(Row(sequence.slot, start, count, sample))
 
-    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Whether the sequence's next token has, or can get, a block that it may write."""
-        while self._rows.blocks_wanted(sequence) > self.pool.num_available:
+    # Preemption.
+
+    def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt sequences until there is a block for this sequence's next token. False: it was preempted itself."""
+        while self._count_missing_blocks(sequence) > self.pool.num_available:
             victim = self._cheapest_victim(sequence)
-            self._preempt(victim, plan)
+            self._preempt_sequence(victim, plan)
             if victim is sequence:
                 return False
         return True
 
-    def _cheapest_victim(self, needy: Sequence) -> Sequence:
-        """The younger sequence whose blocks are had back cheapest; the needy one itself if none is younger."""
-        younger = [s for s in self.running if s.arrival > needy.arrival]
-        return min(younger, key=lambda s: (self.tiers.preemption_cost(s), _backwards(s.arrival)), default=needy)
+    def _count_missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks to allocate before the next token is written: 1 if it starts a block or shares its last, else 0."""
+        index = sequence.num_scheduled // self.config.block_size
+        table = sequence.block_table
+        return int(index == len(table) or not self.pool.is_writable(table[index]))
 
-    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
-        # Decodes are planned oldest first and victims are younger, so a victim has no row in this plan yet.
+    def _cheapest_victim(self, needy: Sequence) -> Sequence:
+        """The later sequence whose blocks are cheapest to get back; `needy` itself if it is the latest."""
+        later = [s for s in self.running if s.arrival > needy.arrival]
+        return min(later, key=lambda s: (self.kv_cache.preemption_cost(s), _backwards(s.arrival)), default=needy)
+
+    def _preempt_sequence(self, victim: Sequence, plan: StepPlan) -> None:
+        # Decodes are planned oldest first and victims arrived later, so a victim has no row in this plan yet.
         plan.table_writes = [write for write in plan.table_writes if write.slot != victim.slot]
-        self._requeue(victim)
+        self._requeue_sequence(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue_sequence(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._vacate(sequence)
+        self._free_resources(sequence)
         sequence.num_computed = sequence.num_scheduled = sequence.num_registered = 0
         self._insert_waiting(sequence)
 
@@ -196,70 +224,112 @@ class Scheduler:
         at = sum(1 for _ in takewhile(lambda other: other.arrival < sequence.arrival, self.waiting))
         self.waiting.insert(at, sequence)
 
-    def _vacate(self, sequence: Sequence) -> None:
-        self._merged = [write for write in self._merged if write.slot != sequence.slot]
+    def _free_resources(self, sequence: Sequence) -> None:
+        self._unsent_writes = [write for write in self._unsent_writes if write.slot != sequence.slot]
         self._prefixes.remove_pending(sequence, sequence.block_hashes[sequence.num_registered :])
-        self.tiers.cancel_restores(sequence)
+        self.kv_cache.cancel_restores(sequence)
         self.pool.release_blocks(sequence.block_table)
         sequence.block_table = []
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
+    # Admission of waiting sequences.
+
+    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
+        passed_over: list[Sequence] = []
+        while self.waiting and self._free_slots and not budget.is_spent:
+            sequence = self.waiting.popleft()
+            if self._waits_for_another(sequence, beside_decodes=budget.beside_decodes):
+                passed_over.append(sequence)
+            elif self._admit_sequence(sequence, plan, beside_decodes=budget.beside_decodes):
+                if sequence.num_restoring:
+                    continue
+                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_uncomputed))
+                scheduled.append(sequence)
+            else:  # no later sequence overtakes one that needs more room
+                self.waiting.appendleft(sequence)
+                break
+        self.waiting.extendleft(reversed(passed_over))
+
     def _waits_for_another(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
-        """Whether what it needs is being computed right now: its own last token, its leader's prompt, its prefix."""
+        """Whether something that it needs is being computed: its own last token, its leader's prompt, its prefix."""
         leader = sequence.leader
         if sequence.num_pending:
             return True
         if leader is not None and not leader.gone:
-            # Before the leader runs, and while its prompt is computed, waiting is cheaper than computing it twice.
-            # A leader that still prefills (it was resumed) must not find its last block shared under its hands.
+            # Until the leader has computed the prompt, waiting is cheaper than computing it twice. A leader that still
+            # prefills (it was resumed) would write to the last block after it is shared.
             return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1 or leader.num_restoring > 0
         return self._prefixes.is_prefix_pending(sequence, beside_decodes=beside_decodes)
 
-    def _admit(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
-        """Gives the sequence a slot and blocks for all its tokens, if there are so many beside what runs."""
-        size = self.config.block_size
-        forked = sequence.leader is not None and sequence.leader.slot >= 0 and not sequence.leader.gone
-        found: list[int | None] = []
-        if forked:
-            assert sequence.leader is not None
-            found += sequence.leader.block_table[: -(-sequence.prompt_len // size)]
-            computed = sequence.prompt_len - 1
-        else:
-            found = self._prefixes.find_cached_blocks(sequence, beside_decodes=beside_decodes)
-            computed = len(found) * size
-        shared = [block for block in found if block is not None]
-        fresh = -(-len(sequence.token_ids) // size) - len(shared)
-        spare = len(self.running) + int(forked)  # one block each that decodes may need next, one to copy on write
-        woken = sum(self.pool.is_unused(block) for block in shared)
-        if fresh + woken + (spare if self.running else 0) > self.pool.num_available:
+    def _admit_sequence(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
+        """Give the sequence a slot and blocks for all its tokens. Return False if there is not enough room."""
+        prefix = self._find_prefix(sequence, beside_decodes=beside_decodes)
+        num_new_blocks = self._count_blocks(len(sequence.token_ids)) - len(prefix.device_blocks)
+        if not self._has_room(prefix, num_new_blocks):
             return False
-        self.pool.share_blocks(shared)
-        taken = iter(self.pool.allocate_blocks(fresh))
-        table = [next(taken) if block is None else block for block in found]
-        sequence.block_table = [*table, *taken]
         sequence.slot = self._free_slots.pop()
-        sequence.num_computed = sequence.num_scheduled = computed
-        sequence.num_registered = computed // size
-        if None in found:
-            sequence.num_registered = found.index(None)
-            sequence.num_computed = sequence.num_registered * size
-        for index, block in enumerate(found):
-            if block is None:
-                self.tiers.queue_restore(sequence, index)
-        self._prefixes.record_cached_tokens(sequence, computed, None if forked else len(found))
-        self._prefixes.add_pending(
-            sequence, sequence.block_hashes[sequence.num_registered : self._prefixes.count_cacheable_blocks(sequence)]
-        )
+        self._assign_blocks(sequence, prefix, num_new_blocks)
+        self._restore_blocks(sequence, prefix)
+        missing = None if prefix.is_forked else len(prefix.blocks)
+        self._prefixes.record_cached_tokens(sequence, prefix.num_tokens, missing)
+        cacheable = self._prefixes.count_cacheable_blocks(sequence)
+        self._prefixes.add_pending(sequence, sequence.block_hashes[sequence.num_registered : cacheable])
         self._insert_running(sequence)
-        self._rows.announce(sequence, plan)
+        self._announce_sequence(sequence, plan)
         return True
+
+    def _find_prefix(self, sequence: Sequence, *, beside_decodes: bool) -> _CachedPrefix:
+        """The prompt blocks of the sequence's leader, else what the tiers hold."""
+        leader = sequence.leader
+        if leader is not None and leader.slot >= 0 and not leader.gone:
+            shared = leader.block_table[: self._count_blocks(sequence.prompt_len)]
+            return _CachedPrefix([*shared], shared, sequence.prompt_len - 1, is_forked=True)
+        found = self._prefixes.find_cached_blocks(sequence, beside_decodes=beside_decodes)
+        on_device = [block for block in found if block is not None]
+        return _CachedPrefix(found, on_device, len(found) * self.config.block_size, is_forked=False)
+
+    def _has_room(self, prefix: _CachedPrefix, num_new_blocks: int) -> bool:
+        """Whether the pool has these blocks, and one more for each running sequence, which may need it next."""
+        num_unused = sum(self.pool.is_unused(block) for block in prefix.device_blocks)
+        reserve = len(self.running) + int(prefix.is_forked) if self.running else 0  # a fork copies its last block
+        return num_new_blocks + num_unused + reserve <= self.pool.num_available
+
+    def _assign_blocks(self, sequence: Sequence, prefix: _CachedPrefix, num_new_blocks: int) -> None:
+        self.pool.share_blocks(prefix.device_blocks)
+        new_blocks = iter(self.pool.allocate_blocks(num_new_blocks))
+        table = [next(new_blocks) if block is None else block for block in prefix.blocks]
+        sequence.block_table = [*table, *new_blocks]
+        sequence.num_computed = sequence.num_scheduled = prefix.num_tokens
+        sequence.num_registered = prefix.num_tokens // self.config.block_size
+
+    def _restore_blocks(self, sequence: Sequence, prefix: _CachedPrefix) -> None:
+        """Queue the restore of the blocks that only the host tier holds. Tokens from the first of them on count as
+        computed when all restores are done."""
+        if None not in prefix.blocks:
+            return
+        sequence.num_registered = prefix.blocks.index(None)
+        sequence.num_computed = sequence.num_registered * self.config.block_size
+        for index, block in enumerate(prefix.blocks):
+            if block is None:
+                self.kv_cache.queue_restore(sequence, index)
 
     def _insert_running(self, sequence: Sequence) -> None:
         at = len(self.running)
         while at and self.running[at - 1].arrival > sequence.arrival:
             at -= 1
         self.running.insert(at, sequence)
+
+    def _announce_sequence(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Tell the ranks about a sequence that has been given a slot."""
+        sampling = sequence.request.sampling
+        stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
+        ids = list(sequence.token_ids)
+        plan.new_rows.append(NewRow(sequence.slot, sequence.choice, sequence.prompt_len, ids, sampling, stops))
+        plan.table_writes.extend(TableWrite(sequence.slot, i, block) for i, block in enumerate(sequence.block_table))
+
+    def _count_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
 
 
 def _backwards(arrival: tuple[int, int]) -> tuple[int, int]:

@@ -1,21 +1,22 @@
-"""TokenBudget: how much prefill one step may still take on.
+"""TokenBudget: how many prompt tokens one step may still compute.
 
-While sequences decode, a chunk is priced with its attention over what came before it, in tokens of an empty context:
+While sequences decode, a chunk is charged for its attention over the tokens before it, in tokens of an empty context:
 
     price(start, count) = count * (1 + (start + count / 2) / crossover)
 
-so that the thousandth chunk of a long prompt holds the decodes up no longer than the first. Alone, a step takes as
-many tokens as fit. It does not know blocks or slots.
+so that the last chunk of a long prompt delays the decodes no longer than the first. A step without decodes takes as
+many tokens as fit.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
-_SMALLEST_CHUNK = 16  # below this a chunk costs its step's overhead and little else
+_SMALLEST_CHUNK: Final = 16  # a smaller chunk costs little more than the overhead of its step
 
 
 @dataclass(slots=True)
 class TokenBudget:
-    """`left` in tokens; `crossover`: the context at which attention costs a token as much as all else does."""
+    """`left`: tokens. `crossover`: the context length at which a token's attention costs as much as all else."""
 
     left: float
     crossover: int
@@ -23,11 +24,10 @@ class TokenBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether not even one token is left."""
         return self.left < 1
 
-    def take(self, start: int, wanted: int) -> int:
-        """How many of `wanted` tokens from position `start` on this step computes; takes their price."""
+    def take_tokens(self, start: int, wanted: int) -> int:
+        """Return how many of `wanted` tokens from position `start` this step computes, and charge for them."""
         affordable = self.left
         if self.beside_decodes:
             affordable = min(max(self.left / (1 + start / self.crossover), _SMALLEST_CHUNK), self.left)

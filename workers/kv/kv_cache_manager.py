@@ -13,14 +13,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypedDict
 
-from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss
+from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, PrefixMiss, Tier
 from coatcheck.workers.core.copy_report import CopyReport, CopyStatus
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_output import KvEvent
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.kv.block_pool import BlockPool
 from coatcheck.workers.kv.copy_cost import CopyCost
+from coatcheck.workers.kv.eviction import Evictor
+from coatcheck.workers.kv.eviction_policy import create_policy
 from coatcheck.workers.kv.host_pool import HostPool, HostPoolStats
+from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 
 # Every 31st copy that costs too much is made nonetheless. A cost measured in a bad moment would else never change,
 # because nothing would be copied and measured.
@@ -58,6 +61,7 @@ class KVCacheManager:
     def __init__(self, pool: BlockPool, host: HostPool | None, block_size: int) -> None:
         self.pool = pool
         self.host = host
+        self.registry = pool.registry
         self.copy_cost = CopyCost(block_size)
         self._queued: deque[_Restore] = deque()
         self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; of a demotion the host slot
@@ -243,3 +247,18 @@ class KVCacheManager:
             self._corrupt_at[sequence] = min(restore.index, self._corrupt_at.get(sequence, restore.index))
         sequence.num_restoring -= 1
         return None if sequence.num_restoring else sequence
+
+
+def build_kv_cache(num_blocks: int, host_blocks: int, block_size: int, eviction: str) -> KVCacheManager:
+    """An empty cache of two tiers, or of one if `host_blocks` is 0. `eviction`: "cost" or "lru".
+
+    Each tier has a policy of its own; the reuse rates that both use are shared.
+    """
+    registry = PrefixRegistry(choose_max_ghosts(num_blocks + host_blocks))
+    device_policy = create_policy(eviction, registry.reuse_table)
+    pool = BlockPool(num_blocks, Evictor(registry, device_policy, num_blocks, Tier.DEVICE))
+    host = None
+    if host_blocks:
+        host_policy = create_policy(eviction, registry.reuse_table)
+        host = HostPool(host_blocks, Evictor(registry, host_policy, host_blocks, Tier.HOST))
+    return KVCacheManager(pool, host, block_size)

@@ -24,8 +24,7 @@ from coatcheck.workers.runner.cuda_graphs import CudaGraphs
 from coatcheck.workers.runner.grammar_compiler import GrammarCompiler
 from coatcheck.workers.runner.host_transfer import Download, upload
 from coatcheck.workers.runner.kv_memory import layer_caches
-from coatcheck.workers.runner.launched_step import DeviceStep
-from coatcheck.workers.runner.logprob_report import LogprobReport
+from coatcheck.workers.runner.launched_step import DeviceStep, LogprobReport
 from coatcheck.workers.runner.sampler import Sampler
 from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans
@@ -80,7 +79,7 @@ class ModelRunner:
         step = self._compute(plan)
         if self._copier is not None:
             step.copies = self._copier.report()
-        step.grammars = self._press.report()
+        step.num_compiled = self._press.report()
         return step
 
     @torch.inference_mode()

@@ -28,7 +28,7 @@ class Machine:
     """Takes steps one behind the other, `times` as long as it should."""
 
     def __init__(self) -> None:
-        self.slowness = StragglerSignal(CROSSOVER)
+        self.signal = StragglerSignal(CROSSOVER)
         self.now = 0.0
         self._rng = random.Random(1)
 
@@ -39,8 +39,8 @@ class Machine:
             plan = a_step(self._rng, busy)
             took = times * seconds_of(plan) * self._rng.uniform(0.8, 1.25)
             self.now += took
-            self.slowness.record(plan, took, self.now)
-            told.append(self.slowness.value)
+            self.signal.record_step(plan, took, self.now)
+            told.append(self.signal.slowness)
         return told
 
 
@@ -69,8 +69,8 @@ def test_a_pause_is_not_slow() -> None:
     machine.work(60)
     plan = a_step(random.Random(2), busy=False)
     machine.now += 20
-    machine.slowness.record(plan, 20.0, machine.now)
-    assert machine.slowness.value < 3
+    machine.signal.record_step(plan, 20.0, machine.now)
+    assert machine.signal.slowness < 3
     assert max(machine.work(5)) < 3
 
 
@@ -85,10 +85,10 @@ def test_what_lasts_becomes_usual() -> None:
 def test_what_was_before_a_rest_does_not_count() -> None:
     """After ten seconds without a step it is judged by new ones alone; nothing is known before there are any."""
     machine = Machine()
-    assert machine.slowness.value == 1
+    assert machine.signal.slowness == 1
     machine.work(60)
     assert machine.work(20, times=10)[-1] > 5
     machine.now += 30
     assert set(machine.work(1)) == {1.0}
-    machine.slowness.record(StepPlan(), 100.0, machine.now)  # a heartbeat
-    assert machine.slowness.value == 1
+    machine.signal.record_step(StepPlan(), 100.0, machine.now)  # a heartbeat
+    assert machine.signal.slowness == 1

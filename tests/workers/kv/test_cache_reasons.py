@@ -87,7 +87,7 @@ def test_what_is_sooner_computed_is_named_as_such() -> None:
     ask(engine, "first", PROMPT)
     for i in range(3):
         ask(engine, f"flood{i}", [100 + i] * 80)
-    tiers = engine.scheduler.tiers
+    tiers = engine.scheduler.kv_cache
     tiers.copy_cost = dataclasses.replace(tiers.copy_cost, restore=1e6)
     assert miss_of(ask(engine, "again", PROMPT), "again") == PrefixMiss(0, MissReason.RECOMPUTED)
 

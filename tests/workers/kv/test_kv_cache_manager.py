@@ -168,12 +168,12 @@ def test_preemption_takes_whose_loss_is_cheapest() -> None:
 def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
     """Where moving a block takes longer than making it, preemption demotes nothing but a block to try now and then."""
     engine, runner = make_engine(12, 64)
-    prices = engine.scheduler.tiers.copy_cost
+    prices = engine.scheduler.kv_cache.copy_cost
     for i in range(4):
         engine.submit_request(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
     collector = Collector(engine)
     while engine.has_work:
-        engine.scheduler.tiers.copy_cost = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
+        engine.scheduler.kv_cache.copy_cost = dataclasses.replace(prices, demote=1.0, restore=1.0, prefill=1e-3)
         collector.step()
     evictions = sum(engine.stats().device_evictions.values())
     assert engine.stats().preemptions > 0 and runner.demoted <= evictions / 30
@@ -251,4 +251,4 @@ def test_without_a_host_tier_nothing_is_copied() -> None:
     engine, runner = make_engine(host_blocks=0)
     for i in range(5):
         ask(engine, f"r{i}", [100 + i] * 80)
-    assert runner.demoted == runner.restored == 0 and not engine.scheduler.tiers.has_copies
+    assert runner.demoted == runner.restored == 0 and not engine.scheduler.kv_cache.has_copies

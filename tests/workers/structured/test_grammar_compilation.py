@@ -222,7 +222,7 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
         (GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[]), "no end-of-sequence token"),
     ):
         with pytest.raises(InvalidRequest, match=words):
-            Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars).submit(
+            Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars).submit_request(
                 EngineRequest("r", PROMPT, params(JSON))
             )
 
