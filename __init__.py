@@ -1,12 +1,16 @@
 """Coatcheck: a distributed multi-GPU serving cluster for large language models.
 
-import coatcheck
+A client of a running `coatcheck serve`, and the same engine in one process without a server:
 
-with coatcheck.Client("127.0.0.1:50051") as client:  # a running `coatcheck serve`
-    print(client.generate("The capital of France is", max_tokens=8).text)
+    import coatcheck
 
-llm = coatcheck.LLM("meta-llama/Llama-3.2-1B")  # in this process, without a server
-print(llm.generate(["Two and two are"], max_tokens=8)[0].text)
+    with coatcheck.Client("127.0.0.1:50051") as client:
+        print(client.generate("The capital of France is", max_tokens=8).text)
+
+    llm = coatcheck.LLM("meta-llama/Llama-3.2-1B")
+    print(llm.generate(["Two and two are"], max_tokens=8)[0].text)
+
+Each name of this module is imported when it is first used.
 """
 
 from importlib import import_module
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from coatcheck.proto.grammar import Grammar
     from coatcheck.proto.sampling import SamplingParams
 
-# Imported when they are first used, so that `import coatcheck` brings in neither torch nor gRPC.
+# `import coatcheck` alone imports neither torch nor gRPC.
 _MODULES = {
     "AsyncClient": "cluster.client.async_client",
     "AsyncGenerationStream": "cluster.client.async_client",
