@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BENCH_OUT ?= bench/out
 NATIVE := $(wildcard kernels/*.[ch] kernels/*/*.[ch])
-# Of the full matrices `make test` runs a pairwise sample; `make test-all` empties this.
+# Tests marked full repeat what others show for more cases; `make test-all` empties this and runs them too.
 SAMPLE := and not full
 # Triton 3.6's interpreter breaks on numpy 2.4.
 FLOOR := 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.3.*'
@@ -18,7 +18,8 @@ FLOOR_BRINGS := torch|triton|transformers|numpy|setuptools|tokenizers|huggingfac
 demo: .venv/installed
 	$(BIN)/python demo/demo.py
 
-# Runs lint, types, tests-together and tests-alone, and sums up what was skipped and what failed.
+# Runs lint, types, tests-together and tests-ray, says how long they will take and how far they are, and sums up what was
+# skipped and what failed.
 test: programs
 	@$(BIN)/python -m tests.run
 
@@ -29,9 +30,9 @@ test-all: programs
 tests-together: programs
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
 
-# Tests that start Ray, one at a time: each needs all cores.
-tests-alone: programs
-	$(BIN)/pytest -m 'ray $(SAMPLE)'
+# Tests that start Ray, two at a time, each with a Ray folder of its own.
+tests-ray: programs
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'ray $(SAMPLE)'
 
 # A browser, Redis and helm for the tests. Tests whose program cannot be installed are skipped.
 programs: .venv/installed

@@ -1,10 +1,13 @@
-"""What every test shares: hypothesis without deadlines, limits for hangs, and a run's last lines."""
+"""What every test shares: hypothesis without deadlines, limits for hangs, a Ray folder for each worker, and what a run
+reports: its progress, seconds per room and outcomes."""
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from _pytest.unraisableexception import collect_unraisable  # public nowhere
 from hypothesis import settings
 
 from tests.outcomes import Outcomes
+from tests.progress import ProgressFile, room_of
 
 # Tests start each Ray with settings of their own: a token or an address from the environment would reach it.
 for name in list(os.environ):
@@ -31,9 +35,40 @@ settings.load_profile("coatcheck")
 # What starts Ray waits for several events, each for PATIENCE_SECONDS at most. pyproject.toml has the others' limit.
 RAY_TEST_SECONDS = 1800
 
-_seconds: Counter[str] = Counter()
+# Of several processes that run tests side by side only the controller reports.
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+# `make test` names the folder of what a run reports, and the run.
+_REPORTS = Path(os.environ["TEST_OUTCOMES"]) if "TEST_OUTCOMES" in os.environ and not _IS_WORKER else None
+
+_seconds: dict[str, float] = {}
 _tests: Counter[str] = Counter()
 _outcomes = Outcomes()
+_progress = ProgressFile(_REPORTS / f"progress-{os.environ['TEST_PART']}.json") if _REPORTS else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several processes that run tests a folder for its Rays, as they would meet in /tmp/ray. The path is
+    short because it contains sockets."""
+    if _IS_WORKER:
+        os.environ["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if _progress and session.items:
+        _progress.set_tests(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids: Sequence[str]) -> None:
+    """The controller itself collects nothing; every worker collects the same tests."""
+    if _progress and not _tests:
+        _progress.set_tests(ids)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`Serving` refuses to start a Ray for a test that is not marked."""
+    os.environ["TEST_MAY_START_RAY"] = "1" if item.get_closest_marker("ray") else "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,20 +97,21 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    parts = Path(report.nodeid.split("::")[0]).parts
-    room = parts[1] if len(parts) > 2 else "house"
-    _seconds[room] += report.duration
+    room = room_of(report.nodeid)
+    _seconds[room] = _seconds.get(room, 0.0) + report.duration
     _tests[room] += report.when == "call"
     _outcomes.add(report)
+    if _progress:
+        _progress.add(report)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("seconds per room")
     for room, seconds in sorted(_seconds.items()):
         terminalreporter.write_line(f"{room:>10}  {seconds:7.1f} s  {_tests[room]:5d} tests")
-    # The workers of pytest-xdist have a summary too, of tests that their controller counts as well.
-    if (folder := os.environ.get("TEST_OUTCOMES")) and "PYTEST_XDIST_WORKER" not in os.environ:
-        _outcomes.save(Path(folder, f"{os.getpid()}.json"))
+    if _progress and _REPORTS:
+        _progress.save()
+        _outcomes.save(_REPORTS / f"outcomes-{os.environ['TEST_PART']}.json")
     terminalreporter.section("outcomes")
     for line in _outcomes.lines():
         terminalreporter.write_line(line)

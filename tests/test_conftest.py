@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.outcomes import Outcomes
+from tests.progress import Progress
 
 HERE = Path(__file__).parent
 
@@ -150,10 +151,12 @@ def test_a_passing_run_has_no_noise(run: pytest.Pytester) -> None:
 def test_tests_that_run_side_by_side_are_counted_once(
     run: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The outcomes of two workers are those that the run itself saves, in one file."""
-    monkeypatch.setenv("TEST_OUTCOMES", str(tmp_path / "outcomes"))
+    """The outcomes and the progress of two workers are those that the run itself saves, in one file each."""
+    monkeypatch.setenv("TEST_OUTCOMES", str(tmp_path))
+    monkeypatch.setenv("TEST_PART", "part")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     run.makepyfile(test_one="def test_one(): pass", test_two="def test_two(): pass")
     run.runpytest_subprocess("-n", "2").assert_outcomes(passed=2)
-    (file,) = (tmp_path / "outcomes").iterdir()
-    assert Outcomes.load(file) == Outcomes(passed=2)
+    assert Outcomes.load(tmp_path / "outcomes-part.json") == Outcomes(passed=2)
+    (room,) = Progress.load(tmp_path / "progress-part.json").rooms.values()
+    assert (room.total, room.ended) == (2, 2) and room.seconds > 0

@@ -1,5 +1,6 @@
-"""`make test` as a whole: stages one after another, and last lines that sum them up."""
+"""`make test` as a whole: an estimate, stages one after another with their progress, and last lines that sum up."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 _MAKEFILE = """
-one: ; @echo '{"passed": 3, "failed": 0, "skipped": {"no browser": ["a.py::x", "a.py::y"]}}' > $(TEST_OUTCOMES)/1.json
-two: ; @echo '{"passed": 4, "failed": 0, "skipped": {"no browser": ["b.py::x"]}}' > $(TEST_OUTCOMES)/2.json
-fails: ; @echo '{"passed": 0, "failed": 1, "skipped": {}}' > $(TEST_OUTCOMES)/3.json; exit 1
+OUTCOMES = $(TEST_OUTCOMES)/outcomes-$(TEST_PART).json
+PROGRESS = $(TEST_OUTCOMES)/progress-$(TEST_PART).json
+one: ; @echo '{"passed": 3, "failed": 0, "skipped": {"no browser": ["a.py::x", "a.py::y"]}}' > $(OUTCOMES)
+two: ; @echo '{"passed": 4, "failed": 0, "skipped": {"no browser": ["b.py::x"]}}' > $(OUTCOMES)
+fails: ; @echo '{"passed": 0, "failed": 1, "skipped": {}}' > $(OUTCOMES); echo 'a traceback'; exit 1
 never: ; touch never
-said: ; @echo 'WORD is $(WORD)'
+said: ; @echo 'WORD is $(WORD)' > said
+ENDED = "router": {"total": 2, "ended": 2, "seconds": 3.2}
+OPEN = "proto": {"total": 9, "ended": 4, "seconds": 1.0}
+rooms: ; @echo '{"rooms": {$(ENDED), $(OPEN)}, "failed": ["tests/proto/test_a.py::test_b"]}' > $(PROGRESS)
 """
 
 
@@ -28,20 +34,34 @@ def test_the_last_lines_are_those_of_all_parts(tmp_path: Path) -> None:
     """Skipped tests of several runs are listed together by their reason, then the counts, then that all passed."""
     done = run(tmp_path, '(("one",), ("two", "said"))', "WORD=short")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-5:] == [
-        "3 skipped: no browser",
-        "       2 in a.py",
-        "       1 in b.py",
-        "7 passed, 0 failed, 3 skipped",
-        "All passed: one, two, said",
+    *lines, last = done.stdout.splitlines()[-5:]
+    assert lines == ["3 skipped: no browser", "       2 in a.py", "       1 in b.py", "7 passed, 0 failed, 3 skipped"]
+    assert re.fullmatch(r"All passed in \d+ s: one, two, said", last)
+    assert (tmp_path / "said").read_text() == "WORD is short\n"
+
+
+def test_the_first_line_says_how_long_it_takes(tmp_path: Path) -> None:
+    """Before the first run that is the figure for 2 cores, afterwards what the last run that passed took here."""
+    assert run(tmp_path, "()").stdout.startswith("This takes about 8 minutes on 2 cores.\n")
+    assert run(tmp_path, "()").stdout.startswith("This takes about 0 seconds, as the last time it passed here.\n")
+    assert run(tmp_path, "()", "SAMPLE=").stdout.startswith("This takes about 60 minutes on 2 cores.\n")
+
+
+def test_progress_is_shown_by_room(tmp_path: Path) -> None:
+    """There is a line for each room whose tests have ended, for each test that failed, and for each part."""
+    lines = [line.partition(" s  ")[2] for line in run(tmp_path, '(("rooms",),)').stdout.splitlines()]
+    assert [line for line in lines if line] == [
+        "FAILED tests/proto/test_a.py::test_b",
+        "rooms: router 2 of 2 tests, 3 s",
+        "rooms passed",
     ]
-    assert "WORD is short" in done.stdout
 
 
 def test_the_last_line_names_the_part_that_failed(tmp_path: Path) -> None:
-    """A part that fails ends the run when the parts beside it have ended, and is named."""
+    """A part that fails ends the run when the parts beside it have ended; its output is shown, and it is named."""
     done = run(tmp_path, '(("one",), ("fails", "two"), ("never",))')
     assert done.returncode == 1 and not (tmp_path / "never").exists()
+    assert "a traceback" in done.stdout
     assert done.stdout.splitlines()[-2:] == ["7 passed, 1 failed, 3 skipped", "FAILED in: fails"]
 
 

@@ -14,16 +14,10 @@ from tests.cluster.serving import coatcheck, kill, until
 
 pytestmark = pytest.mark.ray
 
-# Every kind of process; half of them amid a prefill, a restore or another failover, which is a kill of its own.
-_STRIKES = [
-    ("router", "prefill"),
-    ("supervisor", "failover"),
-    ("serve", "any"),
-    ("rank 0", "restore"),
-    ("group", "any"),
-    ("node", "failover"),
-    ("stop", "any"),
-]
+# Half of them amid a prefill, a restore or another failover, which is a kill of its own. Other tests kill the processes
+# of the second list one by one.
+_STRIKES = [("router", "prefill"), ("node", "failover"), ("stop", "any")]
+_MORE_STRIKES = [("supervisor", "failover"), ("serve", "any"), ("rank 0", "restore"), ("group", "any")]
 
 
 async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
@@ -49,22 +43,26 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
     assert not before & {rank.pid for group in cluster.serving() for rank in group.ranks}
 
 
-async def test_no_stream_ends_or_changes_whatever_is_killed(cluster: ChaosCluster) -> None:
+@pytest.mark.parametrize("strikes", [_STRIKES, pytest.param(_MORE_STRIKES, marks=pytest.mark.full)])
+async def test_no_stream_ends_or_changes_whatever_is_killed(
+    cluster: ChaosCluster, strikes: list[tuple[str, str]]
+) -> None:
     """Each kind of process is killed or stopped amid streams: all end, with the ids, text and logprobs expected."""
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     striker = Striker(cluster, load, random.Random(7))
     keeping = asyncio.create_task(load.keep(3))
     try:
-        struck = [strike for kind, moment in _STRIKES for strike in await striker.strike(kind, moment)]
+        struck = [strike for kind, moment in strikes for strike in await striker.strike(kind, moment)]
     finally:
         load.stop()
         await keeping
         await load.close()
     assert not load.faults
     assert load.counts["started"] == load.counts["ended"] and load.counts["moved"] > 0
-    assert {strike.kind for strike in struck} == set(cluster.kinds) - {"fault"}  # for which see below
-    assert striker.found  # the stopped rank too; bench/chaos.py measures how soon
+    assert {strike.kind for strike in struck} == {kind for kind, _ in strikes} | {"rank"}  # which begins a failover
+    assert {kind for kind, _ in _STRIKES + _MORE_STRIKES} | {"rank"} == set(cluster.kinds) - {"fault"}
+    assert bool(striker.found) == ("stop" in dict(strikes))  # bench/chaos.py measures how soon
 
 
 @pytest.mark.full  # half a minute for each: a group has to come first

@@ -1,6 +1,5 @@
 """Every command block of README.md and docs/quickstart.md runs as it is written, or says here why it cannot."""
 
-import os
 import re
 import shutil
 import socket
@@ -143,7 +142,6 @@ def _is_taken(port: int) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_can_be_followed(page: str, network: OwnNetwork, tmp_path: Path) -> None:
     """Typed in order, the page's commands exit with 0 and print what the page shows; Ctrl-C ends `serve` with 0."""
-    assert "PYTEST_XDIST_WORKER" not in os.environ, "what starts Ray is marked so: pytest.mark.ray"
     missing: set[str] = set()
     with PageSession(network, tmp_path / "checkout") as session:
         for command in commands_of(page):

@@ -115,7 +115,7 @@ def test_status_shows_every_rank(serving: Serving) -> None:
     assert "group-0/0" in table and "group-1/1" in table and "TTFT" in table
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])  # the next test kills rank 1
 def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
     """kill -9 of a rank amid a stream: another group ends it with the same tokens, and the group comes back."""
     sampling = SamplingParams(max_tokens=150, seed=5, ignore_eos=True)

@@ -107,7 +107,7 @@ def no_ray() -> Iterator[str]:
     server.stop(None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_a_connection_that_hangs(no_ray: str, number: signal.Signals) -> None:
     """While Ray waits for a head that never answers, one signal ends the command at once."""
     with Serving("m/m", "--ray-address", no_ray) as serving:
@@ -125,7 +125,9 @@ def test_a_connection_that_hangs_ends_in_time(no_ray: str) -> None:
     assert last.endswith("give another --ray-address, or give more time with --ray-start-timeout")
 
 
-@pytest.mark.parametrize("stage", ["starting Ray", "starting 1 group of 1 rank"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("starting Ray", marks=pytest.mark.full), "starting 1 group of 1 rank"]
+)  # the next test is one of the first stage
 def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> None:
     """Ctrl-C before anything serves ends the command, and nothing stays behind."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB") as serving:

@@ -44,7 +44,11 @@ def process_of(serving: Serving, program: str) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("program", "said"),
-    [("gcs_server", "Ray's head (its GCS, process "), ("raylet", "Ray's node manager (its raylet, process ")],
+    [
+        ("gcs_server", "Ray's head (its GCS, process "),
+        # The test below kills the raylet too.
+        pytest.param("raylet", "Ray's node manager (its raylet, process ", marks=pytest.mark.full),
+    ],
 )
 def test_a_ray_of_our_own_that_is_lost_ends_serve(serving: Serving, folder: Path, program: str, said: str) -> None:
     """kill -9 of its GCS or raylet: `serve` says so in its only line, ends with 1 long before Ray would have noticed,
@@ -73,7 +77,7 @@ def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("patience", "signalled"), [("5", False), ("600", True)])
+@pytest.mark.parametrize(("patience", "signalled"), [("5", False), pytest.param("600", True, marks=pytest.mark.full)])
 def test_the_head_of_a_cluster_that_was_there_is_waited_for(tiny_model: Path, patience: str, signalled: bool) -> None:
     """kill -9 of its GCS: `serve` says that it waits, and ends with one error line and 1 when the head has been away
     for as long as Ray's setting says, or at once when it is told to stop."""
@@ -103,6 +107,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.full  # tests/workers/host/test_disk_space.py has the message
 @pytest.mark.timeout(300)
 def test_a_full_disk_is_told(small_disk: Path, tiny_model: Path) -> None:
     """A rank that cannot be started again, since Ray's disk is full, has `serve` and `status` say so; with room again

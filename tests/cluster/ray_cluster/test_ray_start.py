@@ -88,7 +88,7 @@ def test_the_start_timeout_ends_the_command(slow: SlowRay, tiny_model: Path) -> 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_the_wait(slow: SlowRay, tiny_model: Path, number: signal.Signals) -> None:
     """Ctrl-C while Ray starts ends the command at once, with everything that the attempt has started."""
     with Serving(str(tiny_model), "--grpc-port", "0", environment=slow.environment) as serving:

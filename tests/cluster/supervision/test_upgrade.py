@@ -12,8 +12,6 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.bench.setup.ray_nodes import RayNodes
 from tests.cluster.serving import Serving, coatcheck, until
 
-pytestmark = pytest.mark.ray
-
 ROOT = Path(__file__).parents[3]
 _ROOMS = ("proto", "kernels", "workers", "router", "cluster")
 
@@ -61,6 +59,7 @@ def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
     target.write_text(text)
 
 
+@pytest.mark.ray
 @pytest.mark.full  # a minute or two on two cores: seven starts of processes that import torch
 def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> None:
     """Groups of a new version with the same contract serve beside an old router, which is renewed last. A version with
