@@ -70,11 +70,11 @@ def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
 def lengths(traces: Path) -> list[dict[str, Any]]:
     """How many whole sequences the same memory holds, by the planner's own arithmetic."""
     known = LengthDistribution.read(traces / AZURE, _CONTEXT)
-    reserved = known.reserved(_POOL_TOKENS, 1, _CONTEXT)
+    reserved = known.fit_reserved(_POOL_TOKENS, 1, _CONTEXT)
     table = Table("block size", "paged", f"{_CONTEXT} reserved", "times", "waste %")
     rows: list[dict[str, Any]] = []
     for size in _BLOCK_SIZES:
-        paged, waste = known.paged(_POOL_TOKENS // size, size), known.waste(size)
+        paged, waste = known.fit_paged(_POOL_TOKENS // size, size), known.waste(size)
         rows.append({"block_size": size, "paged": paged, "reserved": reserved, "waste": waste})
         table.add_row(str(size), str(paged), str(reserved), f"{paged / reserved:.2f}", f"{100 * waste:.2f}")
     Console().print(table)

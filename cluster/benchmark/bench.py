@@ -35,7 +35,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 _EXIT_INTERRUPTED = 130
 
 
-_LOAD = partial(typer.Option, rich_help_panel="LoadGenerator")
+_LOAD = partial(typer.Option, rich_help_panel="Load")
 _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
 
 

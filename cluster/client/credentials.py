@@ -16,7 +16,7 @@ from coatcheck.proto.errors import InvalidConfig
 
 _SYSTEM: Final = "system"
 
-_ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Credentials")
+_ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
 
 # The options of every command that speaks to a router. Arguments can be read by everybody on the host.
 TlsCa = Annotated[

@@ -4,7 +4,6 @@ It only watches: on a cluster of its own choosing the supervisor goes on without
 again. A Ray that it started ends with it. Ray is imported once the settings are known to make sense.
 """
 
-import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +17,9 @@ from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import with_flags
 from coatcheck.cluster.preflight.architecture import check_architecture
 from coatcheck.cluster.preflight.checkpoint import check_checkpoint
-from coatcheck.cluster.preflight.machine import check_gpus, check_machine
+from coatcheck.cluster.preflight.machine import check_gpus, check_memory, check_ports
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.ray_cluster.ray_address import find_ray
-from coatcheck.proto.errors import InvalidConfig
 
 EPILOG = """\
 Examples:
@@ -46,26 +44,12 @@ def serve(
     settings = ServeConfig.build(flags, config)
     settings.check_model_directory()
     check_model(settings)
-    check_machine(settings)
+    check_memory(settings)
     check_gpus(settings)
-    _check_ports(settings)
+    check_ports(settings)
     check_credentials(settings)
     check_checkpoint(settings)
     check_architecture(settings, Console(stderr=True, highlight=False))
     if settings.ray_address is not None:
         settings = settings.model_copy(update={"ray_address": find_ray(settings.ray_address)})
     raise typer.Exit(ServeSession(settings, signals).run())
-
-
-def _check_ports(config: ServeConfig) -> None:
-    """Raises InvalidConfig when the router could not listen; on a remote cluster only the router can tell."""
-    if config.ray_address is not None:
-        return
-    wanted = [("grpc", config.grpc_host, config.grpc_port), ("http", config.http_host, config.http_listen_port)]
-    for flag, host, port in wanted:
-        try:
-            if port:
-                socket.create_server((host, port)).close()
-        except OSError as error:
-            reason = str(error.strerror).partition(" (")[0]  # Python adds the address once more
-            raise InvalidConfig(f"cannot listen on {host}:{port}: {reason}; choose another --{flag}-port") from None

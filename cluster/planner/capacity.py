@@ -1,7 +1,6 @@
-"""Capacity: what a model's KV cache takes, how much of it fits, and how fast a step can be at best. Pure arithmetic.
+"""KV cache sizes, memory budgets and the lower bound of a decode step's time. Pure arithmetic.
 
-Every byte comes from the layout and the sharding that ranks use themselves, so that what is said here is what a
-running group reports. It knows neither files nor terminals.
+Sizes come from the BlockLayout and TpShard that ranks use, so they equal what a running group reports.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Layers as they lie in blocks: `whole` with all heads once, `rank` as each of `tp` ranks holds them."""
+    """The KV cache of some layers. `whole`: layout with every head once. `rank`: layout on each of `tp` ranks."""
 
     layers: tuple[LayerSpec, ...]
     whole: BlockLayout
@@ -31,7 +30,7 @@ class Cache:
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], tp: int, block_size: int, kv_dtype: KvDtype) -> Self:
-        """Raises InvalidConfig where tp does not divide the heads, or a kv-dtype does not suit them."""
+        """Raise InvalidConfig if tp does not divide the heads, or if the kv-dtype does not support their size."""
         part = [TpShard(0, tp).shard_layer(layer) for layer in layers]
         whole = BlockLayout.of(layers, block_size, kv_dtype)
         return cls(tuple(layers), whole, BlockLayout.of(part, block_size, kv_dtype), tp)
@@ -42,33 +41,33 @@ class Cache:
 
     @property
     def copies(self) -> float:
-        """How often the ranks together hold what the model stores once: above 1 with more ranks than KV heads."""
+        """Copies of each KV head over all ranks: above 1 if there are more ranks than KV heads."""
         return self.rank.bytes_per_block * self.tp / self.whole.bytes_per_block
 
-    def blocks(self, tokens: int) -> int:
-        """Blocks of a sequence."""
+    def count_blocks(self, tokens: int) -> int:
+        """Blocks of a sequence of this length."""
         return -(-tokens // self.block_size)
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Of one sequence, all heads once."""
-        return self.blocks(tokens) * self.whole.bytes_per_block
+        """Bytes of one sequence, every head once."""
+        return self.count_blocks(tokens) * self.whole.bytes_per_block
 
     def rank_sequence_bytes(self, tokens: int) -> int:
-        """Of one sequence, on each rank."""
-        return self.blocks(tokens) * self.rank.bytes_per_block
+        """Bytes of one sequence on each rank."""
+        return self.count_blocks(tokens) * self.rank.bytes_per_block
 
     def windowed_sequence_bytes(self, tokens: int) -> int:
-        """What a cache would take, all heads once, that dropped blocks out of every window. Ours keeps them."""
+        """Bytes of one sequence, every head once, if blocks outside of windows were freed. The pool keeps them."""
         total = 0
         for layer in self.layers:
-            blocks = self.blocks(tokens)
-            if layer.sliding_window:  # that many tokens may begin at the last slot of a block
+            blocks = self.count_blocks(tokens)
+            if layer.sliding_window:  # the window may begin at the last slot of a block
                 blocks = min(blocks, (layer.sliding_window + self.block_size - 2) // self.block_size + 1)
             total += blocks * BlockLayout.of([layer], self.block_size, self.whole.kv_dtype).bytes_per_block
         return total
 
     def rank_bytes_read(self, tokens: int) -> float:
-        """What a rank reads of one sequence for its next token: what each layer attends to."""
+        """Bytes of KV that a rank reads to compute one sequence's next token."""
         shard = TpShard(0, self.tp)
         return sum(
             min(tokens, layer.sliding_window or tokens)
@@ -79,20 +78,20 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A rank's memory. `kv_memory` as `coatcheck serve` has it: bytes, or a share of what the weights leave."""
+    """A rank's memory in bytes. `kv_memory`: bytes, or a share of what the weights leave free."""
 
     gpu_memory: float
     rank_weight_bytes: float
     kv_memory: float
 
     def num_blocks(self, cache: Cache) -> int:
-        """The pool of a group; raises InvalidConfig where weights or a block do not fit."""
+        """Blocks in a group's pool. Raise InvalidConfig if the weights or one block do not fit."""
         free = int(self.gpu_memory - self.rank_weight_bytes)
         if free <= 0:
-            least = -(-self.rank_weight_bytes * cache.tp // self.gpu_memory)
+            least_tp = -(-self.rank_weight_bytes * cache.tp // self.gpu_memory)
             raise InvalidConfig(
                 f"the weights take {self.rank_weight_bytes / 2**30:,.1f} GiB on each of {cache.tp} ranks, and "
-                f"gpu-memory is {self.gpu_memory / 2**30:,.1f} GiB; raise tp (to {least:.0f} at the very least) or "
+                f"gpu-memory is {self.gpu_memory / 2**30:,.1f} GiB; raise tp (to {least_tp:.0f} or more) or "
                 "gpu-memory"
             )
         return choose_num_blocks(
@@ -107,16 +106,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The same model with other KV heads, or its keys and values stored in another way."""
+    """The model with another number of KV heads, or with latents instead of keys and values."""
 
     name: str
     kv_heads: int
-    cache: Cache | None  # None: tp does not divide these heads
+    cache: Cache | None  # None: tp does not divide kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeFloor:
-    """The least that a decode step takes: every byte of weights and KV that it reads, once, over the bandwidth."""
+    """Lower bound of a decode step's time: the bytes of weights and KV that it reads, divided by the bandwidth."""
 
     batch: int
     weights_seconds: float
@@ -131,8 +130,8 @@ class StepTimeFloor:
         return self.batch / self.seconds
 
 
-def variants(shape: ModelShape, tp: int, block_size: int, kv_dtype: KvDtype) -> list[Variant]:
-    """MHA, GQA-8 and MQA beside the model's own; for a latent cache, beside every head's keys and values."""
+def attention_variants(shape: ModelShape, tp: int, block_size: int, kv_dtype: KvDtype) -> list[Variant]:
+    """The model's own attention beside MHA, GQA-8 and MQA; latent attention beside keys and values of every head."""
     heads, own = shape.expanded[0].num_heads, shape.expanded[0].num_kv_heads
     if shape.is_latent:
         names = [("MLA, every head", heads, shape.expanded), ("MLA, latent", 1, shape.layers)]
@@ -145,17 +144,17 @@ def variants(shape: ModelShape, tp: int, block_size: int, kv_dtype: KvDtype) -> 
     return [Variant(name, n, _cache_or_none(layers, tp, block_size, kv_dtype)) for name, n, layers in names]
 
 
-def by_kv_dtype(layers: Sequence[LayerSpec], tp: int, block_size: int) -> dict[str, Cache | None]:
-    """The same layers in every kv-dtype; None where one does not suit them."""
+def caches_by_kv_dtype(layers: Sequence[LayerSpec], tp: int, block_size: int) -> dict[str, Cache | None]:
+    """A cache for each kv-dtype; None if the dtype does not support the layers."""
     return {name: _cache_or_none(layers, tp, block_size, kv_dtype) for name, kv_dtype in KV_DTYPES.items()}
 
 
-def floor(
+def step_time_floor(
     cache: Cache, weights: WeightCount, weight_bytes: float, bandwidth: float, batch: int, context: int
 ) -> StepTimeFloor:
-    """`weight_bytes`: of one weight."""
+    """`weight_bytes`: bytes of one weight. `bandwidth`: bytes per second. `context`: tokens of each sequence."""
     kv = batch * cache.rank_bytes_read(context)
-    return StepTimeFloor(batch, weights.read_by(batch) * weight_bytes / bandwidth, kv / bandwidth)
+    return StepTimeFloor(batch, weights.read_per_step(batch) * weight_bytes / bandwidth, kv / bandwidth)
 
 
 def _attention_name(kv_heads: int, heads: int) -> str:

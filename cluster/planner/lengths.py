@@ -1,6 +1,6 @@
-"""LengthDistribution: how long sequences get, and how many fit into a pool of blocks or of longest slots.
+"""LengthDistribution: sequence lengths, and how many sequences of these lengths fit into a KV pool.
 
-From a trace of real requests, or evenly spread. Pure counting: it does not know what a token takes.
+The lengths come from a trace of real requests, or are evenly spread.
 """
 
 from collections import Counter
@@ -12,26 +12,26 @@ from typing import Final, Self
 from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.proto.errors import InvalidConfig
 
-_SPREAD: Final = 100_000  # lengths, at most
+_MOST_LENGTHS: Final = 100_000  # of an even spread
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """`counts`: (tokens of a whole sequence, how many are so long). `left_out` were longer than allowed."""
+    """`counts`: (tokens in a sequence, number of such sequences). `left_out`: sequences longer than allowed."""
 
     counts: tuple[tuple[int, int], ...]
     source: str
     left_out: int = 0
 
     @classmethod
-    def spread(cls, longest: int) -> Self:
-        """Lengths from 1 on, equally often: all, or evenly chosen where they are many."""
-        step = -(-longest // _SPREAD) | 1  # odd, so that no block size divides it
+    def evenly_spread(cls, longest: int) -> Self:
+        """Lengths from 1 to `longest`, each once. Beyond 100,000 lengths: evenly spaced ones."""
+        step = -(-longest // _MOST_LENGTHS) | 1  # odd, so that no block size divides it
         return cls(tuple((length, 1) for length in range(1, longest + 1, step)), f"even from 1 to {longest:,}")
 
     @classmethod
     def of(cls, lengths: Iterable[int], longest: int, source: str) -> Self:
-        """Raises InvalidConfig where none is within `longest`."""
+        """Raise InvalidConfig if no length is within `longest`."""
         every = Counter(length for length in lengths if length > 0)
         kept = sorted((length, count) for length, count in every.items() if length <= longest)
         if not kept:
@@ -40,7 +40,7 @@ class LengthDistribution:
 
     @classmethod
     def read(cls, trace: Path, longest: int) -> Self:
-        """Prompt and answer of each request together."""
+        """The length of a sequence is that of prompt and answer together."""
         entries = read_trace(trace)
         return cls.of((entry.input_len + entry.output_len for entry in entries), longest, trace.name)
 
@@ -61,17 +61,17 @@ class LengthDistribution:
         return self.counts[-1][0]
 
     def mean_blocks(self, block_size: int) -> float:
-        """Blocks that a sequence takes, on average, when it has reached its length."""
+        """Mean number of blocks of a sequence at its full length."""
         return sum(-(-length // block_size) * count for length, count in self.counts) / self.number
 
     def waste(self, block_size: int) -> float:
-        """The share of taken slots that hold no token: the rest of each last block."""
+        """Share of the allocated slots that hold no token: the unused rest of each last block."""
         return 1 - self.mean / (self.mean_blocks(block_size) * block_size)
 
-    def paged(self, num_blocks: int, block_size: int) -> int:
-        """Sequences at their full length that a pool of blocks holds, on average."""
+    def fit_paged(self, num_blocks: int, block_size: int) -> int:
+        """Mean number of sequences at full length that a paged pool holds."""
         return int(num_blocks / self.mean_blocks(block_size))
 
-    def reserved(self, num_blocks: int, block_size: int, longest: int) -> int:
-        """Sequences that the same memory holds when each is given room for the longest at once."""
+    def fit_reserved(self, num_blocks: int, block_size: int, longest: int) -> int:
+        """Number of sequences that the same memory holds if each reserves `longest` tokens."""
         return num_blocks * block_size // longest

@@ -1,7 +1,7 @@
-"""ModelConfig: a model's config.json, found and read, and what it says under the names that model families use.
+"""ModelConfig: the config.json of a model directory, a file or a hub id, and its fields under any family's names.
 
-A directory, the file itself, or a hub id. It knows neither torch nor transformers, whose imports take seconds; so a
-number that a family leaves to its class's defaults is missed here, and asked for.
+This module imports neither torch nor transformers, which take seconds. It therefore does not know the defaults of a
+family's config class: a field that the file leaves to them counts as missing.
 """
 
 import re
@@ -12,12 +12,12 @@ from typing import Any, Self
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old hub ids have no owner
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`name` is what a person calls the model; `values` are those of its text part."""
+    """`name`: the model's name in messages. `values`: the fields, with those of text_config on top."""
 
     name: str
     values: dict[str, Any]
@@ -25,7 +25,7 @@ class ModelConfig:
 
     @classmethod
     def open(cls, model: str) -> Self:
-        """Raises InvalidModel where there is no such file, or it is not what it should be."""
+        """Raise InvalidModel if there is no config.json, or if it holds no JSON object."""
         path = Path(model).expanduser()
         if path.is_dir():
             path, name = path / "config.json", path.resolve().name
@@ -39,7 +39,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, file: Path, name: str) -> Self:
-        """Raises InvalidModel as `open` does."""
+        """Raise InvalidModel as `open` does."""
         values = read_json_object(file)
         if values is None:
             raise InvalidModel(f"{file.parent} has no config.json; is it a transformers checkpoint?")
@@ -52,7 +52,7 @@ class ModelConfig:
         return str(self.values.get("model_type", ""))
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of these fields that is there and not null; raises InvalidModel for anything but a count."""
+        """The first of these fields that is not null. Raise InvalidModel unless it is a whole number below 2**40."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -66,7 +66,7 @@ class ModelConfig:
         raise InvalidModel(f"{self.name}: config.json has no {names[0]}{also}, which sizing needs; add it")
 
     def count(self, *names: str, default: int | None = None, most: int = 2**31) -> int:
-        """As `number`, from 1 to `most`."""
+        """Like `number`, but from 1 to `most`."""
         value = self.number(*names, default=default)
         if not 1 <= value <= most:
             name = next((name for name in names if self.values.get(name) is not None), names[0])
@@ -75,21 +75,21 @@ class ModelConfig:
 
 
 def _from_hub(hub_id: str) -> Path:
-    """The file from the hub, or from its local cache where there is no network: nothing but config.json."""
-    # Here: a local model does not pay for it.
+    """Download config.json alone, or find it in the local cache if there is no network."""
+    # Imported late: a local model does not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        # Not hf_hub_download, which tries for half a minute where there is no network.
+        # Without a network hf_hub_download retries for half a minute.
         return Path(snapshot_download(hub_id, allow_patterns=["config.json"])) / "config.json"
     except GatedRepoError:
-        reason = "its terms must be accepted there first, and HF_TOKEN be set"
+        reason = "accept the model's terms on the hub and set HF_TOKEN"
     except RepositoryNotFoundError:
-        reason = "it knows none, or shows it only to those who bring a token (HF_TOKEN)"
-    except (OSError, ValueError) as error:  # its errors derive from these: offline, malformed id
+        reason = "no such model, or a private one that needs HF_TOKEN"
+    except (OSError, ValueError) as error:  # the base classes of the hub's errors: offline, malformed id
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ").removesuffix(".")
     raise InvalidModel(
-        f"no directory {hub_id}, and the hub gives no config.json for that id: {reason}; mend the name, or give a "
-        "directory that holds the model"
+        f"no directory {hub_id}, and the hub gives no config.json for that id: {reason}; correct the id, or give "
+        "a directory that holds the model"
     )

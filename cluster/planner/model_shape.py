@@ -1,7 +1,6 @@
-"""ModelShape: what a model's attention layers store for every token, as its config.json describes them.
+"""ModelShape: what each attention layer stores for a token, from config.json alone.
 
-The same LayerSpecs that a rank finds when it loads the model, all ranks' heads together, but from the config alone.
-It does not know how many ranks there will be, nor what an element takes.
+The LayerSpecs are those that a rank finds when it loads the model, with the heads of all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.core.model_spec import LayerSpec
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
-# Where families say that some of their layers keep another state than keys and values.
+# Fields of families whose layers keep other state than keys and values.
 _OTHER_STATE: Final = (
     "attn_layer_indices",
     "attn_layer_period",
@@ -26,13 +25,13 @@ _OTHER_STATE: Final = (
     "ssm_state_size",
     "state_size",
 )
-# One layer in so many attends to everything, where a family's config.json may leave its layers' kinds unsaid.
+# Every n-th layer has full attention, for families whose config.json may lack layer_types.
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`layers` as this server's pool would hold them, latent where the model has a latent; `expanded`: every head's."""
+    """`layers`: as the KV pool stores them, latents for latent attention. `expanded`: keys and values of every head."""
 
     name: str
     layers: tuple[LayerSpec, ...]
@@ -40,19 +39,19 @@ class ModelShape:
     dtype: str
     max_model_len: int | None
     notes: tuple[str, ...]
-    names_dtype: bool = True  # whether config.json says what `dtype` is
+    names_dtype: bool = True  # False: config.json has no dtype, and `dtype` is a guess
 
     @classmethod
     def of(cls, config: ModelConfig) -> Self:
-        """Raises InvalidModel where fields are missing, or the model keeps state of another kind."""
+        """Raise InvalidModel if fields are missing, or if layers keep other state than keys and values."""
         _refuse_other_state(config)
         notes = []
         if config.is_multimodal:
             notes.append("only the text part is counted; `coatcheck serve` takes text-only checkpoints")
         heads = config.count("num_attention_heads", "n_head")
-        windows = _windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
+        windows = _sliding_windows(config, config.count("num_hidden_layers", "n_layer", "num_layers", most=10_000))
         if config.values.get("kv_lora_rank") is not None:
-            notes.append("`coatcheck serve` does not serve latent attention (MLA) yet; these figures are the model's")
+            notes.append("`coatcheck serve` does not serve latent attention (MLA) yet; the figures are the model's")
             nope, rope, v = (config.count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
             latent = LayerSpec(heads, 1, config.count("kv_lora_rank") + rope, v_head_dim=0)
             layer, expanded = latent, LayerSpec(heads, heads, nope + rope, v_head_dim=v)
@@ -83,19 +82,19 @@ class ModelShape:
         return self.layers != self.expanded
 
     def with_kv_heads(self, num_kv_heads: int) -> tuple[LayerSpec, ...]:
-        """The layers as they would be with so many KV heads each."""
+        """`expanded` with another number of KV heads per layer."""
         return tuple(replace(layer, num_kv_heads=num_kv_heads) for layer in self.expanded)
 
 
 def _kv_heads(config: ModelConfig, heads: int) -> int:
-    # falcon's older models say only that there is one; its newer ones say how many, whatever multi_query says.
+    # Old falcon models: multi_query means one KV head. New ones give the number and may still set multi_query.
     if config.values.get("multi_query") and not config.values.get("new_decoder_architecture"):
         return 1
     kv_heads = config.count("num_key_value_heads", "num_kv_heads", default=heads)
     if heads % kv_heads:
         raise InvalidModel(
             f"{config.name}: config.json has {kv_heads} num_key_value_heads for {heads} attention heads; "
-            "they must divide them"
+            "the KV heads must divide the attention heads"
         )
     return kv_heads
 
@@ -111,10 +110,9 @@ def _head_dim(config: ModelConfig, heads: int) -> int:
     return hidden // heads
 
 
-def _windows(config: ModelConfig, num_layers: int) -> list[int]:
-    """Each layer's sliding window, 0 where it attends to everything."""
+def _sliding_windows(config: ModelConfig, num_layers: int) -> list[int]:
+    """Sliding window of each layer in tokens; 0: full attention."""
     values = config.values
-    # null, 0, or switched off: no layer has one.
     window = config.number("sliding_window", default=0)
     kinds = values.get("layer_types")
     if isinstance(kinds, list):
@@ -125,10 +123,10 @@ def _windows(config: ModelConfig, num_layers: int) -> list[int]:
         return [0 if kind == "full_attention" else window for kind in kinds]
     if not window or values.get("use_sliding_window") is False:
         return [0] * num_layers
-    if "max_window_layers" in values:  # qwen's: the first so many attend to everything
+    if "max_window_layers" in values:  # qwen: these first layers have full attention
         return [0 if i < config.number("max_window_layers") else window for i in range(num_layers)]
     pattern = values.get("sliding_window_pattern", _PATTERNS.get(config.model_type))
-    if isinstance(pattern, str):  # exaone4's: LLLG
+    if isinstance(pattern, str):  # exaone4: LLLG
         pattern = len(pattern)
     if isinstance(pattern, int) and pattern > 0:
         return [window if (i + 1) % pattern else 0 for i in range(num_layers)]
@@ -136,21 +134,21 @@ def _windows(config: ModelConfig, num_layers: int) -> list[int]:
 
 
 def _refuse_other_state(config: ModelConfig) -> None:
-    """Raises InvalidModel for what is not one cache of keys and values for every layer and token."""
+    """Raise InvalidModel unless every layer keeps keys and values of its own for each token."""
     if config.values.get("is_encoder_decoder"):
         raise InvalidModel(f"{config.name} is an encoder-decoder; only decoder-only models are served")
     if config.values.get("num_kv_shared_layers"):
-        raise InvalidModel(f"{config.name}: some of its layers share keys and values, which this pool does not do")
-    if said := next((name for name in _OTHER_STATE if config.values.get(name)), None):
+        raise InvalidModel(f"{config.name}: some layers share keys and values, which the KV pool does not support")
+    if field := next((name for name in _OTHER_STATE if config.values.get(name)), None):
         raise InvalidModel(
-            f"{config.name}: config.json has {said}, so some of its layers keep their state outside of a KV cache; "
+            f"{config.name}: config.json has {field}, so some layers keep state outside of the KV cache; "
             "such models are not served"
         )
     kinds = config.values.get("layer_types")
     known = {"full_attention", "sliding_attention", "chunked_attention"}
-    strange = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
-    if strange:
+    unknown = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
+    if unknown:
         raise InvalidModel(
-            f"{config.name}: layers of kind {', '.join(strange)} keep their state outside of a KV cache; "
+            f"{config.name}: layers of kind {', '.join(unknown)} keep state outside of the KV cache; "
             "such models are not served"
         )

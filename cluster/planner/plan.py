@@ -1,4 +1,4 @@
-"""`coatcheck plan`: what of a model will fit, before there is a GPU. It reads config.json and starts nothing."""
+"""`coatcheck plan`: how much of a model's KV cache fits, from config.json alone."""
 
 import json
 import sys
@@ -18,19 +18,19 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     **flags: Any,
 ) -> None:
-    """Say beforehand how much of MODEL's KV cache fits, from its config.json alone.
+    """Show how much of MODEL's KV cache fits, from its config.json alone.
 
-    Every token of a sequence leaves a key and a value in each layer, that is
-    2 × layers × KV heads × head_dim elements, and they stay until the sequence
-    ends. Beside the weights this is what caps how many sequences run at once.
-    The figures come from the layout that a running group uses: they are those
-    that it reports.
+    Every token of a sequence stores a key and a value in each layer:
+    2 × layers × KV heads × head_dim elements. They stay until the sequence
+    ends. Besides the weights, this limits how many sequences run at once. The
+    figures come from the layout that a running group uses and reports.
 
-    More sequences fit with a smaller --kv-dtype (fp8 and int8 halve, int4
-    quarters; two fp16 scales per token and head come on top), with more --tp
-    (each rank holds its share of the KV heads, and one at least), or with a
-    shorter --context. A decode step reads the weights and every sequence's KV
-    once: these bytes over --bandwidth are the floor under its time.
+    More sequences fit with a smaller --kv-dtype (fp8 and int8 take half, int4
+    a quarter, plus two fp16 scales per token and head), with a larger --tp
+    (each rank holds its share of the KV heads, but at least one), or with a
+    shorter --context. A decode step reads the weights and the KV of every
+    sequence once. These bytes divided by --bandwidth are the lower bound of
+    its time.
 
     Examples:
 
@@ -54,4 +54,4 @@ def plan(
 
         Console(highlight=False).print(plan_tables(sizing))
     if plot is not None:
-        print(f"a picture of it is in {plot}", file=sys.stderr)
+        print(f"wrote {plot}", file=sys.stderr)

@@ -1,7 +1,4 @@
-"""The picture of a Sizing: what fits, what is wasted, what other heads would take, how fast a step can be.
-
-Needs matplotlib, the `plot` extra.
-"""
+"""plot_sizing: a Sizing as a picture of four panels. Needs matplotlib, the `plot` extra."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ _STEPS = 24  # points along a logarithmic axis
 
 
 def plot_sizing(sizing: Sizing, path: Path) -> None:
-    """Writes a picture of four panels; raises InvalidConfig without matplotlib, or where it cannot write."""
+    """Write the picture to `path`. Raise InvalidConfig without matplotlib, or if the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -41,7 +38,7 @@ def _fits(axes: Any, sizing: Sizing) -> None:
     axes.grid(alpha=0.3)
     longest = max(sizing.context, sizing.shape.max_model_len or 0)
     contexts = _steps(min(256, longest), longest)
-    names: dict[int, list[str]] = {}  # of one size, one line
+    names: dict[int, list[str]] = {}  # kv-dtypes of one size share a line
     for name, _, num_blocks in sizing.by_kv_dtype():
         names.setdefault(num_blocks, []).append(name)
     for num_blocks, same in names.items():
@@ -74,7 +71,7 @@ def _waste(axes: Any, sizing: Sizing) -> None:
 
 def _floors(axes: Any, sizing: Sizing) -> None:
     axes.set(
-        title=f"the least a decode step takes, {sizing.settings.bandwidth / 1e12:g} TB/s", xlabel="sequences",
+        title=f"lower bound of a decode step, {sizing.settings.bandwidth / 1e12:g} TB/s", xlabel="sequences",
         ylabel="milliseconds", xscale="log",
     )  # fmt: skip
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""The tables in which a person reads a Sizing. It computes nothing but units."""
+"""plan_tables: a Sizing as tables for a terminal."""
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -9,7 +9,7 @@ from coatcheck.cluster.planner.sizing import Sizing
 
 
 def plan_tables(sizing: Sizing) -> Group:
-    """The answer first, then what it is made of, and what else could be chosen."""
+    """The answer, the figures behind it, and what other settings would give."""
     context, concurrency = sizing.context, sizing.settings.concurrency
     bandwidth = f"{sizing.settings.bandwidth / 1e12:g} TB/s"
     parts: list[RenderableType] = [_answer(sizing)]
@@ -17,9 +17,9 @@ def plan_tables(sizing: Sizing) -> Group:
         ("Bytes of one token", _layers(sizing)),
         ("Memory", _memory(sizing)),
         ("By kv-dtype", _kv_dtypes(sizing)),
-        (f"If it stored other heads: {concurrency:,} sequences of {context:,} tokens", _variants(sizing)),
+        (f"With other KV heads: {concurrency:,} sequences of {context:,} tokens", _variants(sizing)),
         (f"By block size: lengths {sizing.lengths.source}", _block_sizes(sizing)),
-        (f"The least that a decode step takes: {context:,} tokens each, {bandwidth}", _floors(sizing)),
+        (f"Lower bound of a decode step: {context:,} tokens each, {bandwidth}", _floors(sizing)),
     ):
         parts += [Text(f"\n{title}", style="bold"), table]
     parts.insert(-2, _paging(sizing))
@@ -28,7 +28,6 @@ def plan_tables(sizing: Sizing) -> Group:
 
 
 def size(count: float) -> str:
-    """Bytes as a person reads them."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
             return f"{count / factor:,.1f} {unit}".replace(".0 ", " ")
@@ -48,11 +47,11 @@ def _answer(sizing: Sizing) -> Text:
     text.append(f" on {ranks} of {size(settings.gpu_memory)}, kv-dtype {cache.whole.kv_dtype}.\n")
     if fits:
         text.append(
-            f"The {settings.concurrency:,} asked for fit; there is room for {sizing.longest_context:,} tokens each."
+            f"The requested {settings.concurrency:,} fit, with room for {sizing.longest_context:,} tokens each."
         )
     else:
-        text.append(f"The {settings.concurrency:,} asked for do not fit", "bold red")
-        text.append(f"; {settings.concurrency:,} sequences of {sizing.longest_context:,} tokens would. ")
+        text.append(f"The requested {settings.concurrency:,} do not fit", "bold red")
+        text.append(f"; {settings.concurrency:,} sequences of {sizing.longest_context:,} tokens would fit. ")
         text.append("Raise --tp or --gpu-memory, choose a smaller --kv-dtype, or lower --context or --concurrency.")
     return text
 
@@ -93,7 +92,7 @@ def _memory(sizing: Sizing) -> Table:
         table.add_row(f"{what} of {context:,} tokens", size(count * whole), size(count * rank))
     if any(layer.sliding_window for layer in cache.layers):
         windowed = cache.windowed_sequence_bytes(context)
-        table.add_row("one, if windows dropped their past", size(windowed), "")
+        table.add_row("one, without blocks outside of windows", size(windowed), "")
     return table
 
 
@@ -137,12 +136,12 @@ def _block_sizes(sizing: Sizing) -> Table:
 
 def _paging(sizing: Sizing) -> Text:
     lengths, block_size = sizing.lengths, sizing.cache.block_size
-    paged = lengths.paged(sizing.num_blocks, block_size)
-    reserved = lengths.reserved(sizing.num_blocks, block_size, sizing.context)
-    beside = f"{paged / reserved:.1f} times the {reserved:,}" if reserved else "none"
+    paged = lengths.fit_paged(sizing.num_blocks, block_size)
+    reserved = lengths.fit_reserved(sizing.num_blocks, block_size, sizing.context)
+    ratio = f"{paged / reserved:.1f} times the {reserved:,}" if reserved else "none fit"
     left_out = f" {lengths.left_out:,} longer ones are not counted." if lengths.left_out else ""
     return Text(
-        f"In pages {paged:,} sequences of these lengths (mean {lengths.mean:,.0f}) fit, {beside} with "
+        f"Paged, {paged:,} sequences of these lengths (mean {lengths.mean:,.0f}) fit: {ratio} with "
         f"{sizing.context:,} tokens reserved for each.{left_out}"
     )
 

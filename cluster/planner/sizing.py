@@ -1,4 +1,4 @@
-"""Sizing: every answer of `coatcheck plan` for one model on one kind of GPU. It computes; it does not print."""
+"""Sizing: every figure that `coatcheck plan` shows for one model on one kind of GPU."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ from coatcheck.cluster.planner.capacity import (
     Cache,
     StepTimeFloor,
     Variant,
-    by_kv_dtype,
-    floor,
-    variants,
+    attention_variants,
+    caches_by_kv_dtype,
+    step_time_floor,
 )
 from coatcheck.cluster.planner.lengths import LengthDistribution
 from coatcheck.cluster.planner.model_config import ModelConfig
@@ -31,7 +31,7 @@ _USUAL_CONTEXT: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`weight_bytes` of the whole model, `rank_weights` of one rank; `num_blocks` of a group's pool."""
+    """`weight_bytes`: of the whole model. `rank_weights`: of one rank. `num_blocks`: in a group's pool."""
 
     settings: PlanSettings
     shape: ModelShape
@@ -48,7 +48,7 @@ class Sizing:
 
     @classmethod
     def of(cls, settings: PlanSettings) -> Self:
-        """Reads the config; raises InvalidModel for one that says too little, InvalidConfig for what cannot be."""
+        """Raise InvalidModel if config.json lacks a size, InvalidConfig if a setting does not fit the model."""
         config = ModelConfig.open(settings.model)
         shape = ModelShape.of(config)
         dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
@@ -78,54 +78,56 @@ class Sizing:
 
     @property
     def sequences(self) -> int:
-        """How many of `context` tokens are in the pool at once."""
+        """Sequences of `context` tokens that the pool holds at once."""
         return self.sequences_of(self.num_blocks, self.context)
 
     @property
     def longest_context(self) -> int:
-        """The longest that `concurrency` sequences can have at once."""
+        """The largest context at which `concurrency` sequences fit."""
         return self.num_blocks // self.settings.concurrency * self.cache.block_size
 
     def sequences_of(self, num_blocks: int, context: int) -> int:
-        return num_blocks // self.cache.blocks(context)
+        return num_blocks // self.cache.count_blocks(context)
 
     def layer_kinds(self) -> list[tuple[LayerSpec, int]]:
-        """The layers that differ, in order, and how many there are of each."""
+        """The distinct layers in order, each with its count."""
         kinds = dict.fromkeys(self.cache.layers)
         return [(kind, self.cache.layers.count(kind)) for kind in kinds]
 
     def layer_bytes(self, layer: LayerSpec, tp: int) -> float:
-        """Of one token in one such layer, on each of `tp` ranks."""
+        """Bytes of one token in `layer` on each of `tp` ranks."""
         part = TpShard(0, tp).shard_layer(layer)
         return BlockLayout.of([part], self.cache.block_size, self.cache.whole.kv_dtype).bytes_per_token
 
     def by_kv_dtype(self) -> list[tuple[str, Cache, int]]:
-        """(name, cache, blocks of the pool) for every kv-dtype that suits the model."""
-        caches = by_kv_dtype(self.cache.layers, self.settings.tp, self.settings.block_size)
+        """(name, cache, blocks in the pool) for every kv-dtype that the model supports."""
+        caches = caches_by_kv_dtype(self.cache.layers, self.settings.tp, self.settings.block_size)
         return [(name, cache, self.budget.num_blocks(cache)) for name, cache in caches.items() if cache is not None]
 
     def variants(self) -> list[Variant]:
-        return variants(self.shape, self.settings.tp, self.settings.block_size, self.cache.whole.kv_dtype)
+        return attention_variants(self.shape, self.settings.tp, self.settings.block_size, self.cache.whole.kv_dtype)
 
     def by_block_size(self) -> list[tuple[int, float, int]]:
-        """(block size, share wasted, sequences of these lengths that fit) for every size that a pool may have."""
+        """(block size, wasted share, sequences of `lengths` that fit) for every block size."""
         found = []
         for size in BLOCK_SIZES:
             cache = Cache.of(self.cache.layers, self.settings.tp, size, self.cache.whole.kv_dtype)
             try:
-                fit = self.lengths.paged(self.budget.num_blocks(cache), size)
-            except InvalidConfig:  # not one block of this size fits
+                fit = self.lengths.fit_paged(self.budget.num_blocks(cache), size)
+            except InvalidConfig:  # no block of this size fits
                 fit = 0
             found.append((size, self.lengths.waste(size), fit))
         return found
 
     def floors(self) -> list[StepTimeFloor]:
-        """For one sequence, for those asked for, and for as many as fit, if those are more."""
+        """For a batch of one, of `concurrency`, and of as many sequences as fit."""
         batches = sorted({1, self.settings.concurrency} | ({self.sequences} if self.sequences else set()))
         return [self.floor(batch) for batch in batches]
 
     def floor(self, batch: int) -> StepTimeFloor:
-        return floor(self.cache, self.rank_weights, self.bytes_per_weight, self.settings.bandwidth, batch, self.context)
+        return step_time_floor(
+            self.cache, self.rank_weights, self.bytes_per_weight, self.settings.bandwidth, batch, self.context
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Bytes, tokens and seconds as plain numbers."""
@@ -197,8 +199,8 @@ class Sizing:
                 "number": self.lengths.number,
                 "left_out": self.lengths.left_out,
                 "mean": self.lengths.mean,
-                "paged": self.lengths.paged(self.num_blocks, block_size),
-                "reserved": self.lengths.reserved(self.num_blocks, block_size, context),
+                "paged": self.lengths.fit_paged(self.num_blocks, block_size),
+                "reserved": self.lengths.fit_reserved(self.num_blocks, block_size, context),
             },
             "floors": [
                 {**asdict(floor), "seconds": floor.seconds, "tokens_per_second": floor.tokens_per_second}
@@ -209,15 +211,15 @@ class Sizing:
 
 
 def _lengths(trace: Path | None, context: int) -> LengthDistribution:
-    return LengthDistribution.spread(context) if trace is None else LengthDistribution.read(trace, context)
+    return LengthDistribution.evenly_spread(context) if trace is None else LengthDistribution.read(trace, context)
 
 
 def _notes(cache: Cache, context: int, max_model_len: int | None) -> list[str]:
     notes = []
     if cache.copies > 1:
-        notes.append(f"tp {cache.tp} is above the KV heads: each is held by {cache.copies:.0f} ranks")
+        notes.append(f"tp {cache.tp} is larger than the number of KV heads: {cache.copies:.0f} ranks hold each head")
     if any(layer.sliding_window for layer in cache.layers):
-        notes.append("the pool keeps what has left a layer's sliding window, until the sequence ends")
+        notes.append("the pool keeps blocks outside of sliding windows until the sequence ends")
     if max_model_len is not None and context > max_model_len:
-        notes.append(f"config.json says that the model goes to {max_model_len:,} tokens; the context is {context:,}")
+        notes.append(f"the model's maximum in config.json is {max_model_len:,} tokens; the context is {context:,}")
     return notes

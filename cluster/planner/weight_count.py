@@ -1,7 +1,6 @@
-"""WeightCount: about how many weights a model has, from its config.json: what one rank holds and what a step reads.
+"""WeightCount: the approximate number of weights that a rank holds and that a decode step reads, from config.json.
 
-Matrices only: norms, biases and whatever a family adds are left out, which is below 1% of a real model. It knows
-which matrices a group divides; the dividing itself is the ranks' own arithmetic.
+Only matrices are counted. Norms, biases and additions of single families are less than 1% of a real model.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tp_shard import TpShard
 
-# Families whose MLP is two matrices, not three.
+# Families whose MLP has two matrices instead of three.
 _UNGATED: Final = frozenset(
     {
         "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt",
         "phi", "starcoder2",
     }
 )  # fmt: skip
-# Families whose head is the embedding table where config.json does not say.
+# Families that tie the head to the embedding if config.json lacks tie_word_embeddings.
 _TIED: Final = frozenset(
     {
         "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2",
@@ -30,7 +29,7 @@ _TIED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WeightCount:
-    """Weights of one rank. `lookup`: a table of which a step reads only rows; `experts`: of all experts together."""
+    """Weights of one rank. `lookup`: an embedding, of which steps read rows. `experts`: all experts together."""
 
     dense: int
     lookup: int
@@ -40,14 +39,14 @@ class WeightCount:
 
     @classmethod
     def of(cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: TpShard) -> Self:
-        """`layers` with all ranks' heads and every head's keys; raises InvalidConfig for a tp that does not divide."""
+        """`layers`: ModelShape.expanded. Raise InvalidConfig if the shard's size does not divide a matrix."""
         hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
         first, last = shard.vocabulary(vocab) if shard.size > 1 else (0, vocab)
         table = (last - first) * hidden
         tied = config.values.get("tie_word_embeddings")
         if tied is None:
             tied = config.model_type in _TIED
-        dense, experts = table, 0  # the head, which every step reads
+        dense, experts = table, 0  # every step reads the head
         for index, layer in enumerate(layers):
             dense += _attention(config, layer, shard, hidden) + 2 * hidden
             if _has_experts(config, index):
@@ -68,8 +67,8 @@ class WeightCount:
     def total(self) -> int:
         return self.dense + self.lookup + self.experts
 
-    def read_by(self, batch: int) -> float:
-        """Weights that a decode step of so many sequences reads: of experts those that are chosen, at random."""
+    def read_per_step(self, batch: int) -> float:
+        """Expected number of weights that a decode step of `batch` sequences reads, with experts chosen at random."""
         if not self.num_experts:
             return float(self.dense)
         untouched = (1 - min(1.0, self.experts_per_token / self.num_experts)) ** batch
@@ -80,7 +79,7 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: in
     heads, kv_heads = shard.local_heads(layer)
     if config.values.get("kv_lora_rank") is None:
         return hidden * layer.head_dim * 2 * (heads + kv_heads)
-    # Down to the latents on every rank; up from them, and out, by heads.
+    # Every rank has the projections to latents; those from latents and the output projection are divided by heads.
     rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
     nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
     queries = hidden * q_rank + q_rank * heads * layer.head_dim if q_rank else hidden * heads * layer.head_dim
@@ -93,12 +92,8 @@ def _mlp(config: ModelConfig, inner: int, shard: TpShard, hidden: int) -> int:
 
 
 def _inner_size(config: ModelConfig, hidden: int) -> int:
-    return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=_usual(config, hidden))
-
-
-def _usual(config: ModelConfig, hidden: int) -> int | None:
-    """Four times the hidden size is what these families say by saying nothing."""
-    return 4 * hidden if config.model_type in _UNGATED else None
+    default = 4 * hidden if config.model_type in _UNGATED else None  # of these families' config classes
+    return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=default)
 
 
 def _num_experts(config: ModelConfig) -> int:
@@ -116,7 +111,7 @@ def _has_experts(config: ModelConfig, index: int) -> bool:
 
 
 def _experts(config: ModelConfig, shard: TpShard, hidden: int) -> tuple[int, int]:
-    """(what every token runs through, all experts together) of one layer."""
+    """(weights that every token uses, weights of all experts together) of one layer."""
     inner = config.count("moe_intermediate_size", "intermediate_size")
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     shared += config.number("n_shared_experts", default=0) * inner

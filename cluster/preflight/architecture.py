@@ -1,8 +1,8 @@
-"""ArchitectureCheck: whether ranks could serve a local model of a type that no test covers.
+"""check_architecture: whether ranks can serve a local model of a type that the tests do not cover.
 
-For tested model types the checks of config.json suffice (see model_check.py), and nothing is built. For others a child
-process builds the model without weights, as a rank will. That takes some seconds, because it imports torch and
-transformers, but it refuses a model before Ray starts; a rank would refuse it after most of a minute.
+For tested model types check_model suffices. For other types a child process builds the model without weights, as a
+rank does. That takes some seconds, because it imports torch and transformers. A rank would refuse the model only after
+most of a minute.
 """
 
 import json
@@ -20,15 +20,14 @@ from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.model.known_architectures import TESTED_MODEL_TYPES
 
-_MOST_SECONDS: Final = 600.0  # then the check counts as crashed
+_TIMEOUT_SECONDS: Final = 600.0
 _ERRORS: Final = {error.__name__: error for error in (InvalidConfig, InvalidModel)}
 
 
 def check_architecture(config: ServeConfig, console: Console) -> None:
-    """Raises the error that a rank would raise before it reads weights. Prints what it checks and how long that took.
+    """Raise the error that a rank would raise before it reads weights. Print the model type and the time taken.
 
-    Skipped for a hub id, and if an existing Ray cluster is joined. If the check itself crashes nothing is refused: the
-    ranks check again.
+    Skipped for a hub id, and if `serve` joins a Ray cluster. A check that crashes refuses nothing: ranks check again.
     """
     if config.ray_address is not None or not Path(config.model_source).is_dir():
         return
@@ -37,14 +36,14 @@ def check_architecture(config: ServeConfig, console: Console) -> None:
         return
     began = time.monotonic()
     console.print(
-        f"checking whether {model_type} can be served, which no test covers: this loads torch and takes some seconds",
+        f"checking model type {model_type}, which no test covers: this loads torch and takes some seconds",
         soft_wrap=True,
         markup=False,
     )
-    said = _run_servable(config)
-    if error := _ERRORS.get(said.get("error", "")):
-        raise error(said["message"])
-    result = f"{model_type} can be served" if said else "the check failed, so the ranks will check"
+    answer = _run_servable(config)
+    if error := _ERRORS.get(answer.get("error", "")):
+        raise error(answer["message"])
+    result = f"{model_type} can be served" if answer else "the check failed, so the ranks will check"
     console.print(f"{result} (checked in {time.monotonic() - began:.1f} s)", soft_wrap=True, markup=False)
 
 
@@ -65,12 +64,12 @@ def _run_servable(config: ServeConfig) -> dict[str, Any]:
             capture_output=True,
             text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            timeout=_MOST_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return {}
     try:
-        said = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return answer if isinstance(answer, dict) else {}

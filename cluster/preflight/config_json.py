@@ -1,7 +1,7 @@
-"""ConfigCheck: a config.json that contradicts itself, or that transformers would not take, refused without torch.
+"""check_config: refuses a config.json that contradicts itself or that transformers would refuse. Imports no torch.
 
-Only for model types that the tests cover: what a rank would say of them, after most of a minute and often in words of
-torch, is said here at once. Types and defaults of fields are those of transformers' own config classes.
+Only for model types that the tests cover. A rank would refuse them too, but after most of a minute and often with an
+error of torch. Types and defaults of fields come from transformers' config classes.
 """
 
 import json
@@ -36,8 +36,8 @@ _SCALING: Final = {
 }
 
 
-def with_defaults(model: ModelConfig) -> ModelConfig:
-    """The config with its class's defaults for missing fields; unchanged for a model type without tests."""
+def fill_defaults(model: ModelConfig) -> ModelConfig:
+    """The config with its class's defaults for missing fields. Unchanged for a model type without tests."""
     if model.model_type not in TESTED_MODEL_TYPES:
         return model
     defaults = {name: field.default for name, field in config_fields(model.model_type).items()}
@@ -45,22 +45,22 @@ def with_defaults(model: ModelConfig) -> ModelConfig:
 
 
 def check_config(model: ModelConfig) -> None:
-    """Raises InvalidModel that names the wrong field, its value and the allowed values."""
+    """Raise InvalidModel that names the wrong field, its value and the allowed values."""
     if model.model_type not in TESTED_MODEL_TYPES:
         return
     _check_types(model)
     for name in _COUNTS:
         if (value := model.values.get(name)) is None:
             continue
-        if type(value) is not int:  # of a field that the class does not declare
-            raise _wrong(model, name, value, "a whole number")
+        if type(value) is not int:  # a field that the config class does not declare
+            raise _invalid_field(model, name, value, "a whole number")
         if not 1 <= value <= _MOST:
-            raise _wrong(model, name, value, f"from 1 to {_MOST:,}")
+            raise _invalid_field(model, name, value, f"from 1 to {_MOST:,}")
     _check_heads(model)
-    _check_names(model)
+    _check_lookups(model)
     for name in ("rope_parameters", "rope_scaling"):
         _check_scaling(model, name, model.values.get(name))
-    _check_rest(model)
+    _check_single_fields(model)
 
 
 def _check_types(model: ModelConfig) -> None:
@@ -71,9 +71,11 @@ def _check_types(model: ModelConfig) -> None:
         if name in ("rope_parameters", "rope_scaling"):
             kinds = frozenset({"dict", "None"})
         if kinds and kind not in kinds:
-            raise _wrong(model, name, value, " or ".join(word for kind, word in _WORDS.items() if kind in kinds))
+            raise _invalid_field(
+                model, name, value, " or ".join(word for kind, word in _WORDS.items() if kind in kinds)
+            )
         if name in fields and isinstance(value, float) and not math.isfinite(value):
-            raise _wrong(model, name, value, "a finite number")
+            raise _invalid_field(model, name, value, "a finite number")
 
 
 def _check_heads(model: ModelConfig) -> None:
@@ -82,29 +84,29 @@ def _check_heads(model: ModelConfig) -> None:
     if heads and hidden and hidden % heads and model.model_type in _HIDDEN_OF_WHOLE_HEADS:
         raise InvalidModel(
             f"{model.name}: config.json has hidden_size {hidden}, which is not a multiple of its {heads} "
-            "num_attention_heads; mend one of them, or fetch config.json again"
+            "num_attention_heads; correct one of them, or fetch config.json again"
         )
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     # With partial_rotary_factor only a part of each head is rotated.
     if head_dim and head_dim % 2 and "partial_rotary_factor" not in (*values, *rope):
-        raise _wrong(model, "head_dim", head_dim, "even, because rotary embeddings rotate pairs")
+        raise _invalid_field(model, "head_dim", head_dim, "even, because rotary embeddings rotate pairs")
 
 
-def _check_names(model: ModelConfig) -> None:
-    """Checks names that transformers looks up: dtypes and activations."""
+def _check_lookups(model: ModelConfig) -> None:
+    """Check the names that transformers looks up: dtypes and activations."""
     for name in ("dtype", "torch_dtype"):
         dtype = model.values.get(name)
         if dtype is not None and dtype not in _DTYPES and not str(dtype).startswith("float8_e"):
-            raise _wrong(model, name, dtype, f"one of {', '.join(_DTYPES[:3])}")
+            raise _invalid_field(model, name, dtype, f"one of {', '.join(_DTYPES[:3])}")
     fields, known = config_fields(model.model_type), activations()
     for name in ("hidden_act", "hidden_activation"):
         activation = model.values.get(name)
         if name in fields and activation is not None and known and activation not in known:
-            raise _wrong(model, name, activation, "an activation that transformers knows, such as silu")
+            raise _invalid_field(model, name, activation, "an activation that transformers knows, such as silu")
 
 
 def _check_scaling(model: ModelConfig, name: str, scaling: Any) -> None:
-    """`scaling`: one kind's parameters, or those of each kind of layer."""
+    """`scaling`: the parameters of one rope type, or a dict of them by kind of layer."""
     if not isinstance(scaling, dict):
         return
     for layers, inner in scaling.items():
@@ -113,44 +115,46 @@ def _check_scaling(model: ModelConfig, name: str, scaling: Any) -> None:
     if any(isinstance(inner, dict) for inner in scaling.values()):
         return
     kind, known = scaling.get("rope_type", scaling.get("type", "default")), rope_types()
-    if model.model_type == "phi3" and kind in ("su", "yarn"):  # its older names of longrope
+    if model.model_type == "phi3" and kind in ("su", "yarn"):  # older names of longrope
         kind = "longrope"
     if not isinstance(kind, str) or (known and kind not in known):
-        raise _wrong(model, f"{name}.rope_type", kind, f"one of {', '.join(sorted(known))}")
+        raise _invalid_field(model, f"{name}.rope_type", kind, f"one of {', '.join(sorted(known))}")
     for part in _SCALING.get(kind, ()):
         value = scaling.get(part)
         if part.endswith("_factor") and kind == "longrope":
             if not isinstance(value, list):
-                raise _wrong(model, f"{name}.{part}", value, f"a list of numbers for rope_type {kind}")
+                raise _invalid_field(model, f"{name}.{part}", value, f"a list of numbers for rope_type {kind}")
         elif not _is_positive(value):
-            raise _wrong(model, f"{name}.{part}", value, f"a number above 0 for rope_type {kind}")
+            raise _invalid_field(model, f"{name}.{part}", value, f"a number above 0 for rope_type {kind}")
     if "rope_theta" in scaling and not _is_positive(scaling["rope_theta"]):
-        raise _wrong(model, f"{name}.rope_theta", scaling["rope_theta"], "a number above 0")
+        raise _invalid_field(model, f"{name}.rope_theta", scaling["rope_theta"], "a number above 0")
 
 
-def _check_rest(model: ModelConfig) -> None:
+def _check_single_fields(model: ModelConfig) -> None:
     values = model.values
     if "rope_theta" in values and not _is_positive(values["rope_theta"]) and not values.get("rope_parameters"):
-        raise _wrong(model, "rope_theta", values["rope_theta"], "a number above 0")
+        raise _invalid_field(model, "rope_theta", values["rope_theta"], "a number above 0")
     if isinstance(epsilon := values.get("rms_norm_eps"), float) and epsilon < 0:
-        raise _wrong(model, "rms_norm_eps", epsilon, "at least 0")
+        raise _invalid_field(model, "rms_norm_eps", epsilon, "at least 0")
     ends = values.get("eos_token_id")
     if isinstance(ends, list) and not all(type(end) is int for end in ends):
-        raise _wrong(model, "eos_token_id", ends, "a token id or a list of them")
+        raise _invalid_field(model, "eos_token_id", ends, "a token id or a list of them")
     padding, vocabulary = values.get("pad_token_id"), values.get("vocab_size")
     if isinstance(padding, int) and vocabulary is not None and not -vocabulary <= padding < vocabulary:
-        raise _wrong(model, "pad_token_id", padding, f"below vocab_size ({vocabulary}), or null")
+        raise _invalid_field(model, "pad_token_id", padding, f"below vocab_size ({vocabulary}), or null")
     experts = values.get("num_local_experts") or values.get("num_experts")
     if experts and (values.get("num_experts_per_tok") or 0) > experts:
-        raise _wrong(model, "num_experts_per_tok", values["num_experts_per_tok"], f"at most its {experts} experts")
+        raise _invalid_field(
+            model, "num_experts_per_tok", values["num_experts_per_tok"], f"at most its {experts} experts"
+        )
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _wrong(model: ModelConfig, name: str, value: Any, allowed: str) -> InvalidModel:
+def _invalid_field(model: ModelConfig, name: str, value: Any, allowed: str) -> InvalidModel:
     return InvalidModel(
-        f"{model.name}: config.json has {name} {json.dumps(value)}; it must be {allowed}: mend it, or fetch "
-        "config.json again"
+        f"{model.name}: config.json has {name} {json.dumps(value)}; it must be {allowed}: correct it, or "
+        "fetch config.json again"
     )

@@ -1,8 +1,10 @@
-"""MachineCheck: what this machine cannot hold of a `coatcheck serve` that starts its Ray here, said before it does.
+"""check_memory, check_gpus, check_ports: whether this machine has what `coatcheck serve` asks for, before Ray starts.
 
-A rank measures again, and has the last word. It knows neither torch nor Ray.
+Skipped if `serve` joins a Ray cluster, whose nodes may be other machines. Ranks and routers check again. This module
+does not import torch or Ray.
 """
 
+import socket
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +16,11 @@ from coatcheck.workers.host.free_memory import host_free_bytes
 _GPU_FILES: Final = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "kfd", "dxg")
 
 
-def check_machine(config: ServeConfig, free_bytes: int | None = None) -> None:
-    """Raises InvalidConfig for host tiers, and on CPUs pools, of more bytes in all than are free (None: here and now).
-    Of shares, and of an existing Ray cluster's nodes, it says nothing."""
+def check_memory(config: ServeConfig, free_bytes: int | None = None) -> None:
+    """Raise InvalidConfig if host pools, and KV pools on CPUs, need more bytes in all than are free.
+
+    `free_bytes` None: measure it. Sizes that are shares of the free memory are not checked.
+    """
     if config.ray_address is not None:
         return
     free_bytes = host_free_bytes() if free_bytes is None else free_bytes
@@ -29,17 +33,31 @@ def check_machine(config: ServeConfig, free_bytes: int | None = None) -> None:
     if asked * ranks > free_bytes:
         names, ask = " and ".join(sizes), "asks" if len(sizes) == 1 else "ask"
         raise InvalidConfig(
-            f"{names} {ask} for {asked:,} bytes for each of {ranks} ranks, and {free_bytes:,} are free here; "
-            f"lower {names}, groups or tp"
+            f"{names} {ask} for {asked:,} bytes for each of {ranks} ranks, and {free_bytes:,} bytes are free on this "
+            f"host; lower {names}, groups or tp"
         )
 
 
 def check_gpus(config: ServeConfig, devices: Path = Path("/dev")) -> None:
-    """Raises InvalidConfig for device cuda on a machine without any GPU. Ray counts them later."""
+    """Raise InvalidConfig for device cuda on a machine without any GPU. Ray counts the GPUs later."""
     if config.ray_address is not None or config.device != "cuda":
         return
     if not any(file for pattern in _GPU_FILES for file in devices.glob(pattern)):
         raise InvalidConfig(
-            "device is cuda, and this machine has no GPU (no device file of one in /dev); leave --device out, give the "
-            "container its GPUs, or join a Ray cluster that has some with --ray-address"
+            "device is cuda, and this machine has no GPU (/dev has no GPU device file); leave --device out, give the "
+            "container its GPUs, or join a Ray cluster that has GPUs with --ray-address"
         )
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Raise InvalidConfig if the router could not listen on its addresses."""
+    if config.ray_address is not None:
+        return
+    wanted = [("grpc", config.grpc_host, config.grpc_port), ("http", config.http_host, config.http_listen_port)]
+    for flag, host, port in wanted:
+        try:
+            if port:
+                socket.create_server((host, port)).close()
+        except OSError as error:
+            reason = str(error.strerror).partition(" (")[0]  # Python appends the address
+            raise InvalidConfig(f"cannot listen on {host}:{port}: {reason}; choose another --{flag}-port") from None

@@ -1,7 +1,7 @@
-"""ModelCheck: what config.json alone already rules out of a `coatcheck serve`, said before anything starts.
+"""check_model: refuses a model or a setting that config.json alone rules out, before Ray starts.
 
-A rank finds the same, many seconds later, and has the last word: where this file is not sure, it says nothing. It knows
-neither torch nor Ray.
+A rank refuses the same many seconds later. A doubtful case passes here, because the rank decides. This module does not
+import torch or Ray.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeGuard
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.planner.model_config import ModelConfig
 from coatcheck.cluster.planner.model_shape import ModelShape
-from coatcheck.cluster.preflight.config_json import check_config, with_defaults
+from coatcheck.cluster.preflight.config_json import check_config, fill_defaults
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.generation_config import end_token_ids, sampling_defaults
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
@@ -26,7 +26,7 @@ from coatcheck.workers.model.model_rules import (
     limit_max_model_len,
 )
 
-# What every decoder's config.json says, under the names of most families.
+# The sizes in every decoder's config.json, under the names that most families use.
 _FIELDS: Final = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -37,17 +37,19 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 
 
 def check_model(config: ServeConfig) -> None:
-    """Raises InvalidConfig for settings that cannot go with the model, InvalidModel for a config.json that cannot be
-    read, or lacks what every model of its kind says. A hub id is asked for where the ranks will be on this host; those
-    elsewhere may reach what it does not."""
+    """Raise InvalidConfig for settings that do not fit the model.
+
+    Raise InvalidModel for a config.json that cannot be read or that lacks a size. A hub id is looked up only if ranks
+    run on this host: other hosts may reach a hub that this host cannot reach.
+    """
     if config.ray_address is not None and not Path(config.model_source).is_dir():
         return
     _check_generation_config(config)
     model = ModelConfig.open(config.model_source)
-    _check_architecture(model)
-    _check_fields(model)
+    _check_model_type(model)
+    _check_sizes(model)
     check_config(model)
-    model = with_defaults(model)
+    model = fill_defaults(model)
     _check_length(config, model)
     _check_experts(config, model)
     model.count("num_hidden_layers", "n_layer", "num_layers", default=1, most=10_000)
@@ -57,7 +59,7 @@ def check_model(config: ServeConfig) -> None:
     except InvalidModel:
         if model.model_type in TESTED_MODEL_TYPES:
             raise
-        return  # of a kind that `coatcheck plan` does not know
+        return  # a model type that `coatcheck plan` does not know
     shard = TpShard(0, config.tp)
     layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
@@ -72,7 +74,7 @@ def check_model(config: ServeConfig) -> None:
 
 
 def _check_generation_config(config: ServeConfig) -> None:
-    """Raises InvalidModel for a generation_config.json that ranks or routers would refuse. Skipped for a hub id."""
+    """Raise InvalidModel for a generation_config.json that ranks or routers would refuse. Skipped for a hub id."""
     directory = Path(config.model_source)
     if directory.is_dir():
         end_token_ids(directory)
@@ -81,7 +83,7 @@ def _check_generation_config(config: ServeConfig) -> None:
 
 
 def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
-    if config.kv_memory is not None and config.kv_memory > 1:  # a share is of what a rank finds
+    if config.kv_memory is not None and config.kv_memory > 1:  # a share of the memory that a rank finds
         choose_num_blocks(
             config.kv_memory,
             free_bytes=sys.maxsize,
@@ -96,8 +98,8 @@ def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
         )
 
 
-def _check_architecture(model: ModelConfig) -> None:
-    """Raises InvalidModel for a model that transformers cannot build, or of a kind that is not served."""
+def _check_model_type(model: ModelConfig) -> None:
+    """Raise InvalidModel for a model that transformers cannot build, or of a kind that is not served."""
     if not model.model_type:
         raise InvalidModel(f"{model.name}: config.json has no model_type; add it, or fetch config.json again")
     check_known(model.name, model.model_type, has_auto_map="auto_map" in model.values)
@@ -111,13 +113,13 @@ def _check_architecture(model: ModelConfig) -> None:
     check_causal(model.name, model.model_type)
 
 
-def _check_fields(model: ModelConfig) -> None:
-    """Raises InvalidModel for missing sizes: transformers would take defaults, and the weights would not fit them."""
-    there = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
-    if len(there) < 2:  # a family with names of its own
+def _check_sizes(model: ModelConfig) -> None:
+    """Raise InvalidModel for a missing size: transformers would use its default, which does not fit the weights."""
+    given = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
+    if len(given) < 2:  # a family with other names
         return
     for names in _FIELDS:
-        if names not in there:
+        if names not in given:
             raise InvalidModel(f"{model.name}: config.json has no {names[0]}; add it, or fetch config.json again")
 
 
@@ -133,13 +135,13 @@ def _check_length(config: ServeConfig, model: ModelConfig) -> None:
 
 def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
     counts = [(name, model.values.get(name)) for name in _EXPERTS]
-    said = next((f"{name} {count}" for name, count in counts if _is_number(count) and count > 0), None)
-    if config.deterministic and said is not None:
-        raise deterministic_experts_error(f"a mixture of experts ({said} in config.json)")
+    experts = next((f"{name} {count}" for name, count in counts if _is_number(count) and count > 0), None)
+    if config.deterministic and experts is not None:
+        raise deterministic_experts_error(f"a mixture of experts ({experts} in config.json)")
 
 
 def _check_mlp(model: ModelConfig, shard: TpShard) -> None:
-    """Raises InvalidConfig if tp does not divide the MLP. Only for tested types, of which every linear is sharded."""
+    """Raise InvalidConfig if tp does not divide the MLP. Only for tested types, whose linears are all sharded."""
     if model.model_type in TESTED_MODEL_TYPES:
         name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"
         if _is_number(size := model.values.get(name)):

@@ -99,8 +99,8 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     ("code", "said"),
     [
         (None, "the hub gives no config.json for that id: ConnectError"),
-        ("RepoNotFound", "it knows none, or shows it only to those who bring a token (HF_TOKEN)"),
-        ("GatedRepo", "its terms must be accepted there first, and HF_TOKEN be set"),
+        ("RepoNotFound", "no such model, or a private one that needs HF_TOKEN"),
+        ("GatedRepo", "accept the model's terms on the hub and set HF_TOKEN"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_first(tmp_path: Path, code: str | None, said: str) -> None:

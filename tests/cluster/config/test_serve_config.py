@@ -9,7 +9,7 @@ import pytest
 from coatcheck.cluster.commands.serve_session import check_same_settings
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.setting_values import parse_memory
-from coatcheck.cluster.preflight.machine import check_machine
+from coatcheck.cluster.preflight.machine import check_memory
 from coatcheck.cluster.preflight.model import check_model
 from coatcheck.cluster.supervision.member_config import router_config
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
@@ -230,14 +230,14 @@ def test_what_this_machine_cannot_hold_is_refused() -> None:
     """Host tiers and, on CPUs, pools of all ranks together beyond what is free are refused at once, by name; as shares,
     or on another cluster, they are the ranks' affair."""
     size = {"model": "m/m", "tp": 2, "device": "cpu", "kv_memory": "3GiB", "host_kv_memory": "4GiB"}
-    check_machine(ServeConfig.build(size), 14 << 30)
+    check_memory(ServeConfig.build(size), 14 << 30)
     with pytest.raises(InvalidConfig, match="host-kv-memory and kv-memory ask for 7,516,192,768 bytes for each of 2"):
-        check_machine(ServeConfig.build(size), 13 << 30)
-    check_machine(ServeConfig.build(size | {"device": "cuda"}), 13 << 30)
-    with pytest.raises(InvalidConfig, match=r"are free here; lower host-kv-memory, groups or tp$"):
-        check_machine(ServeConfig.build({"model": "m/m", "host_kv_memory": "4000TiB"}))
-    check_machine(ServeConfig.build(size | {"host_kv_memory": 0.9, "kv_memory": 0.9}), 1)
-    check_machine(ServeConfig.build(size | {"ray_address": "127.0.0.1:1"}), 1)
+        check_memory(ServeConfig.build(size), 13 << 30)
+    check_memory(ServeConfig.build(size | {"device": "cuda"}), 13 << 30)
+    with pytest.raises(InvalidConfig, match=r"are free on this host; lower host-kv-memory, groups or tp$"):
+        check_memory(ServeConfig.build({"model": "m/m", "host_kv_memory": "4000TiB"}))
+    check_memory(ServeConfig.build(size | {"host_kv_memory": 0.9, "kv_memory": 0.9}), 1)
+    check_memory(ServeConfig.build(size | {"ray_address": "127.0.0.1:1"}), 1)
 
 
 def test_what_the_config_leaves_open_is_the_ranks_affair(tmp_path: Path) -> None:

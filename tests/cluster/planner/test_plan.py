@@ -28,7 +28,7 @@ def test_the_tables_answer_first(tmp_path: Path) -> None:
     lines = plan(write_config(tmp_path), "--context", "8192", "--concurrency", "64").stdout
     text = " ".join(lines.split())
     assert "55 sequences of 8,192 tokens fit at once on one GPU of 80 GiB" in text
-    assert "The 64 asked for do not fit" in text
+    assert "The requested 64 do not fit" in text
     for part in ("Bytes of one token", "Memory", "By kv-dtype", "GQA-8, its own", "By block size", "decode step"):
         assert part in text
     assert "131,072" in text
@@ -46,7 +46,7 @@ def test_a_picture(tmp_path: Path) -> None:
     """--plot writes a PNG, also where nothing fits; a place that cannot be written is said."""
     model, picture = write_config(tmp_path), tmp_path / "plan.png"
     drawn = plan(model, "--context", "900000", "--plot", str(picture))
-    assert (drawn.exit_code, drawn.stderr) == (0, f"a picture of it is in {picture}\n")
+    assert (drawn.exit_code, drawn.stderr) == (0, f"wrote {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     refused = plan(model, "--plot", str(tmp_path / "none" / "plan.png"))
     assert refused.exit_code == 2 and "cannot write the plot" in refused.stderr
@@ -123,14 +123,14 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         (dict(num_key_value_heads=-8), "config.json has num_key_value_heads -8; it should be a whole number"),
         (dict(hidden_size="wide"), "config.json has hidden_size 'wide'; it should be a whole number"),
         (dict(num_key_value_heads=[8, 4]), r"config.json has num_key_value_heads [8, 4]"),
-        (dict(num_key_value_heads=5), "5 num_key_value_heads for 32 attention heads; they must divide them"),
+        (dict(num_key_value_heads=5), "5 num_key_value_heads for 32 attention heads; the KV heads must divide"),
         (dict(num_attention_heads=31, num_key_value_heads=31), "config.json has no head_dim, and 31 heads do not"),
         (dict(layer_types=["full_attention"]), "1 layer_types for 32 layers"),
-        (dict(layer_types=["linear_attention"] * 32), "layers of kind linear_attention keep their state outside"),
-        (dict(attn_layer_period=8), "config.json has attn_layer_period, so some of its layers keep their state"),
-        (dict(hybrid_override_pattern="M-M*"), "config.json has hybrid_override_pattern, so some of its layers"),
+        (dict(layer_types=["linear_attention"] * 32), "layers of kind linear_attention keep state outside"),
+        (dict(attn_layer_period=8), "config.json has attn_layer_period, so some layers keep state"),
+        (dict(hybrid_override_pattern="M-M*"), "config.json has hybrid_override_pattern, so some layers"),
         (dict(is_encoder_decoder=True), "is an encoder-decoder; only decoder-only models are served"),
-        (dict(num_kv_shared_layers=4), "some of its layers share keys and values"),
+        (dict(num_kv_shared_layers=4), "some layers share keys and values"),
         (dict(kv_lora_rank=512), "config.json has no qk_nope_head_dim"),
     ],
 )

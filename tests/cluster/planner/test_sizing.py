@@ -68,7 +68,7 @@ def test_llama_3_70b_at_128k_tokens(tmp_path: Path) -> None:
     found = size(tmp_path, config=shape | dict(max_position_embeddings=8192), context=131_072, tp=8)
     assert found["sequence_bytes"] == 40 * GIB
     assert found["rank_sequence_bytes"] == 5 * GIB
-    assert found["notes"] == ["config.json says that the model goes to 8,192 tokens; the context is 131,072"]
+    assert found["notes"] == ["the model's maximum in config.json is 8,192 tokens; the context is 131,072"]
     assert found["weight_bytes"] == pytest.approx(70.55e9 * 2, rel=0.001)
 
 
@@ -102,7 +102,7 @@ def test_ranks_beyond_the_kv_heads_hold_copies(tmp_path: Path) -> None:
     found = size(tmp_path, tp=16)
     assert found["rank_bytes_per_token"] == 131_072 / 8
     assert found["copies"] == 2
-    assert "tp 16 is above the KV heads: each is held by 2 ranks" in found["notes"]
+    assert "tp 16 is larger than the number of KV heads: 2 ranks hold each head" in found["notes"]
 
 
 def test_sliding_windows_are_stored_whole_and_read_in_part(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_waste_by_block_size_of_known_lengths() -> None:
     assert (lengths.number, lengths.left_out, lengths.longest, lengths.mean) == (3, 1, 32, 27)
     assert lengths.waste(16) == pytest.approx(15 / 96)
     assert lengths.waste(8) == pytest.approx(7 / 88)
-    assert lengths.paged(60, 16) == 30
-    assert lengths.reserved(60, 16, 512) == 1
+    assert lengths.fit_paged(60, 16) == 30
+    assert lengths.fit_reserved(60, 16, 512) == 1
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50), st.sampled_from([8, 16, 32, 64, 128]))
@@ -163,13 +163,13 @@ def test_waste_is_less_than_a_block_a_sequence(lengths: list[int], block_size: i
     counted = LengthDistribution.of(lengths, 5000, "any")
     wasted = counted.waste(block_size) * counted.mean_blocks(block_size) * block_size
     assert 0 <= wasted <= block_size - 1 + 1e-6
-    assert counted.paged(10_000, block_size) >= counted.reserved(10_000, block_size, 5000 + block_size)
+    assert counted.fit_paged(10_000, block_size) >= counted.fit_reserved(10_000, block_size, 5000 + block_size)
 
 
 def test_even_lengths_waste_half_a_block_on_average() -> None:
     """Also where the lengths are too many to count all."""
     for longest in (8192, 3_000_000):
-        spread = LengthDistribution.spread(longest)
+        spread = LengthDistribution.evenly_spread(longest)
         for block_size in (16, 128):
             wasted = spread.waste(block_size) * spread.mean_blocks(block_size) * block_size
             assert wasted == pytest.approx((block_size - 1) / 2, rel=0.02)

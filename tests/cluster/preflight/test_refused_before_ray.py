@@ -146,7 +146,7 @@ def test_what_config_json_rules_out_is_refused(
         ({"num_key_value_heads": 4.0}, "num_key_value_heads 4.0; it must be a whole number"),
         ({"head_dim": -8}, "head_dim -8; it must be from 1"),
         ({"head_dim": 7}, "head_dim 7; it must be even"),
-        ({"hidden_size": "64"}, 'hidden_size "64"; it must be a whole number: mend it'),
+        ({"hidden_size": "64"}, 'hidden_size "64"; it must be a whole number: correct it'),
         ({"hidden_size": math.nan}, "hidden_size NaN; it must be a whole number"),
         ({"vocab_size": "600"}, 'vocab_size "600"; it must be a whole number'),
         ({"vocab_size": NULL}, "vocab_size null; it must be a whole number"),
@@ -288,7 +288,7 @@ def test_the_quick_checks_import_neither_torch_nor_ray(model: Path) -> None:
         "import json, sys\n"
         "from coatcheck.cluster.commands import serve\n"
         "config = serve.ServeConfig.build(json.loads(sys.argv[1]))\n"
-        "serve.check_model(config), serve.check_machine(config), serve.check_gpus(config)\n"
+        "serve.check_model(config), serve.check_memory(config), serve.check_gpus(config)\n"
         "serve.check_checkpoint(config), serve.check_architecture(config, serve.Console())\n"
         "print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))\n"
     )
