@@ -1,4 +1,4 @@
-"""`coatcheck generate`: one request to a running server, its text as it comes, or one JSON object.
+"""`coatcheck generate`: sends one request to a router, and prints the text as it comes, or one JSON object.
 
 Flags become a GenerateRequest, `AsyncClient` streams its answer, and `GenerationResult` puts the events together.
 SamplingParams and the server check the values.
@@ -6,7 +6,6 @@ SamplingParams and the server check the values.
 
 import asyncio
 import json
-import os
 import re
 import sys
 import time
@@ -56,18 +55,18 @@ def generate(
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     model: Annotated[str, typer.Option(help="The served model's name; default: whatever is served.")] = "",
     chat: Annotated[bool, _PROMPT("--chat", help="PROMPT is a user's message for the chat template.")] = False,
-    system: Annotated[str | None, _PROMPT(help="A system message before it (with --chat).")] = None,
+    system: Annotated[str | None, _PROMPT(help="A system message before PROMPT; needs --chat.")] = None,
     token_ids: Annotated[bool, _PROMPT("--token-ids", help="PROMPT is token ids: 1,2,3 or '1 2 3'.")] = False,
-    cache_salt: Annotated[str, _CACHE(help="Prefixes are shared only under the same salt.")] = "",
+    cache_salt: Annotated[str, _CACHE(help="Requests share cached prefixes only if their salts are equal.")] = "",
     retain: Annotated[
         int | None,
-        _CACHE(help="Keep the prompt cached: priority 0 (first to go) to 100; default: by worth."),
+        _CACHE(help="Keep the prompt cached, with priority 0 (evicted first) to 100. Default: eviction by cost."),
     ] = None,
     retain_seconds: Annotated[
         float | None, _CACHE(help=f"How many seconds --retain holds. Default {DEFAULT_TTL_SECONDS:g}.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until the request is given up.")
+        float | None, typer.Option(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until the request is cancelled.")
     ] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -75,7 +74,7 @@ def generate(
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
-    """Generate from PROMPT and stream the text."""
+    """Generate from PROMPT and stream the text to stdout."""
     given: dict[str, Any] = dict(
         max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
@@ -85,7 +84,7 @@ def generate(
     )  # fmt: skip
     request = pb.GenerateRequest(model=model, cache_salt=cache_salt)
     if not as_json and (logprobs is not None or prompt_logprobs is not None):
-        raise typer.BadParameter("--logprobs and --prompt-logprobs need --json, which has a place for them")
+        raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
     access = access_of(tls_ca, tls_cert, tls_key, api_key)
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
@@ -96,19 +95,14 @@ def generate(
     if retain is not None:
         ttl = DEFAULT_TTL_SECONDS if retain_seconds is None else retain_seconds
         request.retention.CopyFrom(Retention(retain, ttl).to_message())
-    try:
-        show: Callable[[str], None] = _write if streams_text else lambda text: None
-        answer = asyncio.run(_stream(addresses, access, request, timeout, show))
-        if as_json:
-            wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
-            _write(json.dumps(wanted, ensure_ascii=False) + "\n")
-        else:
-            _write("\n" if streams_text else _labelled(answer))
-            typer.secho(answer.summary(), err=True, dim=True)  # beside the text in a terminal, and not of it
-    except BrokenPipeError:
-        # The reader has left (`| head`); Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+    show: Callable[[str], None] = _write if streams_text else lambda text: None
+    answer = asyncio.run(_stream(addresses, access, request, timeout, show))
+    if as_json:
+        wanted = answer.to_json(logprobs=logprobs is not None, prompt_logprobs=prompt_logprobs is not None)
+        _write(json.dumps(wanted, ensure_ascii=False) + "\n")
+    else:
+        _write("\n" if streams_text else _labelled(answer))
+        typer.secho(answer.summary(), err=True, dim=True)  # on stderr, so that stdout has nothing but the text
 
 
 async def _stream(

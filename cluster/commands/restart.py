@@ -41,7 +41,7 @@ def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_sec
     import ray
 
     if not groups:
-        # First, because the supervisor sends the groups their settings: an older one does not know new settings.
+        # First, because the supervisor sends the groups their settings, and an older supervisor would omit new ones.
         began = time.monotonic()
         _restart_supervisor(supervisor)
         _print_duration("the supervisor", began)

@@ -7,11 +7,12 @@ import math
 import re
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from coatcheck.cluster.commands.progress_bars import ProgressBars
 from coatcheck.cluster.commands.ray_watch import RayWatch
 from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
 from coatcheck.cluster.config.exposure import warn_of_exposure
@@ -314,6 +315,44 @@ def ready_line(config: ServeConfig, state: "ClusterState") -> str:
         f"ready: {config.model_name} ({rank.dtype}) at {state.routers[0]}{http}, {groups} x tp {config.tp}, "
         f"{'each with ' if len(state.groups) > 1 else ''}{holds}"
     )
+
+
+class ProgressBars:
+    """A progress bar for each rank that loads weights, while the context is open. Shows nothing unless stderr is a
+    terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TextColumn("{task.fields[phase]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[tuple[str, int], TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update_bars(self, state: "ClusterState") -> None:
+        for group in state.groups:
+            for rank, progress in enumerate(group.ranks):
+                task = self._tasks.get((group.name, rank))
+                if task is None:
+                    name = f"{group.name} rank {rank}"
+                    task = self._tasks[group.name, rank] = self._progress.add_task(name, total=None, phase="")
+                self._progress.update(
+                    task, completed=progress.done_bytes, total=progress.total_bytes or None, phase=progress.phase.value
+                )
 
 
 def _silence_reason(error: Exception) -> str:

@@ -1,12 +1,13 @@
-"""`coatcheck status` and `coatcheck drain`: a router's Admin service, for people and for scripts. Knows only gRPC."""
+"""`coatcheck status` and `coatcheck drain`: commands for a router's Admin service."""
 
 import json
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc
 import typer
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT
 from coatcheck.cluster.client.connection_errors import explain_error
@@ -19,7 +20,7 @@ from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminStub
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ASK_SECONDS = 10.0
+_CALL_SECONDS = 10.0
 _COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow", "starting": "yellow"}
 
 
@@ -31,9 +32,9 @@ def status(
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show groups, ranks, health, load, block occupancy, hit ratio, TTFT and TPOT."""
+    """Show groups, ranks, health, load, KV block usage, prefix cache hit ratio, TTFT and TPOT."""
     access = access_of(tls_ca, tls_cert, tls_key, api_key)
-    answer = ask_router(access, address, "Status", pb.StatusRequest(), _ASK_SECONDS)
+    answer = call_admin(access, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
     if as_json:
         print(json.dumps(as_json_object(answer)))
     else:
@@ -41,37 +42,37 @@ def status(
 
 
 def drain(
-    group: Annotated[str, typer.Argument(help="A group's name; default: the whole router.")] = "",
+    group: Annotated[str, typer.Argument(help="The name of a group. Default: the whole router.")] = "",
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.0, max=LONGEST_TIMEOUT, help="Seconds to wait for what runs; default: as long as it takes."),
+        typer.Option(min=0.0, max=LONGEST_TIMEOUT, help="Seconds to wait for running requests. Default: no limit."),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Send it new work again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Accept new requests again.")] = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Send no new work to GROUP, or to the whole router, and wait until its running requests have ended.
+    """Drain GROUP, or the whole router: send no new requests there, and wait until the running ones have ended.
 
-    It stays so until `coatcheck drain [GROUP] --undo`. A drained router refuses every request. Exits with 1 if
-    requests still run after --timeout.
+    Lasts until `coatcheck drain [GROUP] --undo`. A drained router refuses every request. Exits with 1 if requests
+    still run after --timeout.
     """
     if undo and timeout is not None:
         raise typer.BadParameter("--undo waits for nothing; leave --timeout out")
     access = access_of(tls_ca, tls_cert, tls_key, api_key)
     what = group or "the router"
     if undo:
-        ask_router(access, address, "Drain", pb.DrainRequest(group=group, undo=True), _ASK_SECONDS)
+        call_admin(access, address, "Drain", pb.DrainRequest(group=group, undo=True), _CALL_SECONDS)
         print(f"{what} takes new work again")
         return
-    answer = ask_router(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _ASK_SECONDS)
-    # Before the wait: whoever interrupts it should know that nothing is undone by that.
+    answer = call_admin(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=0), _CALL_SECONDS)
+    # Before the wait, because Ctrl-C ends only the wait and not the draining.
     again = " ".join(["coatcheck drain", *filter(None, [group]), "--undo"])
     print(f"{what} takes no new work until `{again}`", file=sys.stderr)
     if not answer.drained:
-        answer = ask_router(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
+        answer = call_admin(access, address, "Drain", pb.DrainRequest(group=group, timeout_seconds=timeout), None)
     if answer.drained:
         print(f"{what} is drained")
         return
@@ -80,8 +81,8 @@ def drain(
     raise typer.Exit(1)
 
 
-def ask_router(access: Credentials, address: str, method: str, request: Any, timeout: float | None) -> Any:
-    """One call; raises the CoatcheckError of its failure."""
+def call_admin(access: Credentials, address: str, method: str, request: Any, timeout: float | None) -> Any:
+    """Call `method` of the router's Admin service. Raises a CoatcheckError if it fails."""
     check_addresses([address])
     with access.blocking_channel(address) as channel:
         try:
@@ -91,31 +92,23 @@ def ask_router(access: Credentials, address: str, method: str, request: Any, tim
             raise explain_error(error, address, timeout) from None
 
 
-def as_json_object(answer: pb.StatusResponse) -> Any:
-    """Every field, also those that are zero: scripts need not guess."""
-    return _with_numbers(
-        MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    )
+def as_json_object(message: Message) -> dict[str, Any]:
+    """The fields of `message`, also those that are zero. 64-bit integers are numbers; protobuf's JSON has strings."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if not field.has_presence or message.HasField(field.name):
+            value = getattr(message, field.name)
+            found[field.name] = [_as_json(item) for item in value] if field.is_repeated else _as_json(value)
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    return as_json_object(value) if isinstance(value, Message) else value
 
 
 def colour_of(state: str) -> str:
-    """As a person expects it."""
+    """The terminal colour for the state of a group or router."""
     return _COLOURS.get(state, "red")
-
-
-def _with_numbers(value: Any) -> Any:
-    """proto3's JSON writes 64-bit integers as strings; here they are numbers."""
-    if isinstance(value, dict):
-        return {key: item if key in _TEXTS else _with_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
-    return int(value) if isinstance(value, str) and value.isdigit() else value
-
-
-# Strings that may consist of digits.
-_TEXTS = frozenset(
-    {"name", "router", "node", "address", "reason", "fingerprint", "dtype", "kv_dtype", "state", "kernels", "version"}
-)
 
 
 def _print(answer: pb.StatusResponse) -> None:
@@ -136,7 +129,8 @@ def _print(answer: pb.StatusResponse) -> None:
                 seconds * 1000 for seconds in (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
             )
             console.print(f"{name} p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f} ({latency.count})", highlight=False)
-    groups = _table("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "restarts")
+    columns = ("group", "state", "runs", "waits", "blocks used", "cached", "hits", "step", "restarts")
+    groups = make_table(*columns, left=["state"])
     for group in answer.groups:
         total = max(group.blocks_total, 1)
         cached_tokens = group.cached_device_tokens + group.cached_host_tokens
@@ -157,7 +151,7 @@ def _print(answer: pb.StatusResponse) -> None:
             console.print(f"{group.name}: {group.reason}", highlight=False, soft_wrap=True)
         if group.version != answer.version and group.version and answer.version:
             console.print(f"{group.name}: coatcheck {group.version}, the router {answer.version}", highlight=False)
-    ranks = _table("rank", "healthy", "node", "pid", "steps", "peak memory")
+    ranks = make_table("rank", "healthy", "node", "pid", "steps", "peak memory", left=["healthy", "node"])
     for group in answer.groups:
         for rank in group.ranks:
             ranks.add_row(
@@ -172,11 +166,16 @@ def _print(answer: pb.StatusResponse) -> None:
         console.print(ranks)
 
 
-def _table(*columns: str) -> "Table":
+def make_table(*columns: str, left: Collection[str] = ()) -> "Table":
+    """An empty table. The first column and those in `left` are aligned to the left, the others to the right."""
     from rich import box
     from rich.table import Table
 
-    return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        is_left = name == columns[0] or name in left
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
+    return table
 
 
 def _state(state: str) -> str:

@@ -1,7 +1,4 @@
-"""`coatcheck top`: a router's groups, ranks, blocks, hits, queue and latency in a terminal, as they move.
-
-It asks what `coatcheck status` asks, again and again; it does not know how a router counts.
-"""
+"""`coatcheck top`: shows the status of a router in a terminal, and updates it until Ctrl-C."""
 
 import json
 import signal
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, access_of
-from coatcheck.cluster.commands.status import as_json_object, ask_router, colour_of
+from coatcheck.cluster.commands.status import as_json_object, call_admin, colour_of, make_table
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -22,37 +19,37 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-_ASK_SECONDS: Final = 10.0
-_POINTS: Final = 60
-_WIDEST_BAR, _NARROWEST_BAR, _BESIDE_BAR = 28, 6, 76  # cells
+_CALL_SECONDS: Final = 10.0
+_POINTS: Final = 60  # in a sparkline
+_MAX_BAR, _MIN_BAR, _BESIDE_BAR = 28, 6, 76  # cells
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def top(
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Show one screen and end, its rate measured for --every.")
+        bool, typer.Option("--once", help="Print one screen and exit; the token rate is measured over --every seconds.")
     ] = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look, one a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each update, one a line.")] = False,
 ) -> None:
-    """Show groups, ranks, blocks by tier, hit ratio, queue, TTFT, TPOT and ITL, until Ctrl-C."""
+    """Show groups, ranks, KV blocks by tier, prefix cache hit ratio, queue, TTFT, TPOT and ITL, until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
     history = History()
     access = access_of(tls_ca, tls_cert, tls_key, api_key)
 
-    def look() -> pb.StatusResponse:
-        status: pb.StatusResponse = ask_router(access, address, "Status", pb.StatusRequest(), _ASK_SECONDS)
-        history.add(status, time.monotonic())
+    def read_status() -> pb.StatusResponse:
+        status: pb.StatusResponse = call_admin(access, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
+        history.add_sample(status, time.monotonic())
         return status
 
-    status = look()
+    status = read_status()
     # Ctrl-C ends `top` with exit code 0 and restores the terminal.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
@@ -61,12 +58,12 @@ def top(
             print(json.dumps(as_json_object(status)), flush=True)
             while not once:
                 time.sleep(every)
-                print(json.dumps(as_json_object(look())), flush=True)
+                print(json.dumps(as_json_object(read_status())), flush=True)
         return
     console = Console()
     if once or not console.is_terminal:
-        time.sleep(every)  # a rate needs two looks
-        status = look()
+        time.sleep(every)  # a rate needs two samples
+        status = read_status()
         console.print(screen(status, history, console.width))
         return
     with (
@@ -76,19 +73,19 @@ def top(
         while True:
             live.update(screen(status, history, console.width), refresh=True)
             time.sleep(every)
-            status = look()
+            status = read_status()
 
 
 class History:
-    """What is drawn over time: tokens a second between two looks, and how many wait."""
+    """The last 60 samples of what is drawn over time: generated tokens a second, and waiting requests."""
 
     def __init__(self) -> None:
         self.rates: deque[float] = deque(maxlen=_POINTS)
         self.waiting: deque[float] = deque(maxlen=_POINTS)
         self._last: tuple[float, int] | None = None
 
-    def add(self, status: pb.StatusResponse, now: float) -> None:
-        """One look. A group that began anew counts from 0: the rate of that look is unknown, and shown as none."""
+    def add_sample(self, status: pb.StatusResponse, now: float) -> None:
+        """Add the sample of time `now`. A restarted group counts its tokens from 0; the rate is then 0 once."""
         tokens = sum(group.generated_tokens for group in status.groups)
         self.waiting.append(sum(group.waiting for group in status.groups))
         if self._last is not None and now > self._last[0]:
@@ -97,10 +94,10 @@ class History:
 
 
 def screen(status: pb.StatusResponse, history: History, width: int) -> "RenderableType":
-    """One look, drawn for so many columns."""
+    """The whole screen, for a terminal of `width` columns."""
     from rich.console import Group
 
-    cells = max(_NARROWEST_BAR, min(_WIDEST_BAR, width - _BESIDE_BAR))
+    cells = max(_MIN_BAR, min(_MAX_BAR, width - _BESIDE_BAR))
     return Group(*_heading(status, history), _latencies(status), _groups(status, cells), *_reasons(status))
 
 
@@ -115,20 +112,16 @@ def _heading(status: pb.StatusResponse, history: History) -> "list[RenderableTyp
     )  # fmt: skip
     rate = f"{history.rates[-1]:,.0f}" if history.rates else "?"
     second = Text.assemble(
-        (rate, "bold"), " tokens/s ", (spark(history.rates), "cyan"), "  ",
-        (f"{running:,}", "bold"), " run, ", (f"{waiting:,}", "bold"), " wait ", (spark(history.waiting), "yellow"),
+        (rate, "bold"), " tokens/s ", (draw_sparkline(history.rates), "cyan"),
+        "  ", (f"{running:,}", "bold"), " run, ",
+        (f"{waiting:,}", "bold"), " wait ", (draw_sparkline(history.waiting), "yellow"),
         "  ", counted(status.active_streams, "request"), " open, ", (f"{status.hit_ratio:.1%}", "bold"), " hits",
     )  # fmt: skip
     return [first, second]
 
 
 def _latencies(status: pb.StatusResponse) -> "RenderableType":
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("", "p50", "p90", "p99", "samples"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = make_table("", "p50", "p90", "p99", "samples")
     for name, latency in (("TTFT", status.ttft), ("TPOT", status.tpot), ("ITL", status.itl), ("queue", status.queue)):
         seconds = (latency.p50_seconds, latency.p90_seconds, latency.p99_seconds)
         cells = [f"{value * 1000:,.1f} ms" for value in seconds] if latency.count else ["-"] * 3
@@ -137,23 +130,16 @@ def _latencies(status: pb.StatusResponse) -> "RenderableType":
 
 
 def _groups(status: pb.StatusResponse, cells: int) -> "RenderableType":
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("group", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("ranks", no_wrap=True)
-    for name in ("runs", "waits", "hits", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("blocks: used, cached, free", no_wrap=True)
+    left = ("state", "ranks", "blocks: used, cached, free")
+    table = make_table("group", *left[:2], "runs", "waits", "hits", "step", left[2], left=left)
     for group in status.groups:
         found = group.cached_device_tokens + group.cached_host_tokens
-        tiers = Text.assemble("device ", bar(group.blocks_used, group.blocks_cached, group.blocks_total, cells))
+        tiers = Text.assemble("device ", draw_bar(group.blocks_used, group.blocks_cached, group.blocks_total, cells))
         if group.host_blocks_total:
             tiers.append_text(
-                Text.assemble("\nhost   ", bar(0, group.host_blocks_used, group.host_blocks_total, cells))
+                Text.assemble("\nhost   ", draw_bar(0, group.host_blocks_used, group.host_blocks_total, cells))
             )
         ranks = Text.assemble(
             *[("●" if rank.healthy else "✕", "green" if rank.healthy else "red") for rank in group.ranks]
@@ -177,8 +163,8 @@ def _reasons(status: pb.StatusResponse) -> "list[RenderableType]":
     return [Text(f"{group.name}: {group.reason}", "red") for group in status.groups if group.reason]
 
 
-def bar(used: int, cached: int, total: int, width: int) -> "Text":
-    """Of a tier's blocks, drawn to scale in so many cells; what is there at all gets a cell."""
+def draw_bar(used: int, cached: int, total: int, width: int) -> "Text":
+    """The blocks of one tier, drawn to scale in `width` cells. A number above zero gets at least one cell."""
     from rich.text import Text
 
     if not total:
@@ -191,7 +177,7 @@ def bar(used: int, cached: int, total: int, width: int) -> "Text":
     )  # fmt: skip
 
 
-def spark(values: deque[float]) -> str:
-    """A line of little bars, to the scale of the highest."""
+def draw_sparkline(values: deque[float]) -> str:
+    """A sparkline, scaled to the highest value."""
     most = max(values, default=0.0)
     return "".join(_STEPS[round(value / most * (len(_STEPS) - 1))] if most else _STEPS[0] for value in values)

@@ -26,7 +26,7 @@ class RemoteMethod(Protocol[P, T]):
 
 
 class SupervisorHandle(Protocol):
-    """See Supervisor in supervision/supervisor.py."""
+    """A handle of Supervisor (supervision/supervisor.py), for `coatcheck serve`, `restart` and `scale`."""
 
     get_contract: RemoteMethod[[], tuple[int, str]]
     get_config: RemoteMethod[[], ServeConfig]
@@ -41,7 +41,7 @@ class SupervisorHandle(Protocol):
 
 
 class RouterHandle(Protocol):
-    """See RouterActor in router/actor.py."""
+    """A handle of RouterActor (router/actor.py), for the supervisor."""
 
     start: RemoteMethod[[], str]
     http_address: RemoteMethod[[], str]
@@ -53,7 +53,7 @@ class RouterHandle(Protocol):
 
 
 class RankHandle(Protocol):
-    """See RankActor in workers/actor.py."""
+    """A handle of RankActor (workers/actor.py), for the supervisor."""
 
     log_file: RemoteMethod[[], str]
     predecessor_crash: RemoteMethod[[], str | None]

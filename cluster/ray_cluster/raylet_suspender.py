@@ -16,6 +16,13 @@ from typing import Final
 from coatcheck.cluster.ray_cluster.process_tree import descendants
 
 _AGENTS: Final = 2
+# Names of Ray's constants with the prefixes of the files of ports. A version of Ray without them waits for no files.
+_PORT_FILES: Final = (
+    "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+    "METRICS_AGENT_PORT_NAME",
+    "METRICS_EXPORT_PORT_NAME",
+    "RUNTIME_ENV_AGENT_PORT_NAME",
+)
 # After this long without the files the raylet is suspended. On an idle machine the agents need less.
 _SUSPEND_AFTER_SECONDS: Final = 8.0
 
@@ -31,51 +38,35 @@ class RayletSuspender:
     def check_raylet(self) -> None:
         """Suspend or resume the raylet, as needed. Does nothing if this version of Ray does not wait for port files."""
         raylet = next((pid for pid, command in descendants(os.getpid()).items() if _is_raylet(command)), None)
-        # With fewer agents one has ended: the raylet must run, so that it reports that.
-        waits = raylet is not None and self._waits_for_ports() and len(descendants(raylet)) >= _AGENTS
-        if not waits:
+        # If an agent has ended, the raylet must run, so that it reports that.
+        is_waiting = raylet is not None and self._waits_for_ports() and len(descendants(raylet)) >= _AGENTS
+        if not is_waiting:
             self._since = None
-        elif self._since is None:
-            self._since = time.monotonic()
-        if self._stopped is not None and not waits:
             self.resume_raylet()
-        elif (
-            self._stopped is None
-            and self._since is not None
-            and time.monotonic() - self._since > _SUSPEND_AFTER_SECONDS
-        ):
+            return
+        if self._since is None:
+            self._since = time.monotonic()
+        if self._stopped is None and time.monotonic() - self._since > _SUSPEND_AFTER_SECONDS:
             assert raylet is not None
-            self._send(raylet, signal.SIGSTOP)
+            _send(raylet, signal.SIGSTOP)
             self._stopped = raylet
 
     def resume_raylet(self) -> None:
         """Resume the raylet if it is suspended."""
         if self._stopped is not None:
-            self._send(self._stopped, signal.SIGCONT)
+            _send(self._stopped, signal.SIGCONT)
             self._stopped = None
 
     def _waits_for_ports(self) -> bool:
-        try:
-            from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module without type stubs
-                DASHBOARD_AGENT_LISTEN_PORT_NAME,
-                METRICS_AGENT_PORT_NAME,
-                METRICS_EXPORT_PORT_NAME,
-                RUNTIME_ENV_AGENT_PORT_NAME,
-            )
-        except ImportError:  # a version of Ray that does not wait for port files
-            return False
-        names = (
-            DASHBOARD_AGENT_LISTEN_PORT_NAME,
-            METRICS_AGENT_PORT_NAME,
-            METRICS_EXPORT_PORT_NAME,
-            RUNTIME_ENV_AGENT_PORT_NAME,
-        )
-        return any(not any(self.session.glob(f"{name}_*")) for name in names)
+        from ray import _raylet
 
-    @staticmethod
-    def _send(pid: int, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        prefixes = [getattr(_raylet, name, None) for name in _PORT_FILES]
+        return None not in prefixes and any(not any(self.session.glob(f"{prefix}_*")) for prefix in prefixes)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _is_raylet(command: str) -> bool:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from coatcheck.cluster.commands.top import History, bar, screen, spark
+from coatcheck.cluster.commands.top import History, draw_bar, draw_sparkline, screen
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs.coatcheck_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from tests.cluster.serving import COMMAND, coatcheck
@@ -85,11 +85,11 @@ def drawn(status: pb.StatusResponse, history: History, width: int = 120) -> str:
 def test_one_look_has_everything() -> None:
     """Groups, ranks, blocks by tier, hits, queue and every latency; what a group says is shown as it says it."""
     history = History()
-    history.add(STATUS, 10.0)
+    history.add_sample(STATUS, 10.0)
     later = pb.StatusResponse()
     later.CopyFrom(STATUS)
     later.groups[0].generated_tokens += 300
-    history.add(later, 12.0)
+    history.add_sample(later, 12.0)
     text = drawn(later, history)
     for part in (
         "router-0", "tiny (float32, KV in int8)", "150 tokens/s", "2 run, 3 wait", "5 requests open, 50.0% hits",
@@ -108,19 +108,20 @@ def test_eighty_columns_are_enough() -> None:
 
 def test_bars_are_to_scale() -> None:
     """What is held at all is seen, nothing is drawn beyond the whole, and no tier is said to be off."""
-    assert str(bar(0, 0, 0, 28)) == "off"
+    assert str(draw_bar(0, 0, 0, 28)) == "off"
     for used, cached, total in ((1, 0, 10_000), (0, 1, 10_000), (5, 5, 10), (9999, 1, 10_000), (0, 0, 7)):
-        drawn_bar = str(bar(used, cached, total, 28)).split(" ")[0]
+        drawn_bar = str(draw_bar(used, cached, total, 28)).split(" ")[0]
         assert len(drawn_bar) == 28
         assert (drawn_bar.count("█") > 0) == (used + cached > 0)
-    assert spark(deque([0, 1, 2])) == " ▄█" and spark(deque()) == "" and spark(deque([0])) == " "
+    assert draw_sparkline(deque([0, 1, 2])) == " ▄█"
+    assert draw_sparkline(deque()) == "" and draw_sparkline(deque([0])) == " "
 
 
 def test_a_group_that_began_anew_is_no_negative_rate() -> None:
     """A counter that fell gives a rate of none."""
     history = History()
-    history.add(STATUS, 1.0)
-    history.add(pb.StatusResponse(), 2.0)
+    history.add_sample(STATUS, 1.0)
+    history.add_sample(pb.StatusResponse(), 2.0)
     assert list(history.rates) == [0]
 
 
