@@ -1,6 +1,7 @@
-"""The examples in the docstrings of the Python front door run as they stand."""
+"""The examples in the docstrings and in the documentation of the Python front door run as they stand."""
 
 import asyncio
+import re
 import textwrap
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from coatcheck.cluster.client import async_client, client, llm
 from coatcheck.tests.cluster.fake_router import FakeRouter
 
 DEMO = str(Path(__file__).parents[3] / "demo" / "model")
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 ADDRESS, MODEL = "127.0.0.1:50051", "meta-llama/Llama-3.2-1B"
 
 
@@ -38,4 +40,14 @@ async def test_example_with_coroutines_runs(capsys: pytest.CaptureFixture[str]) 
         scope: dict[str, object] = {}
         exec(compile(f"async def run():\n{body}\n", "example", "exec"), scope)
         await scope["run"]()  # type: ignore[operator]
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("block", range(3))
+async def test_page_runs(block: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each Python block of docs/python.md runs as a program of its own and prints text."""
+    program = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[block]
+    async with FakeRouter() as router:
+        program = program.replace(ADDRESS, router.address).replace('"MODEL"', repr(DEMO))
+        await asyncio.to_thread(exec, compile(program, "docs/python.md", "exec"), {})
     assert capsys.readouterr().out.strip()
