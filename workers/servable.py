@@ -15,16 +15,16 @@ import torch
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.checkpoint.checkpoint import Checkpoint
 from coatcheck.workers.distributed.tp_shard import TpShard
-from coatcheck.workers.model.model import build_model
+from coatcheck.workers.model.meta_model import prepare_model
 
 
 def find_refusal(
     model: str, *, tp: int, dtype: str, max_model_len: int | None, deterministic_on: str | None
 ) -> InvalidConfig | InvalidModel | None:
-    """The error that a rank would raise before it reads weights, or None. `deterministic_on`: see build_model."""
+    """The error that a rank would raise before it reads weights, or None. `deterministic_on`: see prepare_model."""
     try:
         with Checkpoint.open(model) as checkpoint:
-            build_model(
+            prepare_model(
                 checkpoint,
                 TpShard(0, tp),
                 dtype=dtype,

@@ -41,7 +41,7 @@ class WeightCount:
     def of(cls, config: ModelConfig, layers: Sequence[LayerSpec], shard: TpShard) -> Self:
         """`layers`: ModelShape.expanded. Raise InvalidConfig if the shard's size does not divide a matrix."""
         hidden, vocab = config.count("hidden_size", "n_embd", "d_model"), config.count("vocab_size")
-        first, last = shard.vocabulary(vocab) if shard.size > 1 else (0, vocab)
+        first, last = shard.vocab_rows(vocab) if shard.size > 1 else (0, vocab)
         table = (last - first) * hidden
         tied = config.values.get("tie_word_embeddings")
         if tied is None:
@@ -87,7 +87,7 @@ def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: in
 
 
 def _mlp(config: ModelConfig, inner: int, shard: TpShard, hidden: int) -> int:
-    start, stop = shard.even(inner, "the MLP's inner size")
+    start, stop = shard.split_evenly(inner, "the MLP's inner size")
     return (2 if config.model_type in _UNGATED else 3) * hidden * (stop - start)
 
 

@@ -23,7 +23,7 @@ from coatcheck.workers.model.model_rules import (
     check_deterministic_heads,
     check_model_kind,
     deterministic_experts_error,
-    limit_max_model_len,
+    resolve_max_model_len,
 )
 
 # The sizes in every decoder's config.json, under the names that most families use.
@@ -63,7 +63,7 @@ def check_model(config: ServeConfig) -> None:
     shard = TpShard(0, config.tp)
     layers = [shard.shard_layer(layer) for layer in shape.layers]
     if vocabulary and config.tp > 1:
-        shard.vocabulary(vocabulary)
+        shard.vocab_rows(vocabulary)
     _check_mlp(model, shard)
     if config.deterministic and config.device == "cpu":
         for layer in layers:
@@ -130,7 +130,7 @@ def _check_length(config: ServeConfig, model: ModelConfig) -> None:
         return
     kind = scaling.get("rope_type", scaling.get("type"))  # newer and older config.json
     numbers = {name: value for name, value in scaling.items() if _is_number(value)}
-    limit_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind})
+    resolve_max_model_len(config.max_model_len, made_for, {**numbers, "rope_type": kind})
 
 
 def _check_experts(config: ServeConfig, model: ModelConfig) -> None:
@@ -145,7 +145,7 @@ def _check_mlp(model: ModelConfig, shard: TpShard) -> None:
     if model.model_type in TESTED_MODEL_TYPES:
         name = "moe_intermediate_size" if model.model_type == "qwen3_moe" else "intermediate_size"
         if _is_number(size := model.values.get(name)):
-            shard.even(int(size), name)
+            shard.split_evenly(int(size), name)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

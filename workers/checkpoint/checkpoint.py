@@ -1,7 +1,6 @@
-"""Checkpoint: a model's files on disk: where they are, what tensors they hold, and slices of them.
+"""Checkpoint: a model's config.json and safetensors files, from a local directory or the Hugging Face hub.
 
-Reads a local directory, or a hub id through huggingface_hub. Headers are read and checked at once, tensor bytes only
-when a slice is asked for. It does not know which tensor belongs to which parameter, nor about ranks.
+Headers are read and checked when it is opened; tensor bytes are read slice by slice.
 """
 
 import hashlib
@@ -21,14 +20,14 @@ from coatcheck.proto.json_file import read_json_object
 from coatcheck.workers.checkpoint.safetensors_headers import read_entries, stored_dtype
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the hub's oldest have no owner
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the oldest models have no owner
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-_HUB_COPIES = ("consolidated*", "*/*")  # the same weights again in their makers' own layouts
-_SAMPLE_BYTES = 64
+_HUB_COPIES = ("consolidated*", "*/*")  # the same weights again, in their makers' own layouts
+_FINGERPRINT_BYTES = 64  # of each tensor
 
 
 class Checkpoint:
-    """Open files are held until `close`; use it as a context manager."""
+    """Files stay open until `close`; use it as a context manager."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -43,15 +42,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path_or_id: str) -> Self:
-        """Finds the checkpoint, and downloads it where it is a hub id. Raises InvalidModel with what is wrong."""
+        """Open a directory, or download a hub id. Raises InvalidModel if that fails, or if a file is broken."""
         local = Path(path_or_id).expanduser()
         if local.is_dir():
             return cls(local.resolve().name, local)
         if local.exists() or not _HUB_ID.fullmatch(path_or_id):
-            # `coatcheck serve` may have seen it, on another host.
+            # The directory may exist on the host of `coatcheck serve` and not on this rank's.
             raise InvalidModel(
-                f"no model directory {path_or_id} on {socket.gethostname()}; give a directory with config.json that "
-                "every node with ranks has under this path, mounted or copied, or a hub id"
+                f"no model directory {path_or_id} on {socket.gethostname()}; every node with ranks needs the directory "
+                "under this path, mounted or copied; or give a hub id"
             )
         return cls(path_or_id, _download(path_or_id))
 
@@ -62,59 +61,61 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Lets the files go."""
         self._handles.clear()
         self._open.close()
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Raises InvalidModel where the stored dtype is one that we do not serve."""
+        """The stored dtype of a tensor. Raises InvalidModel for a dtype that is not served."""
         dtype: torch.dtype = getattr(torch, stored_dtype(self.name, name, self.entries[name]))
         return dtype
 
-    def bytes_of(self, name: str, cut: TensorSlice | None) -> int:
-        """How much `read` would take from the file."""
+    def slice_bytes(self, name: str, part: TensorSlice | None) -> int:
+        """The bytes that `read` would read."""
         entry = self.entries[name]
         whole = entry.end - entry.start
-        return whole if cut is None else whole * cut.size // entry.shape[cut.dim]
+        return whole if part is None else whole * part.size // entry.shape[part.dim]
 
-    def read(self, name: str, cut: TensorSlice | None = None) -> Tensor:
-        """The tensor, or only the cut's part of it."""
+    def read(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        """A tensor, or a slice of it, on the CPU. Raises InvalidModel if the file cannot be read."""
         self.dtype_of(name)
         file = self.entries[name].file
         try:
             if file not in self._handles:
                 self._handles[file] = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
-            if cut is None:
+            if part is None:
                 whole: Tensor = self._handles[file].get_tensor(name)
                 return whole
-            piece = self._handles[file].get_slice(name)
+            lazy = self._handles[file].get_slice(name)
         except SafetensorError as error:
             raise InvalidModel(f"{file} cannot be read: {error}; fetch it again") from error
-        before = (slice(None),) * cut.dim
-        parts = [piece[(*before, slice(start, stop))] for start, stop in cut.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.dim)
+        before = (slice(None),) * part.dim
+        ranges = [lazy[(*before, slice(start, stop))] for start, stop in part.ranges]
+        return ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim=part.dim)
 
     def fingerprint(self) -> str:
-        """Names the weights: config, every tensor's name, shape and dtype, and 64 bytes from the middle of each."""
+        """A hash of the config and of every tensor's name, shape, dtype and 64 bytes from its middle.
+
+        Groups with equal fingerprints serve the same weights: block hashes contain it.
+        """
         digest = hashlib.blake2b(digest_size=16)
-        # Who saved it and where changes nothing of what it computes.
+        # Fields that do not change what the model computes.
         stable = {k: v for k, v in self.config.items() if k not in ("_name_or_path", "transformers_version")}
         digest.update(json.dumps(stable, sort_keys=True).encode())
         with ExitStack() as stack:
             files = {file: stack.enter_context(file.open("rb")) for file in {e.file for e in self.entries.values()}}
             for name, entry in sorted(self.entries.items()):
                 digest.update(f"\n{name} {entry.dtype} {entry.shape} ".encode())
-                size = min(_SAMPLE_BYTES, entry.end - entry.start)
+                size = min(_FINGERPRINT_BYTES, entry.end - entry.start)
                 files[entry.file].seek((entry.start + entry.end - size) // 2)
                 digest.update(files[entry.file].read(size))
         return digest.hexdigest()
 
 
 def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # imported here: most runs never reach for the network
+    from huggingface_hub import snapshot_download  # imported late: local checkpoints do not need it
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_COPIES)))
-    except (OSError, ValueError) as error:  # its errors derive from these: not found, gated, offline, malformed id
+    except (OSError, ValueError) as error:  # the bases of its errors: not found, gated, offline, malformed id
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidModel(f"no directory {hub_id}, and the hub does not give a model of that id: {reason}") from error
+        raise InvalidModel(f"{hub_id} is no directory, and cannot be downloaded from the hub: {reason}") from error

@@ -1,7 +1,7 @@
-"""CheckpointFiles: which tensors a checkpoint's safetensors files hold, from their headers alone.
+"""The tensors of a checkpoint's safetensors files, read from the files' headers alone.
 
-A header is a few kilobytes at the beginning of a file, so that hundreds of gigabytes are checked within a second. This
-module does not import torch, and reads no tensor.
+A header is a few kilobytes at the start of a file, so hundreds of gigabytes are checked within a second. `coatcheck
+serve` and `coatcheck plan` use this before torch is imported.
 """
 
 import json
@@ -16,16 +16,16 @@ from safetensors import SafetensorError, safe_open
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.proto.json_file import read_json_object
 
-# A header's dtype -> torch's name; other dtypes are not served.
+# A header's dtype -> torch's name. Other dtypes are not served.
 STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
-_POINTER: Final = b"version https://git-lfs"
+_MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+_LFS_POINTER: Final = b"version https://git-lfs"
 _OTHER_FORMATS: Final = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as its file's header describes it; `start` and `end` are byte offsets in the file."""
+    """One tensor of a header. `start` and `end` are byte offsets in the file."""
 
     file: Path
     dtype: str
@@ -35,7 +35,7 @@ class TensorEntry:
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a checkpoint by name. Raises InvalidModel if files are missing, broken or of another format."""
+    """Every tensor of a checkpoint, by name. Raises InvalidModel for missing, broken or foreign files."""
     entries: dict[str, TensorEntry] = {}
     for file in _tensor_files(directory):
         try:
@@ -52,13 +52,13 @@ def stored_dtype(model: str, name: str, entry: TensorEntry) -> str:
     if entry.dtype not in STORED_DTYPES:
         raise InvalidModel(
             f"{model}: tensor {name} is stored as {entry.dtype}; only {', '.join(STORED_DTYPES)} checkpoints are "
-            "served: convert it, or take the unquantised one"
+            "served: convert it, or use an unquantised checkpoint"
         )
     return STORED_DTYPES[entry.dtype]
 
 
 def _tensor_files(directory: Path) -> list[Path]:
-    """The shards that the index names, or the files there are."""
+    """The files that the index names; without an index, all safetensors files."""
     index = directory / "model.safetensors.index.json"
     if (content := read_json_object(index)) is not None:
         named = content.get("weight_map")
@@ -68,13 +68,15 @@ def _tensor_files(directory: Path) -> list[Path]:
         names = set(values)
         missing = sorted(name for name in names if not (directory / name).is_file())
         if missing:
-            raise InvalidModel(f"{directory}: {index.name} names {_some(missing)}, missing here; fetch it again")
+            raise InvalidModel(
+                f"{directory}: {index.name} names {_shorten(missing)}, which are missing; fetch it again"
+            )
         return [directory / name for name in sorted(names)]
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(file for file in directory.glob("*.safetensors") if file.is_file())
     if not files:
         others = sorted(file.name for pattern in _OTHER_FORMATS for file in directory.glob(pattern))
-        found = f" (it has {_some(others)})" if others else ""
+        found = f" (it has {_shorten(others)})" if others else ""
         raise InvalidModel(
             f"{directory} has no safetensors file{found}; other weight formats are not read: convert it first"
         )
@@ -82,15 +84,15 @@ def _tensor_files(directory: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
-    """A safetensors file opens with its header's length (u64, little endian), then the header as JSON."""
+    """The entries of one file, which starts with the header's length (u64, little endian) and the header as JSON."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
-        if prefix == _POINTER[:8]:
-            raise InvalidModel(f"{file} is a Git LFS pointer in place of the weights; run `git lfs pull` beside it")
+        if prefix == _LFS_POINTER[:8]:
+            raise InvalidModel(f"{file} is a Git LFS pointer instead of weights; run `git lfs pull` in its directory")
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if len(prefix) == 8 and length > _MOST_HEADER_BYTES:
-            raise InvalidModel(f"{file} is not a safetensors file: it does not open with a header; fetch it again")
+        if len(prefix) == 8 and length > _MAX_HEADER_BYTES:
+            raise InvalidModel(f"{file} is not a safetensors file: it does not start with a header; fetch it again")
         if 8 + length > size:
             raise InvalidModel(f"{file} is truncated ({size} bytes, the header is incomplete); fetch it again")
         try:
@@ -106,7 +108,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
         raise InvalidModel(f"{file} is longer than its header promises ({size} bytes, not {end}); fetch it again")
     if size < end:
         raise InvalidModel(f"{file} is truncated ({size} bytes, its header promises {end}); fetch it again")
-    try:  # the library's own rules: offsets without gaps, sizes that match shapes
+    try:  # the library checks that offsets have no gaps and sizes match shapes
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
@@ -115,11 +117,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
 
 
 def _entry(file: Path, base: int, info: dict[str, Any]) -> TensorEntry:
-    """A header's entry; raises AttributeError, KeyError, TypeError or ValueError if `info` is malformed."""
+    """One entry. Raises AttributeError, KeyError, TypeError or ValueError if `info` is malformed."""
     start, end = map(int, info["data_offsets"])
     return TensorEntry(file, str(info["dtype"]), tuple(map(int, info["shape"])), base + start, base + end)
 
 
-def _some(names: list[str]) -> str:
-    """At most three of them, and how many more there are."""
+def _shorten(names: list[str]) -> str:
+    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,8 +1,8 @@
-"""The sharding plan: which part of every parameter a rank holds, and which modules must speak to the other ranks.
+"""The sharding plan: which slice of every parameter a rank loads, and which modules communicate with the other ranks.
 
-From the model's own `tp_plan` and from what its attention layers ask for. Attention is always cut by whole heads, also
-where transformers gathers instead (phi3's fused QKV, olmo2's norm over all heads). Pure: names and shapes in, cuts and
-roles out.
+It follows the `tp_plan` that transformers has for the architecture, except for attention, which is always split by
+whole heads: transformers gathers phi3's fused QKV and olmo2's norm over all heads instead. Pure: names and shapes in,
+slices and roles out.
 """
 
 import re
@@ -11,123 +11,141 @@ from enum import Enum
 
 from coatcheck.proto.errors import InvalidModel
 from coatcheck.workers.attention.attention import AttentionLayer
-from coatcheck.workers.distributed.tensor_slice import TensorSlice
+from coatcheck.workers.distributed.tensor_slice import Range, TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 Shape = tuple[int, ...]
 
 
-class Role(Enum):
-    """How a module's output becomes the whole group's. A column-parallel linear needs nothing."""
+class ParallelRole(Enum):
+    """How a module combines the ranks' outputs; see parallel_layers.py. A column-parallel linear has no role."""
 
-    ROW = "its partial sums are added over ranks"
-    EXPERTS = "like ROW, for a module that is no linear"
-    EMBEDDING = "rows of other ranks count as zero, then added"
-    HEAD = "its logits are gathered"
-    HEADS_NORM = "its mean square is taken over all ranks' heads"
+    ROW = "a row-parallel linear: partial sums are all-reduced"
+    EXPERTS = "a module of experts: partial sums are all-reduced"
+    EMBEDDING = "a vocabulary-parallel embedding: other ranks' rows count as zero, then all-reduce"
+    LM_HEAD = "a vocabulary-parallel head: logits are all-gathered"
+    QK_NORM = "a norm over all heads: the mean square is all-reduced"
 
 
 @dataclass(slots=True)
 class ShardingPlan:
-    """`cuts` by parameter name (absent: whole), `roles` by module name (absent: none)."""
+    """`slices` by parameter name (absent: the rank holds all of it), `roles` by module name."""
 
-    cuts: dict[str, TensorSlice] = field(default_factory=dict)
-    roles: dict[str, Role] = field(default_factory=dict)
+    slices: dict[str, TensorSlice] = field(default_factory=dict)
+    roles: dict[str, ParallelRole] = field(default_factory=dict)
 
 
 def plan_sharding(
     shapes: dict[str, Shape],
     tp_plan: dict[str, str],
-    calls: list[AttentionLayer],
+    layers: list[AttentionLayer],
     embedding: str,
-    head: str,
+    lm_head: str,
     shard: TpShard,
 ) -> ShardingPlan:
-    """`shapes` of all parameters as the checkpoint has them; `embedding` and `head` name those modules.
+    """Plan one rank's shard.
 
-    Raises InvalidConfig where `size` does not divide what must be divided, InvalidModel where the plan is not ours.
+    `shapes`: of all parameters, unsharded. `tp_plan`: transformers' style by module or parameter name, with `*` for a
+    layer index. `embedding`, `lm_head`: the names of those modules.
+    Raises InvalidConfig if `shard.size` does not divide a dimension, InvalidModel for a style that is not supported.
     """
     plan = ShardingPlan()
     if shard.size == 1:
         return plan
     if not tp_plan:
-        raise InvalidModel("this architecture has no tensor-parallel plan; serve it with tp 1")
-    for module, role in ((embedding, Role.EMBEDDING), (head, Role.HEAD)):
+        raise InvalidModel("this architecture has no tensor-parallel plan in transformers; serve it with tp 1")
+    for module, role in ((embedding, ParallelRole.EMBEDDING), (lm_head, ParallelRole.LM_HEAD)):
         plan.roles[module] = role
         for leaf in ("weight", "bias"):
             if (name := f"{module}.{leaf}") in shapes:
-                plan.cuts[name] = TensorSlice(0, (shard.vocabulary(shapes[name][0]),))
-    attention = {call.module: call for call in calls}
-    for call in calls:
-        _cut_attention(plan, shapes, call, shard)
+                plan.slices[name] = TensorSlice(0, (shard.vocab_rows(shapes[name][0]),))
+    for layer in layers:
+        _shard_attention(plan, shapes, layer, shard)
+    attention = {layer.module for layer in layers}
     styles = [(re.compile(re.escape(k).replace(r"\*", r"\d+")), style) for k, style in tp_plan.items()]
-    # An entry names a parameter (experts), or a module, of which weight and bias follow.
-    for name in sorted({*shapes, *(k.rpartition(".")[0] for k in shapes), *(_grandparents(shapes))}):
+    # An entry of tp_plan names a parameter (of experts), or a module whose weight and bias are meant.
+    parents = {_parent(name) for name in shapes}
+    grandparents = {_parent(name) for name in parents} - {""}
+    for name in sorted({*shapes, *parents, *grandparents}):
         style = next((style for pattern, style in styles if pattern.fullmatch(name)), None)
-        if style is None or name in plan.roles or name.rpartition(".")[0] in attention:
+        if style is None or name in plan.roles or _parent(name) in attention:
             continue
-        _cut_by_style(plan, shapes, name, style, shard)
+        _shard_by_style(plan, shapes, name, style, shard)
     return plan
 
 
-def _grandparents(shapes: dict[str, Shape]) -> set[str]:
-    return {name.rpartition(".")[0].rpartition(".")[0] for name in shapes} - {""}
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
-def _cut_attention(plan: ShardingPlan, shapes: dict[str, Shape], call: AttentionLayer, shard: TpShard) -> None:
-    """By whole heads. What it does not know it refuses: a wrong guess would serve nonsense."""
-    q, kv = shard.query_heads(call), shard.kv_heads(call)
-    q_rows, kv_rows = call.num_heads * call.head_dim, call.num_kv_heads * call.head_dim
-    fused = (q, *((start + q_rows + i * kv_rows, stop + q_rows + i * kv_rows) for i in (0, 1) for start, stop in (kv,)))
-    column = {
+def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: AttentionLayer, shard: TpShard) -> None:
+    """Split one attention module by heads. Any tensor that is not known is refused: a wrong guess would serve
+    nonsense."""
+    q, kv = shard.query_rows(layer), shard.kv_rows(layer)
+    q_rows, kv_rows = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    k_in_qkv, v_in_qkv = _shift(kv, q_rows), _shift(kv, q_rows + kv_rows)
+    column_parallel = {  # (rows of all ranks, this rank's)
         "q_proj": (q_rows, (q,)),
         "k_proj": (kv_rows, (kv,)),
         "v_proj": (kv_rows, (kv,)),
-        "qkv_proj": (q_rows + 2 * kv_rows, fused),
+        "qkv_proj": (q_rows + 2 * kv_rows, (q, k_in_qkv, v_in_qkv)),
     }
-    for name in [name for name in shapes if name.startswith(f"{call.module}.")]:
-        shape, (module, leaf) = shapes[name], name.removeprefix(f"{call.module}.").rpartition(".")[::2]
-        if module in column and shape[0] == column[module][0]:
-            plan.cuts[name] = TensorSlice(0, column[module][1])
+    for name in [name for name in shapes if name.startswith(f"{layer.module}.")]:
+        shape, (module, leaf) = shapes[name], name.removeprefix(f"{layer.module}.").rpartition(".")[::2]
+        if module in column_parallel and shape[0] == column_parallel[module][0]:
+            plan.slices[name] = TensorSlice(0, column_parallel[module][1])
         elif module == "o_proj" and (leaf == "bias" or shape[-1] == q_rows):
-            plan.roles[f"{call.module}.o_proj"] = Role.ROW
+            plan.roles[f"{layer.module}.o_proj"] = ParallelRole.ROW
             if leaf == "weight":
-                plan.cuts[name] = TensorSlice(1, (q,))
-        elif module in ("q_norm", "k_norm") and shape == (call.head_dim,):
-            continue  # one head's norm, the same on every rank
+                plan.slices[name] = TensorSlice(1, (q,))
+        elif module in ("q_norm", "k_norm") and shape == (layer.head_dim,):
+            continue  # a norm of single heads is the same on every rank
         elif module in ("q_norm", "k_norm") and shape == ((q_rows,) if module == "q_norm" else (kv_rows,)):
-            plan.cuts[name] = TensorSlice(0, (q if module == "q_norm" else kv,))
-            plan.roles[f"{call.module}.{module}"] = Role.HEADS_NORM
-        elif name == f"{call.module}.sinks" and shape == (call.num_heads,):
-            plan.cuts[name] = TensorSlice(0, ((q[0] // call.head_dim, q[1] // call.head_dim),))
+            plan.slices[name] = TensorSlice(0, (q if module == "q_norm" else kv,))
+            plan.roles[f"{layer.module}.{module}"] = ParallelRole.QK_NORM
+        elif name == f"{layer.module}.sinks" and shape == (layer.num_heads,):
+            plan.slices[name] = TensorSlice(0, ((q[0] // layer.head_dim, q[1] // layer.head_dim),))
         else:
             raise InvalidModel(f"{name} {list(shape)} is not a tensor that we can split by heads; serve it with tp 1")
 
 
-def _cut_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style: str, shard: TpShard) -> None:
+def _shift(rows: Range, by: int) -> Range:
+    return rows[0] + by, rows[1] + by
+
+
+def _shard_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style: str, shard: TpShard) -> None:
+    """Split the parameter or module `name` as transformers' `style` says."""
     tensors = [name] if name in shapes else [t for leaf in ("weight", "bias") if (t := f"{name}.{leaf}") in shapes]
-    # phi3 marks these to be gathered because its halves are chunked apart; cut as halves they need not be.
-    packed = style.startswith("packed") or name.endswith("gate_up_proj")
+    # Gate and up in one tensor: each half is split. transformers gathers phi3's instead, because its code chunks the
+    # whole output; with both halves split evenly the code chunks right without a gather.
+    is_packed = style.startswith("packed") or name.endswith("gate_up_proj")
     if style.startswith("replicated"):
         return
     if style == "moe_tp_experts":
-        plan.roles[name] = Role.EXPERTS
-    elif style in ("colwise", "packed_colwise") or (style == "colwise_gather_output" and packed):
+        plan.roles[name] = ParallelRole.EXPERTS
+    elif style in ("colwise", "packed_colwise") or (style == "colwise_gather_output" and is_packed):
         for tensor in tensors:
             shape = shapes[tensor]
-            dim = max(0, len(shape) - 2) if not tensor.endswith(("bias", "_bias")) else len(shape) - 1
-            pieces = 2 if packed else 1
-            start, stop = shard.even(shape[dim] // pieces, f"the rows of {tensor}")
+            dim = len(shape) - 1 if _is_bias(tensor) else max(0, len(shape) - 2)
+            pieces = 2 if is_packed else 1
             step = shape[dim] // pieces
-            plan.cuts[tensor] = TensorSlice(dim, tuple((start + i * step, stop + i * step) for i in range(pieces)))
+            rows = shard.split_evenly(step, f"the rows of {tensor}")
+            plan.slices[tensor] = TensorSlice(dim, tuple(_shift(rows, i * step) for i in range(pieces)))
     elif style in ("rowwise", "rowwise_split_input"):
         for tensor in tensors:
-            if not tensor.endswith(("bias", "_bias")):
+            if not _is_bias(tensor):
                 dim = len(shapes[tensor]) - 1
-                plan.cuts[tensor] = TensorSlice(dim, (shard.even(shapes[tensor][dim], f"the columns of {tensor}"),))
+                columns = shard.split_evenly(shapes[tensor][dim], f"the columns of {tensor}")
+                plan.slices[tensor] = TensorSlice(dim, (columns,))
             elif name in shapes:
                 raise InvalidModel(f"{tensor}: an expert bias cannot be split over ranks; serve it with tp 1")
         if name not in shapes:
-            plan.roles[name] = Role.ROW
+            plan.roles[name] = ParallelRole.ROW
     else:
-        raise InvalidModel(f"{name} is split as {style!r}, which we do not know; serve it with tp 1")
+        raise InvalidModel(
+            f"{name} has the tensor-parallel style {style!r}, which is not supported; serve it with tp 1"
+        )
+
+
+def _is_bias(tensor: str) -> bool:
+    return tensor.endswith(("bias", "_bias"))

@@ -1,9 +1,7 @@
-"""Weights: fills a model that stands on the meta device with this rank's slices of a checkpoint.
+"""Loads this rank's slices of a checkpoint into a model on the meta device.
 
-Checkpoint keys become parameter names through transformers' own conversion mapping (experts are stored one by one and
-held as one tensor, for example). Where the conversion only stacks and joins, the cut is carried back to the sources
-and nothing else is read; other conversions read their sources whole and cut the result. It does not know why a
-parameter is cut.
+Checkpoint tensors become parameters through transformers' own conversion mapping: experts, for example, are stored one
+by one and held as one tensor. As far as possible a rank reads only its slices from the files.
 """
 
 import logging
@@ -35,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Target:
-    """One parameter (or several, which one converter makes) and the checkpoint tensors that it is made of."""
+    """A parameter and the checkpoint tensors it is made from. A converter may produce several parameters at once."""
 
     name: str
     converter: WeightConverter | None
@@ -44,40 +42,44 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One slice to read: `pattern` is the converter's, `cut` the source's own."""
+    """One slice to read. `pattern`: the converter's source pattern. `part`: of the stored tensor; None: all."""
 
     key: str
     pattern: str
-    cut: TensorSlice | None
+    part: TensorSlice | None
 
 
 def load_weights(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
-    cuts: dict[str, TensorSlice],
+    slices: dict[str, TensorSlice],
     device: torch.device,
     progress: Progress | None,
 ) -> int:
-    """Returns the bytes that this rank now holds. Raises InvalidModel for tensors missing or of a wrong shape."""
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    """Load every parameter of `model` onto `device`, sliced as `slices` says. Returns the bytes that this rank holds.
+
+    `progress(done_bytes, total_bytes)` is called after each parameter. Raises InvalidModel if a tensor is missing or
+    has a wrong shape.
+    """
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     tied: dict[str, str] = model.all_tied_weights_keys
-    targets = _match(model, checkpoint, wanted)
-    planned = [(target, *_plan_reads(target, checkpoint, cuts)) for target in targets if target.name not in tied]
-    total = sum(checkpoint.bytes_of(read.key, read.cut) for _, reads, _ in planned for read in reads)
+    targets = _match_tensors(model, checkpoint, parameters)
+    planned = [(target, *_plan_reads(target, checkpoint, slices)) for target in targets if target.name not in tied]
+    total = sum(checkpoint.slice_bytes(read.key, read.part) for _, reads, _ in planned for read in reads)
     done = held = 0
     loaded: set[str] = set()
-    for target, reads, cut_after in planned:
-        for name, tensor in _realise(target, reads, checkpoint, model):
-            cut = cuts.get(name)
-            if cut is not None and cut_after:
-                before = (slice(None),) * cut.dim
-                tensor = torch.cat([tensor[(*before, slice(a, b))] for a, b in cut.ranges], dim=cut.dim)
-            held += _place(model, name, tensor, wanted[name], cut, device)
+    for target, reads, slice_result in planned:
+        for name, tensor in _read_and_convert(target, reads, checkpoint, model):
+            part = slices.get(name)
+            if part is not None and slice_result:
+                before = (slice(None),) * part.dim
+                tensor = torch.cat([tensor[(*before, slice(a, b))] for a, b in part.ranges], dim=part.dim)
+            held += _set_parameter(model, name, tensor, parameters[name], part, device)
             loaded.add(name)
-        done += sum(checkpoint.bytes_of(read.key, read.cut) for read in reads)
+        done += sum(checkpoint.slice_bytes(read.key, read.part) for read in reads)
         if progress is not None:
             progress(done, total)
-    missing = sorted(set(wanted) - loaded - set(tied))
+    missing = sorted(set(parameters) - loaded - set(tied))
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise InvalidModel(f"{checkpoint.name}: the checkpoint lacks {shown}; fetch it again, or fix its index")
@@ -86,7 +88,8 @@ def load_weights(
     return held
 
 
-def _match(model: PreTrainedModel, checkpoint: Checkpoint, wanted: dict[str, Tensor]) -> list[_Target]:
+def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: dict[str, Tensor]) -> list[_Target]:
+    """Find the parameter of every checkpoint tensor, by transformers' renamings and converters."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -94,69 +97,75 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, wanted: dict[str, Ten
     targets: dict[str, _Target] = {}
     unused = []
     for key in sorted(checkpoint.entries, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
+        if name not in parameters and key in parameters:
             name, pattern = key, None
-        if name not in wanted:
+        if name not in parameters:
             unused.append(key)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         target = targets.setdefault(name, _Target(name, converter))
         target.sources.setdefault(pattern or key, []).append(key)
-    if unused:  # heads of other tasks or buffers of older versions; or a config.json that promises too little
+    if unused:  # heads for other tasks, buffers of older versions, or a config.json with too few layers
         _log.warning("%s: %d tensors are not used, the first is %s", checkpoint.name, len(unused), unused[0])
     return list(targets.values())
 
 
-def _plan_reads(target: _Target, checkpoint: Checkpoint, cuts: dict[str, TensorSlice]) -> tuple[list[_Read], bool]:
-    """The reads, and whether the converted result is still whole and to be cut."""
-    cut = cuts.get(target.name)
+def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, TensorSlice]) -> tuple[list[_Read], bool]:
+    """(the reads, whether the converted result must be sliced afterwards).
+
+    Stacking and concatenating commute with slicing, so there only this rank's slices of the sources are read. Other
+    conversions need whole sources.
+    """
+    part = slices.get(target.name)
     pairs = [(pattern, key) for pattern, keys in target.sources.items() for key in keys]
     if target.converter is None:
-        return [_Read(key, pattern, cut) for pattern, key in pairs], False
+        return [_Read(key, pattern, part) for pattern, key in pairs], False
     operations = target.converter.operations
-    if cut is None or not all(isinstance(op, (MergeModulelist, Concatenate)) for op in operations):
-        return [_Read(key, pattern, None) for pattern, key in pairs], cut is not None
-    merges = [op.dim for op in operations if isinstance(op, MergeModulelist)]
-    joins = [op.dim for op in operations if isinstance(op, Concatenate)]
-    if any(dim >= cut.dim for dim in merges):  # cut by expert, not inside experts
+    if part is None or not all(isinstance(op, (MergeModulelist, Concatenate)) for op in operations):
+        return [_Read(key, pattern, None) for pattern, key in pairs], part is not None
+    stacked_dims = [op.dim for op in operations if isinstance(op, MergeModulelist)]
+    joined_dims = [op.dim for op in operations if isinstance(op, Concatenate)]
+    if any(dim >= part.dim for dim in stacked_dims):  # the slice is over experts, not inside them
         return [_Read(key, pattern, None) for pattern, key in pairs], True
-    source_dim = cut.dim - len(merges)
+    source_dim = part.dim - len(stacked_dims)
     reads, start = [], 0
     for pattern in target.converter.source_patterns:
         keys = target.sources.get(pattern, [])
-        local = cut
-        if keys and cut.dim in joins:  # each source fills its own stretch of the joined dimension
+        local = part
+        if keys and part.dim in joined_dims:  # each source fills its own stretch of the joined dimension
             stop = start + checkpoint.entries[keys[0]].shape[source_dim]
-            local, start = cut.window(start, stop), stop
-        reads += [_Read(key, pattern, local.along(source_dim)) for key in keys]
+            local, start = part.intersect(start, stop), stop
+        reads += [_Read(key, pattern, local.with_dim(source_dim)) for key in keys]
     return reads, False
 
 
-def _realise(
+def _read_and_convert(
     target: _Target, reads: list[_Read], checkpoint: Checkpoint, model: PreTrainedModel
 ) -> Iterator[tuple[str, Tensor]]:
+    """(parameter name, tensor) of everything that `target` is converted to."""
     if target.converter is None:
-        yield target.name, checkpoint.read(reads[0].key, reads[0].cut)
+        yield target.name, checkpoint.read(reads[0].key, reads[0].part)
         return
-    converter = deepcopy(target.converter)  # it collects tensors inside itself
+    converter = deepcopy(target.converter)  # a converter accumulates the tensors it is given
     for read in reads:
-        tensor = checkpoint.read(read.key, read.cut)
-        converter.collected_tensors[read.pattern].append(tensor)  # type: ignore[arg-type]  # tensors serve too
+        tensor = checkpoint.read(read.key, read.part)
+        converter.collected_tensors[read.pattern].append(tensor)  # type: ignore[arg-type]  # tensors are fine too
     for name, tensor in converter.convert(target.name, model=model, config=model.config).items():
         yield name, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def _place(
-    model: PreTrainedModel, name: str, tensor: Tensor, empty: Tensor, cut: TensorSlice | None, device: torch.device
+def _set_parameter(
+    model: PreTrainedModel, name: str, tensor: Tensor, empty: Tensor, part: TensorSlice | None, device: torch.device
 ) -> int:
-    expected = tuple(empty.shape) if cut is None else cut.shape_of(tuple(empty.shape))
+    """Replace the meta tensor `empty` by `tensor` on `device`. Returns its bytes."""
+    expected = tuple(empty.shape) if part is None else part.sliced_shape(tuple(empty.shape))
     if tuple(tensor.shape) != expected:
         raise InvalidModel(
-            f"tensor {name} has shape {list(tensor.shape)}, the config promises {list(expected)}: "
+            f"tensor {name} has shape {list(tensor.shape)}, but config.json implies {list(expected)}: "
             "the checkpoint and its config.json do not belong together"
         )
-    # A slice of a mapped file must become memory of our own, or the page cache decides how fast we are.
+    # Copied out of the mapped file: otherwise an eviction from the page cache would slow steps down.
     tensor = tensor.to(device=device, dtype=empty.dtype).clone(memory_format=torch.contiguous_format)
     owner, leaf = _owner(model, name), name.rpartition(".")[2]
     if leaf in owner._parameters:

@@ -1,7 +1,7 @@
-"""TpShard: one rank's part of what a group divides: heads, rows, the vocabulary.
+"""TpShard: which attention heads, rows and columns belong to one tensor-parallel rank.
 
-Attention is cut by whole heads; with more ranks than KV heads each KV head is held by size / kv_heads ranks. Pure
-arithmetic without torch, which a planner uses as ranks do. It knows no parameter by name.
+Attention is split by whole heads. With more ranks than KV heads, size / num_kv_heads ranks hold the same KV head.
+`coatcheck plan` uses the same arithmetic as the ranks, so this file imports no torch.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from coatcheck.workers.core.model_spec import LayerSpec
 from coatcheck.workers.distributed.tensor_slice import Range
 
 
-class Heads(Protocol):
-    """What there is to divide of a layer, all ranks' heads together."""
+class HeadCounts(Protocol):
+    """A layer's head counts, of all ranks together."""
 
     @property
     def num_heads(self) -> int: ...
@@ -27,27 +27,27 @@ class Heads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TpShard:
-    """One rank of `size`, and its part of things that are cut."""
+    """Rank `rank` of `size`. Methods raise InvalidConfig if `size` does not fit the model."""
 
     rank: int
     size: int
 
-    def even(self, total: int, what: str) -> Range:
-        """An equal part; raises InvalidConfig where it does not divide."""
+    def split_evenly(self, total: int, what: str) -> Range:
+        """This rank's part of `total`. `what` names it in the error."""
         if total % self.size:
             raise InvalidConfig(f"tp {self.size} does not divide {what} ({total}); use a divisor of {total}")
         part = total // self.size
         return self.rank * part, (self.rank + 1) * part
 
-    def query_heads(self, layer: Heads) -> Range:
-        """This rank's query heads, as a range of rows."""
-        first, last = self.even(layer.num_heads, "the attention heads")
+    def query_rows(self, layer: HeadCounts) -> Range:
+        """The rows of the query projection that hold this rank's query heads."""
+        first, last = self.split_evenly(layer.num_heads, "the attention heads")
         return first * layer.head_dim, last * layer.head_dim
 
-    def kv_heads(self, layer: Heads) -> Range:
-        """This rank's KV heads, as a range of rows; one head serves several ranks where there are fewer than ranks."""
+    def kv_rows(self, layer: HeadCounts) -> Range:
+        """The rows of the key (or value) projection that hold this rank's KV heads."""
         if self.size <= layer.num_kv_heads:
-            first, last = self.even(layer.num_kv_heads, "the KV heads")
+            first, last = self.split_evenly(layer.num_kv_heads, "the KV heads")
         else:
             if self.size % layer.num_kv_heads:
                 raise InvalidConfig(
@@ -58,18 +58,18 @@ class TpShard:
             last = first + 1
         return first * layer.head_dim, last * layer.head_dim
 
-    def local_heads(self, layer: Heads) -> tuple[int, int]:
+    def local_heads(self, layer: HeadCounts) -> tuple[int, int]:
         """(query heads, KV heads) of this rank."""
-        (q0, q1), (k0, k1) = self.query_heads(layer), self.kv_heads(layer)
+        (q0, q1), (k0, k1) = self.query_rows(layer), self.kv_rows(layer)
         return (q1 - q0) // layer.head_dim, (k1 - k0) // layer.head_dim
 
     def shard_layer(self, layer: LayerSpec) -> LayerSpec:
-        """This rank's part of a layer that is given with all ranks' heads."""
+        """`layer`, which has all ranks' heads, with this rank's heads."""
         heads, kv_heads = self.local_heads(layer)
         return replace(layer, num_heads=heads, num_kv_heads=kv_heads)
 
-    def vocabulary(self, rows: int) -> Range:
-        """A part of ceil(rows / size) rows, the last one possibly shorter."""
+    def vocab_rows(self, rows: int) -> Range:
+        """This rank's part of a vocabulary: ceil(rows / size) rows, the last rank possibly fewer."""
         part = -(-rows // self.size)
         if (self.size - 1) * part >= rows:
             raise InvalidConfig(f"tp {self.size} is too large for a vocabulary of {rows}; use fewer ranks")

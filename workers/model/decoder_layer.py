@@ -1,8 +1,9 @@
-"""DecoderLayer: a pre-norm decoder layer in few, large steps, for the families whose structure we know.
+"""DecoderLayer: a pre-norm decoder layer in few, large operations, for the architectures of fusion.py.
 
-One QKV product, rotary and KV store in one step, residual add and norm in one step, gate and up in one product; and
-where the C library can, each half of the layer in one call, or all layers of a rank that is alone. It does not know
-which layer it is, nor what is served.
+One linear for Q, K and V, one operation for RoPE and the KV store, one for residual add and norm, one linear for gate
+and up. On CPUs with the native linears each half of a layer is one call into C, and all layers of a rank without peers
+are one call: a step of a model with 12 layers of width 128 took 1.39 ms with one call an operation, 0.70 with one for
+half a layer, 0.48 with one for all layers (bench/LOG.md, 2026-11-21).
 """
 
 from collections.abc import Sequence
@@ -20,78 +21,82 @@ from coatcheck.kernels.layers.silu_mul import silu_mul
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_metadata import AttentionMetadata, LogitsIndices
 from coatcheck.workers.core.model_spec import LayerSpec
-from coatcheck.workers.model.packed_linears import joined, pack_linears, row_parallel
+from coatcheck.workers.model.packed_linears import pack_linears, pack_merged, pack_row_parallel
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one group of architectures differs from llama."""
+    """How an architecture differs from llama."""
 
     norm_offset: float = 0.0  # gemma's norms scale by 1 + weight
-    sandwich: bool = False  # gemma norms the outputs of attention and MLP too
+    has_post_norms: bool = False  # gemma norms the outputs of attention and MLP, too
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """A step's rotary tables for one kind of layer; `packed` where halves of layers can run natively."""
+    """A step's cos and sin, [T, rot_dim]. `native`: the same for the C library; None if layers do not run in C."""
 
     cos: Tensor
     sin: Tensor
-    packed: StepTables | None
+    native: StepTables | None
 
 
 class DecoderLayer:
-    """A pre-norm decoder layer. The residual stream arrives unadded: its sum is the first norm's business.
+    """One decoder layer. It takes and returns (x, residual), whose sum is the hidden state: the next norm adds them.
 
-    A plain object that holds its modules' forward methods: at one token a step, a module call costs as much as a
-    small kernel. Where the C library can, each half of the layer is one call of it.
+    A plain object, not a module: at one token a step, a module call costs as much as a small kernel.
     """
 
     def __init__(
-        self, layer: Any, call: AttentionLayer, spec: LayerSpec, family: Family, *, batch_invariant: bool
+        self, layer: Any, attention_layer: AttentionLayer, spec: LayerSpec, family: Family, *, batch_invariant: bool
     ) -> None:
+        """`layer`: transformers' module. `spec`: with this rank's heads."""
         attention = layer.self_attn
         self.spec = spec
-        self.scale = call.scale
+        self.scale = attention_layer.scale
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self.qkv = joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
-        self.output, self.reduce = row_parallel(attention.o_proj, batch_invariant=batch_invariant)
-        self.q_norm = read_norm(getattr(attention, "q_norm", None), family)
-        self.k_norm = read_norm(getattr(attention, "k_norm", None), family)
-        self.first_norm = needed(read_norm(layer.input_layernorm, family))
-        if family.sandwich:
+        self.qkv = pack_merged(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), batch_invariant=batch_invariant)
+        self.output, self.reduce = pack_row_parallel(attention.o_proj, batch_invariant=batch_invariant)
+        has_qk_norm = hasattr(attention, "q_norm")
+        self.q_norm = read_norm(attention.q_norm, family) if has_qk_norm else None
+        self.k_norm = read_norm(attention.k_norm, family) if has_qk_norm else None
+        self.first_norm = read_norm(layer.input_layernorm, family)
+        self.attention_norm = self.mlp_norm = None
+        second_norm = layer.post_attention_layernorm
+        if family.has_post_norms:
             self.attention_norm = read_norm(layer.post_attention_layernorm, family)
-            second_norm = needed(read_norm(layer.pre_feedforward_layernorm, family))
             self.mlp_norm = read_norm(layer.post_feedforward_layernorm, family)
-        else:
-            self.attention_norm = self.mlp_norm = None
-            second_norm = needed(read_norm(layer.post_attention_layernorm, family))
-        dense = hasattr(layer.mlp, "down_proj")
-        make_mlp = DenseMlp if dense else SparseMlp
-        self.mlp: DenseMlp | SparseMlp = make_mlp(layer.mlp, second_norm, batch_invariant=batch_invariant)
-        self.attention_half = self._native_half()
+            second_norm = layer.pre_feedforward_layernorm
+        make_mlp = DenseMlp if hasattr(layer.mlp, "down_proj") else SparseMlp
+        self.mlp: DenseMlp | SparseMlp = make_mlp(
+            layer.mlp, read_norm(second_norm, family), batch_invariant=batch_invariant
+        )
+        self.attention_half = self._native_attention()
 
     def __call__(
         self,
         x: Tensor,
         residual: Tensor | None,
-        turn: RotaryTables,
+        rotary: RotaryTables,
         metadata: AttentionMetadata,
         cache: KVCache,
-        wanted: LogitsIndices | None,
+        logits_indices: LogitsIndices | None,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (x, residual), both [T, hidden] or [R, hidden], whose sum is the layer's output."""
-        if self.attention_half is not None and turn.packed is not None and wanted is None:
-            x, residual = self.attention_half(x, residual, turn.packed, cache)
+        """x, residual [T, hidden] -> the same, or [R, hidden] for the tokens of `logits_indices`.
+
+        `residual` is None in the first layer.
+        """
+        if self.attention_half is not None and rotary.native is not None and logits_indices is None:
+            x, residual = self.attention_half(x, residual, rotary.native, cache)
         else:
             x, residual = (self.first_norm(x), x) if residual is None else self.first_norm.after_adding(x, residual)
-            x = self.output(self._attend(self.qkv(x), turn, metadata, cache, wanted))
+            x = self.output(self._attend(self.qkv(x), rotary, metadata, cache, logits_indices))
         if self.reduce is not None:
             x = self.reduce(x)
-        if wanted is not None:
-            residual = residual[wanted.tokens]
+        if logits_indices is not None:
+            residual = residual[logits_indices.tokens]
         if self.attention_norm is not None:
             x = self.attention_norm(x)
         x, residual = self.mlp(x, residual)
@@ -100,18 +105,18 @@ class DecoderLayer:
     def _attend(
         self,
         qkv: Tensor,
-        turn: RotaryTables,
+        rotary: RotaryTables,
         metadata: AttentionMetadata,
         cache: KVCache,
-        wanted: LogitsIndices | None,
+        logits_indices: LogitsIndices | None,
     ) -> Tensor:
         spec = self.spec
         q, k, v = qkv.view(qkv.shape[0], -1, spec.head_dim).split_with_sizes(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotary_and_store(q, k, v, turn.cos, turn.sin, cache, metadata.slot_mapping)
-        if wanted is not None:
-            q, metadata = q[wanted.tokens], wanted.select_queries(metadata)
+        q = rotary_and_store(q, k, v, rotary.cos, rotary.sin, cache, metadata.slot_mapping)
+        if logits_indices is not None:
+            q, metadata = q[logits_indices.tokens], logits_indices.select_queries(metadata)
         out = paged_attention(
             q,
             cache,
@@ -128,7 +133,8 @@ class DecoderLayer:
         )
         return out.flatten(1)
 
-    def _native_half(self) -> AttentionHalf | None:
+    def _native_attention(self) -> AttentionHalf | None:
+        """The attention half as one call into C; None if the linears or the head size do not allow it."""
         spec = self.spec
         if not is_native(self.qkv, self.output, head_dim=spec.head_dim):
             return None
@@ -148,19 +154,19 @@ class DecoderLayer:
 
 
 class DenseMlp:
-    """down(act(gate(h)) * up(h)) of h = norm(x + residual), and the sum."""
+    """down(act(gate(h)) * up(h)) with h = norm(x + residual). Returns it and x + residual."""
 
     def __init__(self, mlp: Any, norm: RmsNorm, *, batch_invariant: bool) -> None:
         self.norm = norm
-        self.gate_up = joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"), batch_invariant=batch_invariant)
-        self.down, self.reduce = row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
+        self.gate_up = pack_merged(mlp, "gate_up_proj", ("gate_proj", "up_proj"), batch_invariant=batch_invariant)
+        self.down, self.reduce = pack_row_parallel(mlp.down_proj, batch_invariant=batch_invariant)
         self.activation = ACTIVATIONS[activation_name(mlp.config)]
-        native = is_native(self.gate_up, self.down)
-        self.half = MlpHalf(norm, self.gate_up, self.down, self.activation) if native else None
+        can_run_native = is_native(self.gate_up, self.down)
+        self.native_half = MlpHalf(norm, self.gate_up, self.down, self.activation) if can_run_native else None
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if self.half is not None:
-            x, residual = self.half(x, residual)
+        if self.native_half is not None:
+            x, residual = self.native_half(x, residual)
         else:
             x, residual = self.norm.after_adding(x, residual)
             x = self.down(silu_mul(self.gate_up(x), self.activation))
@@ -168,7 +174,7 @@ class DenseMlp:
 
 
 class SparseMlp:
-    """A mixture of experts as transformers wrote it, which wants a batch dimension."""
+    """transformers' mixture of experts, with packed linears. Returns its output and x + residual."""
 
     def __init__(self, mlp: nn.Module, norm: RmsNorm, *, batch_invariant: bool) -> None:
         pack_linears(mlp, batch_invariant=batch_invariant)
@@ -180,30 +186,28 @@ class SparseMlp:
         return self.experts(x[None])[0], residual
 
 
-def as_run(layers: Sequence[DecoderLayer], turns: Sequence[int]) -> LayerRun | None:
-    """The layers as one native call, where each of them is native and this rank's alone."""
+def pack_layer_run(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> LayerRun | None:
+    """All layers as one call into C; None if a layer is not native, or must all-reduce in between.
+
+    `table_indices`: which of the step's rotary tables each layer uses.
+    """
     parts = []
-    for layer, turn in zip(layers, turns, strict=True):
+    for layer, table in zip(layers, table_indices, strict=True):
         mlp = layer.mlp
-        if layer.attention_half is None or not isinstance(mlp, DenseMlp) or mlp.half is None:
+        if layer.attention_half is None or not isinstance(mlp, DenseMlp) or mlp.native_half is None:
             return None
         if layer.reduce is not None or mlp.reduce is not None:
             return None
-        parts.append(RunLayer(layer.attention_half, mlp.half, layer.attention_norm, layer.mlp_norm, turn))
+        parts.append(RunLayer(layer.attention_half, mlp.native_half, layer.attention_norm, layer.mlp_norm, table))
     return LayerRun(parts)
 
 
-def read_norm(module: Any, family: Family) -> RmsNorm | None:
-    if module is None:
-        return None
+def read_norm(module: Any, family: Family) -> RmsNorm:
+    """Our norm with the weight of one of transformers' RMS norms."""
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return RmsNorm(module.weight.detach(), eps, family.norm_offset)
 
 
-def needed(norm: RmsNorm | None) -> RmsNorm:
-    assert norm is not None
-    return norm
-
-
 def activation_name(config: Any) -> str:
+    """The MLP's activation, by transformers' name."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)

@@ -1,7 +1,7 @@
-"""Fusion: a model's body in fewer, larger steps, for architectures whose decoder layers we know.
+"""Our own forward pass for the architectures in `_FAMILIES`: DecoderLayer in place of transformers' layers.
 
-Layers of the families in `_FAMILIES` are replaced by DecoderLayer; other architectures keep transformers' own modules.
-The parity tests hold both to transformers' answers. It does not know what is served.
+Other architectures run transformers' modules (TransformersBody in model.py). The parity tests compare both with
+transformers' logits.
 """
 
 from collections.abc import Sequence
@@ -22,30 +22,32 @@ from coatcheck.workers.model.decoder_layer import (
     Family,
     RotaryTables,
     activation_name,
-    as_run,
-    needed,
+    pack_layer_run,
     read_norm,
 )
 
-# By transformers' model_type: their decoder layers have been read, and are tested, to do just what DecoderLayer does.
+# By transformers' model_type. Their decoder layers were read, and are tested, to compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3", "mixtral", "qwen3_moe"), Family()),
-    **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, sandwich=True)),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
 }
 
 
 class FusedBody:
-    """Embedding, layers and final norm, over flattened tokens without a batch dimension."""
+    """Embedding, decoder layers and final norm, over flattened tokens without a batch dimension."""
 
-    def __init__(self, base: Any, layers: Sequence[DecoderLayer], kinds: Sequence[str | None], norm: RmsNorm) -> None:
+    def __init__(
+        self, base: Any, layers: Sequence[DecoderLayer], rope_types: Sequence[str | None], norm: RmsNorm
+    ) -> None:
+        """`rope_types`: each layer's key for the rotary embedding; None if the model has one for all layers."""
         self.embed_tokens = base.embed_tokens
         self.rotary = base.rotary_emb
         self.norm = norm
-        self.is_dense = all(isinstance(layer.mlp, DenseMlp) for layer in layers)  # experts ask the host who has work
-        self._kinds = tuple(dict.fromkeys(kinds))  # which rotary each layer takes, where there are several
-        self._layers = list(zip(layers, kinds, strict=True))
-        self._native = any(layer.attention_half is not None for layer in layers)
-        self._run = as_run(layers, [self._kinds.index(kind) for kind in kinds])
+        self.is_dense = all(isinstance(layer.mlp, DenseMlp) for layer in layers)
+        self._rope_types = tuple(dict.fromkeys(rope_types))
+        self._layers = list(zip(layers, rope_types, strict=True))
+        self._is_native = any(layer.attention_half is not None for layer in layers)
+        self._layer_run = pack_layer_run(layers, [self._rope_types.index(rope_type) for rope_type in rope_types])
 
     def __call__(
         self,
@@ -53,55 +55,57 @@ class FusedBody:
         positions: Tensor,
         metadata: AttentionMetadata,
         kv: KVPools,
-        wanted: LogitsIndices | None,
+        logits_indices: LogitsIndices | None,
     ) -> Tensor:
+        """As Model.forward."""
         hidden: Tensor = self.embed_tokens(input_ids)
-        turns = {kind: self._turn(hidden, positions, kind, metadata) for kind in self._kinds}
+        rotary = {
+            rope_type: self._rotary_tables(hidden, positions, rope_type, metadata) for rope_type in self._rope_types
+        }
         residual: Tensor | None = None
         last, done = len(self._layers) - 1, 0
-        tables = [turn.packed for turn in turns.values() if turn.packed is not None]
-        if self._run is not None and tables and last > 0:
-            done = last if wanted is not None else last + 1
-            hidden, residual = self._run(hidden, done, tables, kv)
+        native_tables = [tables.native for tables in rotary.values() if tables.native is not None]
+        if self._layer_run is not None and native_tables and last > 0:
+            # One call into C for all layers but the last, if that one computes fewer rows.
+            done = last if logits_indices is not None else last + 1
+            hidden, residual = self._layer_run(hidden, done, native_tables, kv)
         for index in range(done, last + 1):
-            layer, kind = self._layers[index]
-            rows = wanted if index == last else None
-            hidden, residual = layer(hidden, residual, turns[kind], metadata, kv[index], rows)
+            layer, rope_type = self._layers[index]
+            rows = logits_indices if index == last else None
+            hidden, residual = layer(hidden, residual, rotary[rope_type], metadata, kv[index], rows)
         assert residual is not None
         return self.norm.after_adding(hidden, residual)[0]
 
-    def _turn(self, hidden: Tensor, positions: Tensor, kind: str | None, metadata: AttentionMetadata) -> RotaryTables:
-        arguments = (hidden[None], positions[None]) if kind is None else (hidden[None], positions[None], kind)
+    def _rotary_tables(
+        self, hidden: Tensor, positions: Tensor, rope_type: str | None, metadata: AttentionMetadata
+    ) -> RotaryTables:
+        arguments = (hidden[None], positions[None]) if rope_type is None else (hidden[None], positions[None], rope_type)
         cos, sin = (table[0] for table in self.rotary(*arguments))
-        if not self._native:
+        if not self._is_native:
             return RotaryTables(cos, sin, None)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         return RotaryTables(cos, sin, StepTables(cos, sin, *tables))
 
 
-def is_fusable(model: PreTrainedModel, calls: list[AttentionLayer]) -> bool:
-    """Whether `fuse` knows the model."""
+def is_fusable(model: PreTrainedModel, layers: list[AttentionLayer]) -> bool:
+    """Whether `fuse` supports the model."""
     config: Any = model.config
-    sinks = any(call.has_sinks for call in calls)
-    return config.model_type in _FAMILIES and activation_name(config) in ACTIVATIONS and not sinks
+    has_sinks = any(layer.has_sinks for layer in layers)
+    return config.model_type in _FAMILIES and activation_name(config) in ACTIVATIONS and not has_sinks
 
 
 def fuse(
-    model: PreTrainedModel, calls: list[AttentionLayer], specs: Sequence[LayerSpec], *, batch_invariant: bool
+    model: PreTrainedModel, layers: list[AttentionLayer], specs: Sequence[LayerSpec], *, batch_invariant: bool
 ) -> FusedBody | None:
-    """The fused body, which takes the model's weights over; None for an architecture that we do not know by heart.
-
-    `batch_invariant`: linears promise that a row's result does not depend on the others (kernels/layers/linear.py).
-    """
+    """Move the model's weights into a FusedBody. Returns None for an architecture that is not fusable."""
     config: Any = model.config
-    if not is_fusable(model, calls):
+    if not is_fusable(model, layers):
         return None
     family = _FAMILIES[config.model_type]
     base: Any = model.base_model
-    kinds = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(calls)
-    layers = []
-    for index, (call, spec) in enumerate(zip(calls, specs, strict=True)):
-        # Layer by layer, so that plain and packed weights never stand side by side for the whole model.
-        layers.append(DecoderLayer(base.layers[index], call, spec, family, batch_invariant=batch_invariant))
-        base.layers[index] = nn.Identity()
-    return FusedBody(base, layers, kinds, needed(read_norm(base.norm, family)))
+    rope_types = config.layer_types if isinstance(base.rotary_emb.rope_type, dict) else [None] * len(layers)
+    fused = []
+    for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+        fused.append(DecoderLayer(base.layers[index], layer, spec, family, batch_invariant=batch_invariant))
+        base.layers[index] = nn.Identity()  # frees each plain weight once it is packed, not all at the end
+    return FusedBody(base, fused, rope_types, read_norm(base.norm, family))

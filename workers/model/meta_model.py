@@ -1,8 +1,12 @@
-"""Builds transformers' own model from a config, on the meta device, with every computed buffer filled in.
+"""The model without weights: transformers' own modules on the meta device, checked before any weight is read.
 
-No weight is read. What cannot be served is refused here, before anything large happens. It does not know ranks.
+`prepare_model` is everything that a rank does before it loads weights, and all that `coatcheck serve` runs to find out
+whether an untested architecture can be served: build the modules from config.json, find the attention parameters
+(attention_probe.py), plan the shards. It takes seconds for any model size.
 """
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,19 +16,90 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel
 from coatcheck.workers.attention import attention
+from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
+from coatcheck.workers.checkpoint.checkpoint import Checkpoint
+from coatcheck.workers.checkpoint.sharding_plan import ShardingPlan, plan_sharding
+from coatcheck.workers.distributed.tp_shard import TpShard
+from coatcheck.workers.model.batch_invariance import check_deterministic
+from coatcheck.workers.model.lm_head import probe_head
 from coatcheck.workers.model.model_rules import check_model_kind
-from coatcheck.workers.model.rope_scaling import pin_rotary
+from coatcheck.workers.model.packed_linears import record_weight_reads
+from coatcheck.workers.model.rope_scaling import choose_max_model_len, pin_rope_scaling
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model without weights that this rank can serve.
+
+    `layers`: attention parameters, with all ranks' heads. `plan`: this rank's slice of each parameter.
+    `unpackable_linears`: linears whose weight or sizes the model's own code reads.
+    """
+
+    causal: PreTrainedModel
+    layers: list[AttentionLayer]
+    unpackable_linears: Collection[nn.Module]
+    plan: ShardingPlan
+    dtype: torch.dtype
+    max_model_len: int
+
+
+def prepare_model(
+    checkpoint: Checkpoint,
+    shard: TpShard,
+    *,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int | None,
+    deterministic_on: torch.device | None,
+) -> PreparedModel:
+    """Build a checkpoint's model on the meta device, with computed buffers on `device`. Reads no weight.
+
+    `deterministic_on`: the device on which the model must be deterministic; None without --deterministic.
+    Raises InvalidModel for an architecture that cannot be served, InvalidConfig for a setting that does not fit it.
+    """
+    config = read_config(checkpoint.directory)
+    stored = checkpoint.dtype_of(next(iter(checkpoint.entries)))
+    model_dtype = choose_dtype(dtype, config, stored)
+    length = choose_max_model_len(config, max_model_len)
+    causal = build_meta_model(config, model_dtype, device, length)
+    with record_weight_reads(causal) as unpackable_linears:
+        layers = probe_attention(causal, length)
+        probe_head(causal)
+    if deterministic_on is not None:
+        check_deterministic(causal, layers, model_dtype, deterministic_on)
+        if unpackable_linears:
+            raise InvalidConfig(
+                f"deterministic: the code of {config.model_type} reads weights of its linears directly, so our "
+                "batch-invariant kernels cannot compute them; serve it without --deterministic"
+            )
+    names: dict[Any, str] = {module: name for name, module in causal.named_modules()}
+    get_lm_head: Any = causal.get_output_embeddings
+    plan = plan_sharding(
+        {name: tuple(tensor.shape) for name, tensor in causal.state_dict().items()},
+        causal.tp_plan,
+        layers,
+        names[causal.get_input_embeddings()],
+        names[get_lm_head()],
+        shard,
+    )
+    for name in (names[linear] for linear in unpackable_linears):
+        if f"{name}.weight" in plan.slices:
+            raise InvalidModel(
+                f"the code of {config.model_type} reads the weight of {name} directly, of which each rank would hold "
+                "only a part; serve it with tp 1"
+            )
+    return PreparedModel(causal, layers, unpackable_linears, plan, model_dtype, length)
+
+
 def read_config(directory: Path) -> Any:
-    """The model's config; raises InvalidModel where transformers does not know it or we cannot serve it."""
+    """transformers' config object. Raises InvalidModel for a model type that it does not know or we do not serve."""
     try:
-        # Never code that comes with a checkpoint; left open, transformers asks at the terminal.
+        # Code in the checkpoint never runs. Without the argument transformers would ask at the terminal.
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # whatever transformers and its validators raise at a config that cannot be
+    except Exception as error:  # transformers and its validators raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidModel(f"{directory}/config.json: {reason[:300]}") from error
     check_model_kind(
@@ -35,82 +110,85 @@ def read_config(directory: Path) -> Any:
         is_encoder_decoder=config.is_encoder_decoder,
     )
     if config.num_hidden_layers < 1:
-        raise InvalidModel(f"{directory}/config.json has num_hidden_layers {config.num_hidden_layers}: not a model")
+        raise InvalidModel(f"{directory}/config.json has num_hidden_layers {config.num_hidden_layers}; it must be >= 1")
     return config
 
 
-def choose_dtype(asked: str, config: Any, stored: torch.dtype) -> torch.dtype:
-    """`auto` is the config's, or else the checkpoint's."""
-    if asked == "auto":
+def choose_dtype(requested: str, config: Any, stored: torch.dtype) -> torch.dtype:
+    """The dtype to serve in; `auto` is the config's, else `stored`, the checkpoint's."""
+    if requested == "auto":
         named: torch.dtype | None = getattr(config, "dtype", None)
         return stored if named is None or named not in DTYPES.values() else named
-    if asked not in DTYPES:
-        raise InvalidConfig(f"dtype is {asked!r}; use auto, {', '.join(DTYPES)}")
-    return DTYPES[asked]
+    if requested not in DTYPES:
+        raise InvalidConfig(f"dtype is {requested!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[requested]
 
 
 def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int) -> PreTrainedModel:
-    """The model with parameters on meta, non-persistent buffers computed on `device`, rotary fixed for the length.
+    """transformers' model with parameters on meta, and non-persistent buffers computed on `device`.
 
-    Raises InvalidModel, with the architecture's name and the reason, if that cannot be done.
+    RoPE scaling is pinned to `max_model_len`. Raises InvalidModel, with the model type and the reason, if transformers
+    cannot build the model with our attention.
     """
     attention.register_attention()
     try:
         with torch.device("meta"):
-            build: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
+            build: Any = AutoModelForCausalLM.from_config  # untyped in transformers
             model = build(config, dtype=dtype, attn_implementation=attention.NAME)
         assert isinstance(model, PreTrainedModel)
         nn.Module.train(model, False)
         if model.base_model is model and hasattr(model, "model"):  # llama4 has the prefix of its multimodal model
             model.base_model_prefix = "model"
-        forgotten = _compute_buffers(model, model, device)
-        pin_rotary(model, max_model_len)
+        uninitialised = _compute_buffers(model, model, device)
+        pin_rope_scaling(model, max_model_len)
     except CoatcheckError:
         raise
-    except Exception as error:  # whatever the model's code raises is the reason
-        raise InvalidModel(f"{config.model_type} cannot be served: {_building_failed(error)}") from error
-    if forgotten:
-        probe_attention(
-            model, max_model_len
-        )  # raises first if the model keeps a state outside of attention, the better reason
-        raise InvalidModel(f"{config.model_type} cannot be served: nothing initialises {', '.join(forgotten)}")
+    except Exception as error:  # the model's code may raise anything
+        raise InvalidModel(f"{config.model_type} cannot be served: {_explain_build_error(error)}") from error
+    if uninitialised:
+        probe_attention(model, max_model_len)  # if a state outside of attention is why, this raises the better reason
+        raise InvalidModel(
+            f"{config.model_type} cannot be served: transformers does not initialise {', '.join(uninitialised)}"
+        )
     return model
 
 
-def _building_failed(error: Exception) -> str:
+def _explain_build_error(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == (attention.NAME,):
         return "its attention does not go through transformers' attention interface"
     reason = " ".join(str(error).split()) or type(error).__name__
     return f"transformers cannot build it with our attention ({reason[:300]})"
 
 
+def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> list[str]:
+    """Compute the non-persistent buffers of `module` and below by transformers' own initialiser.
+
+    They are in no checkpoint. Returns the names of those that the initialiser leaves out. The module's weights are on
+    meta, where initialising costs nothing. A PreTrainedModel inside the model initialises its own modules.
+    """
+    uninitialised = []
+    for child in module.children():
+        uninitialised += _compute_buffers(child if isinstance(child, PreTrainedModel) else model, child, device)
+    names = sorted(module._non_persistent_buffers_set)
+    buffers = {name: buffer for name in names if (buffer := module._buffers[name]) is not None}
+    not_float = [name for name, buffer in buffers.items() if not buffer.is_floating_point()]
+    if not buffers or not_float:
+        return uninitialised + not_float
+    for name, buffer in buffers.items():  # filled with NaN, to detect those that the initialiser leaves out
+        module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
+    with torch.no_grad():
+        initialise: Any = model._init_weights  # untyped in transformers
+        initialise(module)
+    return uninitialised + [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
+
+
 def check_complete(model: nn.Module) -> None:
-    """Raises InvalidModel where a parameter, buffer or plain attribute was left on the meta device."""
+    """Raise InvalidModel if a parameter, buffer or plain attribute is still on the meta device after loading."""
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     for name, module in model.named_modules():
         left += [f"{name}.{k}" for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta]
     if left:
-        raise InvalidModel(f"nothing initialises {', '.join(sorted(left)[:4])}; this architecture cannot be served")
-
-
-def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> list[str]:
-    """Non-persistent buffers are in no checkpoint: transformers' own initialiser computes them.
-
-    Returns the names of those that the initialiser leaves out. Weights of the same module are on meta, where
-    initialising has no cost and no effect. As in transformers, a PreTrainedModel inside the model initialises its own
-    modules.
-    """
-    forgotten = []
-    for child in module.children():
-        forgotten += _compute_buffers(child if isinstance(child, PreTrainedModel) else model, child, device)
-    computed = sorted(module._non_persistent_buffers_set)
-    buffers = {name: buffer for name in computed if (buffer := module._buffers[name]) is not None}
-    strange = [name for name, buffer in buffers.items() if not buffer.is_floating_point()]
-    if not buffers or strange:
-        return forgotten + strange
-    for name, buffer in buffers.items():  # NaN, to detect those that the initialiser leaves out
-        module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
-    with torch.no_grad():
-        initialise: Any = model._init_weights  # untyped, like most of transformers' methods
-        initialise(module)
-    return forgotten + [name for name in buffers if torch.isnan(module._buffers[name]).any()]  # type: ignore[arg-type]
+        raise InvalidModel(
+            f"neither the checkpoint nor transformers initialises {', '.join(sorted(left)[:4])}; this architecture "
+            "cannot be served"
+        )

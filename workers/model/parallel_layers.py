@@ -1,7 +1,7 @@
-"""The modules that speak to other ranks: each wraps what transformers built, cut to this rank's part.
+"""Tensor-parallel modules: each wraps a module of transformers that holds one rank's slices.
 
-A column-parallel linear is a plain linear and needs no wrapper. These modules do not know what they are part of;
-sharding.py gives out the roles.
+`apply_tensor_parallel` wraps the modules that have a role in the sharding plan. A column-parallel linear needs no
+wrapper: it is a plain linear with fewer rows.
 """
 
 from copy import copy
@@ -11,14 +11,54 @@ import torch
 from torch import Tensor, nn
 
 from coatcheck.workers.attention.attention import AttentionLayer
-from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan
+from coatcheck.workers.checkpoint.sharding_plan import ParallelRole, ShardingPlan
 from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 
 
+def apply_tensor_parallel(
+    model: nn.Module,
+    plan: ShardingPlan,
+    layers: list[AttentionLayer],
+    vocab_size: int,
+    communicator: Communicator,
+) -> None:
+    """Replace every module that has a role in `plan`. The parameters must hold this rank's slices already."""
+    shard = TpShard(communicator.rank, communicator.size)
+    for layer in layers:
+        _set_local_heads(model.get_submodule(layer.module), layer, shard)
+    for name, role in plan.roles.items():
+        parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        module = getattr(parent, leaf)
+        match role:
+            case ParallelRole.ROW:
+                bias, module.bias = module.bias, None
+                wrapped: nn.Module = RowParallelLinear(module, bias, communicator)
+            case ParallelRole.EXPERTS:
+                wrapped = TensorParallelExperts(module, communicator)
+            case ParallelRole.EMBEDDING:
+                wrapped = VocabParallelEmbedding(module, plan.slices[f"{name}.weight"], communicator)
+            case ParallelRole.LM_HEAD:
+                wrapped = ParallelLmHead(module, vocab_size, communicator)
+            case ParallelRole.QK_NORM:
+                eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+                wrapped = ParallelRmsNorm(module.weight, eps, communicator)
+        setattr(parent, leaf, wrapped)
+
+
+def _set_local_heads(attention: nn.Module, layer: AttentionLayer, shard: TpShard) -> None:
+    """Set an attention module's head counts to this rank's: phi3 splits its fused projection by them."""
+    heads, kv_heads = shard.local_heads(layer)
+    attention.config = copy(attention.config)  # RoPE and the other layers read the unsharded counts from the original
+    for owner in (attention, attention.config):
+        for name, count in (("num_attention_heads", heads), ("num_heads", heads), ("num_key_value_heads", kv_heads)):
+            if hasattr(owner, name):
+                setattr(owner, name, count)
+
+
 class RowParallelLinear(nn.Module):
-    """y = sum over ranks of x_r @ W_r^T, + bias once."""
+    """y = all_reduce(x_rank @ W_rank^T) + bias."""
 
     def __init__(self, linear: nn.Module, bias: Tensor | None, communicator: Communicator) -> None:
         super().__init__()
@@ -29,14 +69,14 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.reduce(self.linear(x))
 
-    def reduce(self, part: Tensor) -> Tensor:
-        """The whole of y, from this rank's part of the sum."""
-        y = self._communicator.all_reduce(part)
+    def reduce(self, partial: Tensor) -> Tensor:
+        """All-reduce this rank's partial sum, and add the bias."""
+        y = self._communicator.all_reduce(partial)
         return y if self.bias is None else y + self.bias
 
 
 class TensorParallelExperts(nn.Module):
-    """Every rank runs all experts on its part of their inner size; the outputs are added."""
+    """Every rank runs all experts on its part of their intermediate size; the outputs are all-reduced."""
 
     def __init__(self, experts: nn.Module, communicator: Communicator) -> None:
         super().__init__()
@@ -48,24 +88,24 @@ class TensorParallelExperts(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Looks up the rows that this rank holds; the others' count as zero in the sum."""
+    """Looks up the ids of this rank's rows, takes zero for the others, and all-reduces."""
 
-    def __init__(self, embedding: nn.Module, cut: TensorSlice, communicator: Communicator) -> None:
+    def __init__(self, embedding: nn.Module, rows: TensorSlice, communicator: Communicator) -> None:
         super().__init__()
         self.embedding = embedding
-        self.first = cut.ranges[0][0]
-        self.rows = cut.size
+        self.first = rows.ranges[0][0]
+        self.rows = rows.size
         self._communicator = communicator
 
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.first
-        elsewhere = (local < 0) | (local >= self.rows)
-        out: Tensor = self.embedding(local.masked_fill(elsewhere, 0))
-        return self._communicator.all_reduce(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
+        is_elsewhere = (local < 0) | (local >= self.rows)
+        out: Tensor = self.embedding(local.masked_fill(is_elsewhere, 0))
+        return self._communicator.all_reduce(out.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
 
 
 class ParallelLmHead(nn.Module):
-    """Every rank computes the logits of its rows; all ranks get all logits."""
+    """Every rank computes the logits of its rows of the vocabulary; all ranks get all logits."""
 
     def __init__(self, linear: nn.Module, vocab_size: int, communicator: Communicator) -> None:
         super().__init__()
@@ -82,9 +122,9 @@ class ParallelLmHead(nn.Module):
 
 
 class ParallelRmsNorm(nn.Module):
-    """RMS norm over all heads of all ranks: the mean of the ranks' mean squares.
+    """RMS norm over the heads of all ranks: the ranks' mean squares are averaged.
 
-    It holds also where ranks share a KV head: every head is then counted equally often.
+    This is exact also if ranks share a KV head, because every head is then counted equally often.
     """
 
     def __init__(self, weight: Tensor, eps: float, communicator: Communicator) -> None:
@@ -97,39 +137,3 @@ class ParallelRmsNorm(nn.Module):
         wide = x.float()
         mean = self._communicator.all_reduce(wide.pow(2).mean(-1, keepdim=True)) / self._communicator.size
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype)
-
-
-def apply_tensor_parallel(
-    model: nn.Module, plan: ShardingPlan, calls: list[AttentionLayer], vocab_size: int, communicator: Communicator
-) -> None:
-    """Wraps every module that has a role; the parameters are this rank's already."""
-    for call in calls:
-        _count_local_heads(model.get_submodule(call.module), call, TpShard(communicator.rank, communicator.size))
-    for name, role in plan.roles.items():
-        parent, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        module = getattr(parent, leaf)
-        match role:
-            case Role.ROW:
-                bias, module.bias = module.bias, None
-                wrapped: nn.Module = RowParallelLinear(module, bias, communicator)
-            case Role.EXPERTS:
-                wrapped = TensorParallelExperts(module, communicator)
-            case Role.EMBEDDING:
-                wrapped = VocabParallelEmbedding(module, plan.cuts[f"{name}.weight"], communicator)
-            case Role.HEAD:
-                wrapped = ParallelLmHead(module, vocab_size, communicator)
-            case Role.HEADS_NORM:
-                eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-                wrapped = ParallelRmsNorm(module.weight, eps, communicator)
-        setattr(parent, leaf, wrapped)
-
-
-def _count_local_heads(attention: nn.Module, call: AttentionLayer, shard: TpShard) -> None:
-    """Tells an attention module how many heads it has here: phi3 splits its fused projection by these counts."""
-    heads, kv_heads = shard.local_heads(call)
-    # Its own copy: rotary and the other layers must go on seeing the model's real shape.
-    attention.config = copy(attention.config)
-    for owner in (attention, attention.config):
-        for name, count in (("num_attention_heads", heads), ("num_heads", heads), ("num_key_value_heads", kv_heads)):
-            if hasattr(owner, name):
-                setattr(owner, name, count)

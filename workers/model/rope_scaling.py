@@ -1,9 +1,8 @@
-"""Rotary frequencies, fixed when a model is loaded.
+"""Pins RoPE scaling when a model is loaded, so that it does not depend on the other requests of a step.
 
-transformers' longrope and dynamic scalings choose frequencies by the largest position in the batch: a neighbour would
-change the answer, and cached keys would disagree with new ones. Here `max_model_len` chooses, once: longrope takes its
-long factors where max_model_len exceeds the original length, dynamic NTK the base for max_model_len. It does not know
-attention.
+transformers' longrope and dynamic NTK choose their frequencies by the largest position in the batch: a request's answer
+would depend on its neighbours, and cached keys would not match new ones. Here `max_model_len` chooses once: longrope
+takes its long factors if max_model_len exceeds the original length, dynamic NTK the base for max_model_len.
 """
 
 from typing import Any
@@ -14,40 +13,38 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from coatcheck.proto.errors import InvalidModel
-from coatcheck.workers.model.model_rules import limit_max_model_len
+from coatcheck.workers.model.model_rules import resolve_max_model_len
 
 
-def choose_max_model_len(config: Any, asked: int | None) -> int:
-    """As `limit_max_model_len`; raises InvalidModel if the config has no max_position_embeddings."""
-    made_for = getattr(config, "max_position_embeddings", None)
-    if not made_for:
+def choose_max_model_len(config: Any, requested: int | None) -> int:
+    """See resolve_max_model_len. Raises InvalidModel if the config has no max_position_embeddings."""
+    trained = getattr(config, "max_position_embeddings", None)
+    if not trained:
         raise InvalidModel(f"{config.model_type}: config.json has no max_position_embeddings; add it")
-    return limit_max_model_len(asked, made_for, _flat_parameters(config))
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return resolve_max_model_len(requested, trained, parameters if "rope_type" in parameters else {})
 
 
-def pin_rotary(model: PreTrainedModel, max_model_len: int) -> None:
-    """Gives every rotary module the frequencies of `max_model_len`, and stops it from choosing others."""
+def pin_rope_scaling(model: PreTrainedModel, max_model_len: int) -> None:
+    """Set the frequencies of every rotary module to those of `max_model_len`, and keep its forward from changing
+    them."""
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, str):
-            module.__dict__["rope_type"] = _pin(module, kinds, "", None, max_model_len)
-        elif isinstance(kinds, dict):  # one per layer type, as gemma3 has
-            for layer_type, kind in kinds.items():
-                kinds[layer_type] = _pin(module, kind, f"{layer_type}_", layer_type, max_model_len)
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str):
+            module.__dict__["rope_type"] = _pin_frequencies(module, rope_type, "", None, max_model_len)
+        elif isinstance(rope_type, dict):  # by layer type, as in gemma3
+            for layer_type, kind in rope_type.items():
+                rope_type[layer_type] = _pin_frequencies(module, kind, f"{layer_type}_", layer_type, max_model_len)
 
 
-def _pin(module: nn.Module, kind: str, prefix: str, layer_type: str | None, max_model_len: int) -> str:
-    if kind != "longrope" and "dynamic" not in kind:
-        return kind
+def _pin_frequencies(module: nn.Module, rope_type: str, prefix: str, layer_type: str | None, max_model_len: int) -> str:
+    """Compute inv_freq for `max_model_len`. Returns the rope_type to set: "default" keeps forward from recomputing."""
+    if rope_type != "longrope" and "dynamic" not in rope_type:
+        return rope_type
     buffer = getattr(module, f"{prefix}inv_freq")
-    choice: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, buffer.device, seq_len=max_model_len, **choice)
+    layer: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](module.config, buffer.device, seq_len=max_model_len, **layer)
     with torch.no_grad():
         buffer.copy_(inv_freq)
     setattr(module, f"{prefix}attention_scaling", scaling)
-    return "default"  # the name that its forward leaves alone
-
-
-def _flat_parameters(config: Any) -> dict[str, Any]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters if "rope_type" in parameters else {}
+    return "default"

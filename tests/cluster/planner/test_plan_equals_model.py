@@ -70,11 +70,11 @@ def test_layers_are_those_that_the_model_asks_for(arch: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_weights_are_what_a_rank_holds(arch: str, tp: int) -> None:
-    """A rank's weights, counted from the config, are what its cuts leave, within 2%: norms weigh more in tiny ones."""
+    """A rank's weights, counted from the config, are what its slices hold, within 2%: norms weigh more in tiny ones."""
     model, calls = found(arch)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    cuts = plan_sharding(shapes, model.tp_plan, calls, "model.embed_tokens", "lm_head", TpShard(0, tp)).cuts
-    held = [cuts[name].shape_of(shape) if name in cuts else shape for name, shape in shapes.items()]
+    slices = plan_sharding(shapes, model.tp_plan, calls, "model.embed_tokens", "lm_head", TpShard(0, tp)).slices
+    held = [slices[name].sliced_shape(shape) if name in slices else shape for name, shape in shapes.items()]
     config = read(arch)
     counted = WeightCount.of(config, ModelShape.of(config).expanded, TpShard(0, tp)).total
     assert counted == pytest.approx(sum(torch.Size(shape).numel() for shape in held), rel=0.02)

@@ -53,7 +53,7 @@ def refused(model: Path, folder: Path, *flags: str, seconds: float = 110) -> str
 @pytest.mark.parametrize(
     ("fault", "flags", "said"),
     [
-        (broken.lose_shard, [], "names model-2.safetensors, missing here; fetch it again"),
+        (broken.lose_shard, [], "names model-2.safetensors, which are missing; fetch it again"),
         (broken.truncate_shard, [], "is truncated"),
         (broken.keep_a_pickle_alone, [], "has no safetensors file (it has pytorch_model.bin); other weight formats"),
         (broken.lose_tokenizer, [], "has no tokenizer (no tokenizer.json"),
@@ -75,7 +75,7 @@ def test_the_command_ends_before_ray_starts(
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (broken.lose_shard, "names model-2.safetensors, missing here"),
+        (broken.lose_shard, "names model-2.safetensors, which are missing"),
         (broken.truncate_shard, r"model-2.safetensors is truncated \(\d+ bytes, its header promises \d+\)"),
         (broken.fill_shard_with_garbage, "model-2.safetensors is not a safetensors file"),
         (broken.leave_pointer, "model-2.safetensors is a Git LFS pointer in place of the weights; run `git lfs pull`"),
@@ -115,11 +115,11 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (partial(edit_config, model_type="novel", auto_map={}), {}, "code that comes with a checkpoint is never run"),
         (partial(edit_config, model_type="clip"), {}, "has no causal language model of that type"),
         (partial(edit_config, quantization_config={"quant_method": "fp8"}), {}, "is quantised; only float32"),
-        (partial(edit_config, text_config={}), {}, "takes more than text"),
+        (partial(edit_config, text_config={}), {}, "is multimodal"),
         (partial(edit_config, is_encoder_decoder=True), {}, "is an encoder-decoder"),
         (None, {"tp": 3}, "tp 3 does not divide the attention heads"),
         (None, {"tp": 8}, r"tp 8 does not divide intermediate_size \(100\)"),
-        (None, {"max_model_len": 257}, "max-model-len is 257, but the model goes to 256; use at most that"),
+        (None, {"max_model_len": 257}, "max-model-len is 257, but the model supports 256; use at most that"),
         (None, {"kv_memory": "8KiB", "max_model_len": 256}, "raise kv-memory or lower"),
         (partial(edit_config, num_experts=4), {"deterministic": True}, "num_experts 4 in config.json"),
         (partial(edit_config, head_dim=24), {"deterministic": True, "device": "cpu"}, "heads of a multiple of 16"),
@@ -177,7 +177,7 @@ def test_what_config_json_rules_out_is_refused(
         ({"eos_token_id": [1, "x"]}, r'eos_token_id \[1, "x"\]; it must be a token id'),
         ({"pad_token_id": 600}, r"pad_token_id 600; it must be below vocab_size \(600\)"),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "at most its 2 experts"),
-        ({"text_config": 3}, "takes more than text"),
+        ({"text_config": 3}, "is multimodal"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(model: Path, changes: dict[str, Any], said: str) -> None:
@@ -253,7 +253,7 @@ def test_a_context_is_stretched_as_ranks_stretch_it(model: Path, scaling: dict[s
     """Each kind of rotary scaling allows what a rank allows, and not one token more."""
     edit_config(model, rope_scaling=scaling)
     check_model(ServeConfig.build({"model": str(model), "max_model_len": longest}))
-    with pytest.raises(InvalidConfig, match=f"but the model goes to {longest}"):
+    with pytest.raises(InvalidConfig, match=f"but the model supports {longest}"):
         check_model(ServeConfig.build({"model": str(model), "max_model_len": longest + 1}))
 
 

@@ -10,13 +10,13 @@ from transformers import CONFIG_MAPPING
 from coatcheck.proto.errors import InvalidConfig, InvalidModel
 from coatcheck.workers.attention.attention import AttentionLayer
 from coatcheck.workers.attention.attention_probe import probe_attention
-from coatcheck.workers.checkpoint.sharding_plan import Role, ShardingPlan, plan_sharding
+from coatcheck.workers.checkpoint.sharding_plan import ParallelRole, ShardingPlan, plan_sharding
 from coatcheck.workers.distributed.tensor_slice import TensorSlice
 from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.model.meta_model import build_meta_model
 from tests.workers.checkpoints import ARCHITECTURES, tiny_config
 
-CALL = AttentionLayer("a", 8, 2, head_dim=4, scale=1.0, sliding_window=0, softcap=0.0, has_sinks=False)
+LAYER = AttentionLayer("a", 8, 2, head_dim=4, scale=1.0, sliding_window=0, softcap=0.0, has_sinks=False)
 
 
 @cache
@@ -27,8 +27,8 @@ def read_meta_model(arch: str) -> tuple[dict[str, tuple[int, ...]], dict[str, st
 
 
 def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
-    shapes, tp_plan, calls = read_meta_model(arch)
-    arguments = dict(shapes=shapes, tp_plan=tp_plan, calls=calls, embedding="model.embed_tokens", head="lm_head")
+    shapes, tp_plan, layers = read_meta_model(arch)
+    arguments = dict(shapes=shapes, tp_plan=tp_plan, layers=layers, embedding="model.embed_tokens", lm_head="lm_head")
     return plan_sharding(**(arguments | changes), shard=TpShard(rank, size))
 
 
@@ -39,14 +39,14 @@ def test_ranks_together_hold_everything(arch: str, size: int) -> None:
     shapes, _, _ = read_meta_model(arch)
     plans = [plan(arch, rank, size) for rank in range(size)]
     for name, shape in shapes.items():
-        cuts = [p.cuts.get(name) for p in plans]
-        if cuts[0] is None:
-            assert cuts == [None] * size
+        slices = [p.slices.get(name) for p in plans]
+        if slices[0] is None:
+            assert slices == [None] * size
             continue
-        held = torch.zeros(shape[cuts[0].dim], dtype=torch.int64)
-        for cut in cuts:
-            assert cut is not None
-            for start, stop in cut.ranges:
+        held = torch.zeros(shape[slices[0].dim], dtype=torch.int64)
+        for part in slices:
+            assert part is not None
+            for start, stop in part.ranges:
                 held[start:stop] += 1
         shared = size == 4 and any(part in name for part in ("k_proj", "v_proj", "qkv_proj", "k_norm"))
         assert held.max() == (2 if shared else 1), name
@@ -54,27 +54,27 @@ def test_ranks_together_hold_everything(arch: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_large_tensors_are_all_cut(arch: str) -> None:
-    """Every matrix but an expert router is cut: a rank's memory shrinks with the group."""
+def test_large_tensors_are_all_sharded(arch: str) -> None:
+    """Every matrix but an expert router is sharded: a rank's memory shrinks with the group."""
     shapes, _, _ = read_meta_model(arch)
-    whole = {name for name, shape in shapes.items() if len(shape) > 1} - plan(arch, 0, 2).cuts.keys()
+    whole = {name for name, shape in shapes.items() if len(shape) > 1} - plan(arch, 0, 2).slices.keys()
     assert all(name.endswith("mlp.gate.weight") for name in whole)
 
 
-def test_fused_qkv_is_cut_inside_each_part() -> None:
+def test_fused_qkv_is_sharded_inside_each_part() -> None:
     """phi3's fused projection gives a rank its query heads, then its keys, then its values."""
-    cut = plan("phi3", 1, 2).cuts["model.layers.0.self_attn.qkv_proj.weight"]
-    assert cut == TensorSlice(0, ((32, 64), (72, 80), (88, 96)))
+    part = plan("phi3", 1, 2).slices["model.layers.0.self_attn.qkv_proj.weight"]
+    assert part == TensorSlice(0, ((32, 64), (72, 80), (88, 96)))
 
 
 def test_few_kv_heads_are_shared_by_neighbours() -> None:
     """With 2 KV heads, ranks 0 and 1 of 4 hold the first and ranks 2 and 3 the second."""
-    assert [TpShard(rank, 4).kv_heads(CALL) for rank in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
+    assert [TpShard(rank, 4).kv_rows(LAYER) for rank in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
 
 
 def test_norm_over_all_heads_needs_the_group() -> None:
     """olmo2's q and k norms speak to the other ranks, qwen3's norms of single heads do not."""
-    assert plan("olmo2", 0, 2).roles["model.layers.0.self_attn.q_norm"] is Role.HEADS_NORM
+    assert plan("olmo2", 0, 2).roles["model.layers.0.self_attn.q_norm"] is ParallelRole.QK_NORM
     assert "model.layers.0.self_attn.q_norm" not in plan("qwen3", 0, 2).roles
 
 
@@ -98,26 +98,26 @@ def test_tp_that_does_not_divide_is_refused(size: int, changes: dict[str, Any], 
     model = build_meta_model(config, torch.float32, torch.device("cpu"), 64)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     with pytest.raises(InvalidConfig, match=message):
-        plan("llama", 0, size, shapes=shapes, tp_plan=model.tp_plan, calls=probe_attention(model))
+        plan("llama", 0, size, shapes=shapes, tp_plan=model.tp_plan, layers=probe_attention(model))
 
 
 def test_unknown_splits_are_refused() -> None:
     """An architecture without a plan, or with an entry that we do not know, is served alone or not at all."""
     with pytest.raises(InvalidModel, match="serve it with tp 1"):
         plan("llama", 0, 2, tp_plan={})
-    with pytest.raises(InvalidModel, match="split as 'diagonal', which we do not know"):
+    with pytest.raises(InvalidModel, match="the tensor-parallel style 'diagonal', which is not supported"):
         plan("llama", 0, 2, tp_plan={"model.layers.*.mlp.up_proj": "diagonal"})
     shapes = read_meta_model("llama")[0] | {"model.layers.0.self_attn.gate.weight": (8, 64)}
     with pytest.raises(InvalidModel, match="self_attn.gate.weight .* not a tensor that we can split by heads"):
         plan("llama", 0, 2, shapes=shapes)
 
 
-def test_window_of_a_cut_is_counted_from_its_start() -> None:
-    """A joined tensor's second half sees the cut's second range in its own counting."""
-    cut = TensorSlice(1, ((0, 4), (8, 12)))
-    assert cut.window(0, 8) == TensorSlice(1, ((0, 4),))
-    assert cut.window(8, 16) == TensorSlice(1, ((0, 4),))
-    assert cut.shape_of((3, 16)) == (3, 8)
+def test_an_intersection_is_counted_from_its_start() -> None:
+    """A joined tensor's second half has the slice's second range in its own indices."""
+    whole = TensorSlice(1, ((0, 4), (8, 12)))
+    assert whole.intersect(0, 8) == TensorSlice(1, ((0, 4),))
+    assert whole.intersect(8, 16) == TensorSlice(1, ((0, 4),))
+    assert whole.sliced_shape((3, 16)) == (3, 8)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bert", "falcon", "bloom", "recurrent_gemma"])
