@@ -78,7 +78,7 @@ def test_the_command_ends_before_ray_starts(
         (broken.lose_shard, "names model-2.safetensors, which are missing"),
         (broken.truncate_shard, r"model-2.safetensors is truncated \(\d+ bytes, its header promises \d+\)"),
         (broken.fill_shard_with_garbage, "model-2.safetensors is not a safetensors file"),
-        (broken.leave_pointer, "model-2.safetensors is a Git LFS pointer in place of the weights; run `git lfs pull`"),
+        (broken.leave_pointer, "model-2.safetensors is a Git LFS pointer instead of weights; run `git lfs pull`"),
         (broken.lie_in_header, "model-2.safetensors cannot be read: .*; fetch it again"),
         (broken.store_in_eight_bits, "tensor model.embed_tokens.weight is stored as F8_E4M3; only F32, BF16, F16"),
         (broken.keep_a_pickle_alone, r"has no safetensors file \(it has pytorch_model.bin\)"),
@@ -122,7 +122,7 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (None, {"max_model_len": 257}, "max-model-len is 257, but the model supports 256; use at most that"),
         (None, {"kv_memory": "8KiB", "max_model_len": 256}, "raise kv-memory or lower"),
         (partial(edit_config, num_experts=4), {"deterministic": True}, "num_experts 4 in config.json"),
-        (partial(edit_config, head_dim=24), {"deterministic": True, "device": "cpu"}, "heads of a multiple of 16"),
+        (partial(edit_config, head_dim=24), {"deterministic": True, "device": "cpu"}, "a head_dim that is a multiple of 16"),
     ],
 )
 def test_what_config_json_rules_out_is_refused(
