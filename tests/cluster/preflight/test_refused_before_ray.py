@@ -122,7 +122,7 @@ def test_files_that_cannot_be_read_are_named(model: Path, fault: Break, said: st
         (None, {"max_model_len": 257}, "max-model-len is 257, but the model supports 256; use at most that"),
         (None, {"kv_memory": "8KiB", "max_model_len": 256}, "raise kv-memory or lower"),
         (partial(edit_config, num_experts=4), {"deterministic": True}, "num_experts 4 in config.json"),
-        (partial(edit_config, head_dim=24), {"deterministic": True, "device": "cpu"}, "a head_dim that is a multiple of 16"),
+        (partial(edit_config, head_dim=24), {"deterministic": True, "device": "cpu"}, "multiple of 16 and at most 256"),
     ],
 )
 def test_what_config_json_rules_out_is_refused(
