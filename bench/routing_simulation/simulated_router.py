@@ -65,7 +65,7 @@ class SimulatedRouter:
         events = group.drain_events()
         for view in self._views:
             if events is not None:
-                view.index.apply(group.name, events)
+                view.index.apply_events(group.name, events)
             for job in group.started:
                 view.answered(job)
             for job in group.finished:
@@ -157,7 +157,13 @@ class _View:
     def _decide(self, job: SimulatedRequest, loads: Mapping[str, GroupLoad]) -> Decision:
         matched = self.index.matched_blocks(_chain(job))
         candidates = [load.candidate(name, matched.get(name, NOTHING)) for name, load in loads.items()]
-        return choose(candidates, job.prompt, self._rng, regret=self.index.regret.rate, in_line=len(self.line))
+        return choose(
+            candidates,
+            job.prompt,
+            self._rng,
+            reuse_rate=self.index.reuse_after_eviction.rate,
+            queued_in_router=len(self.line),
+        )
 
     def _place(self, job: SimulatedRequest, now: float) -> tuple[SimulatedRequest, SimulatedGroup]:
         decision = self._decide(job, {name: load for name, load in self._loads.items() if not load.is_full})

@@ -186,7 +186,7 @@ class GroupConnection:
             case "batch":
                 self.submissions.deliver(message.batch.outputs)
             case "events":
-                self._handle_outcome(self.index.apply(self.name, message.events))
+                self._handle_outcome(self.index.apply_events(self.name, message.events))
             case "load":
                 self.load.report(message.load, asyncio.get_running_loop().time())
                 if (ejected := self._detect_outlier(self)) is not None:

@@ -27,12 +27,12 @@ class GroupMetrics(Collector):
         index, failures, retries = self._groups.index, self._groups.failures, self._retries
         yield GaugeMetricFamily("coatcheck_index_blocks", "Blocks known, by group and tier.", value=index.entries)
         yield CounterMetricFamily("coatcheck_index_events", "KV events that groups have sent.", value=index.events)
-        troubles = CounterMetricFamily(
+        problems = CounterMetricFamily(
             "coatcheck_index_troubles", "KV events that were wrong, by how; none gives a false prefix.", labels=["kind"]
         )
         for kind in EventProblem:
-            troubles.add_metric([kind.value], index.troubles[kind])
-        yield troubles
+            problems.add_metric([kind.value], index.problems[kind])
+        yield problems
         ejections = CounterMetricFamily(
             "coatcheck_group_ejections",
             "Streams ended because the group was silent, slow, or sent what cannot be.",

@@ -1,7 +1,7 @@
 """BlockLocations: which groups hold which blocks, by tier: one set of groups for each block.
 
-The sets are what a walk along a chain reads; the books say what a group takes with it when it goes. Groups are bits
-here, as in the prefix index. It does not know names, epochs, nor whether an event comes in its turn.
+Matching a chain reads the sets of groups; removing a group reads its own blocks. A group is a bit, as in the prefix
+index. The prefix index checks epochs and the order of events.
 """
 
 from collections import Counter
@@ -34,39 +34,39 @@ class EventProblem(Enum):
 
 
 class BlockLocations:
-    """`where` has for each tier the groups, as bits, that hold a block there."""
+    """`where`: for device and host a mapping from block to the groups, as bits, that hold it there."""
 
-    def __init__(self, regret: ReuseAfterEviction, troubles: Counter[EventProblem]) -> None:
+    def __init__(self, reuse: ReuseAfterEviction, problems: Counter[EventProblem]) -> None:
         self.where: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
-        self._regret = regret
-        self._troubles = troubles
-        self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> set of tiers, as bits
-        self._entries: Counter[int] = Counter()  # of each group, in both tiers
+        self._reuse = reuse
+        self._problems = problems
+        self._held: dict[int, dict[bytes, int]] = {}  # group -> block -> tiers, as bits
+        self._entries: Counter[int] = Counter()  # group -> blocks in both tiers
 
     @property
     def blocks(self) -> int:
-        """Distinct ones, wherever they are."""
+        """Number of distinct blocks."""
         on_device, on_host = self.where
         return len(on_device.keys() | on_host.keys())
 
     @property
     def entries(self) -> int:
-        """Blocks by group and tier."""
+        """Number of (block, group, tier) triples."""
         return self._entries.total()
 
     def entries_of(self, bit: int) -> int:
-        """That group's, in both tiers."""
+        """Number of a group's blocks in both tiers."""
         return self._entries[bit]
 
-    def apply(self, bit: int, events: Iterable[KvEvent]) -> None:
-        """The group has stored and removed these, in order."""
-        held, regret, troubles = self._held.setdefault(bit, {}), self._regret, self._troubles
+    def apply_events(self, bit: int, events: Iterable[KvEvent]) -> None:
+        """Applies what a group has stored and removed, in order."""
+        held, reuse, problems = self._held.setdefault(bit, {}), self._reuse, self._problems
         on_device, on_host = self.where
         entries = self._entries[bit]
         for event in events:
             block, tier = event.block_hash, event.tier
             if tier not in _TIERS or len(block) != HASH_BYTES:
-                troubles[EventProblem.UNNAMED] += 1
+                problems[EventProblem.UNNAMED] += 1
                 continue
             place = tier - 1
             where, tiers = self.where[place], held.get(block, 0)
@@ -75,19 +75,19 @@ class BlockLocations:
                     held[block] = tiers | 1 << place
                     where[block] = where.get(block, 0) | bit
                     entries += 1
-                    regret.stored(block)
+                    reuse.record_stored(block)
                 if (parent := event.parent_hash) and parent not in held:
-                    troubles[EventProblem.NO_PARENT] += 1
+                    problems[EventProblem.NO_PARENT] += 1
             elif tiers >> place & 1:
                 _set_or_drop(held, block, tiers & ~(1 << place))
                 _set_or_drop(where, block, where[block] & ~bit)
                 entries -= 1
                 if block not in on_device and block not in on_host:
-                    regret.evicted(block, len(on_device))
+                    reuse.record_evicted(block, len(on_device))
         self._entries[bit] = entries
 
-    def forget(self, bit: int) -> None:
-        """Nothing is known of the group any more; nobody has evicted what it held."""
+    def remove_group(self, bit: int) -> None:
+        """Drops all blocks of a group. They do not count as evicted."""
         for block, tiers in self._held.pop(bit, {}).items():
             for place, where in enumerate(self.where):
                 if tiers >> place & 1:
@@ -100,10 +100,10 @@ class BlockLocations:
             expected: dict[bytes, int] = {}
             for bit, held in self._held.items():
                 for block, tiers in held.items():
-                    assert tiers, "an entry in no tier"
+                    assert tiers, "a block in no tier"
                     if tiers >> place & 1:
                         expected[block] = expected.get(block, 0) | bit
-            assert where == expected, "the shared index and the groups' own disagree"
+            assert where == expected, "the sets of groups and the groups' own blocks disagree"
         for bit, held in self._held.items():
             assert self._entries[bit] == sum(tiers.bit_count() for tiers in held.values()), "entries miscounted"
         assert self._entries.keys() <= self._held.keys(), "entries of a group that holds nothing"

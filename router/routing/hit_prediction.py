@@ -1,21 +1,20 @@
-"""HitPrediction: the cached tokens that this router foresaw, against those that the groups found.
+"""HitPrediction: the cached tokens that this router predicted, compared with those that the groups found.
 
-What was foreseen may be evicted while a prompt waits, and what another router sent may have come meanwhile, so single
-prompts differ. A group whose prompts differ by much for long has another idea of its blocks than the index: `diverges`
-says so, once, and then lets it prove itself anew. It does not know blocks, hashes or links.
+Single prompts differ: cached blocks may be evicted while a prompt waits, and other routers send prompts too. If the
+prompts of a group differ much for long, the index is wrong about the group's blocks, and a snapshot is needed.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
-_MEMORY: Final = 32  # prompts that the running averages look back on
-_FEWEST: Final = 16  # and that they need before they say anything
-_TOLERATED: Final = 0.5  # of the larger of the two
+_MEMORY: Final = 32  # prompts that the running averages cover
+_FEWEST: Final = 16  # prompts before a group can diverge
+_TOLERATED: Final = 0.5  # mean difference, as a share of the larger count
 
 
 @dataclass(frozen=True, slots=True)
 class HitPredictionStats:
-    """Since the start: prompts, tokens foreseen and found, the sum of the differences, and how often it diverged."""
+    """Counts of one group since the start. `error_tokens`: sum of the absolute differences, prompt by prompt."""
 
     prompts: int
     foreseen_tokens: int
@@ -27,36 +26,36 @@ class HitPredictionStats:
 @dataclass(slots=True)
 class _Account:
     prompts: int = 0
-    error: float = 0.0  # running averages, in tokens
+    error: float = 0.0  # running averages of tokens: of the difference, and of the larger count
     larger: float = 0.0
 
 
 class HitPrediction:
-    """`record` as groups report."""
+    """One for a router."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._stats: dict[str, HitPredictionStats] = {}
 
-    def record(self, group: str, foreseen: int, found: int) -> bool:
-        """One prompt's cached tokens. Returns whether the group now diverges, so that its blocks must be asked for."""
+    def record(self, group: str, predicted: int, found: int) -> bool:
+        """Records one prompt's cached tokens. Returns True if the group diverges; its running averages then start
+        again."""
         account = self._accounts.setdefault(group, _Account())
         account.prompts += 1
-        account.error += (abs(foreseen - found) - account.error) / min(account.prompts, _MEMORY)
-        account.larger += (max(foreseen, found) - account.larger) / min(account.prompts, _MEMORY)
+        account.error += (abs(predicted - found) - account.error) / min(account.prompts, _MEMORY)
+        account.larger += (max(predicted, found) - account.larger) / min(account.prompts, _MEMORY)
         diverges = account.prompts >= _FEWEST and account.error > _TOLERATED * account.larger
         if diverges:
             self._accounts[group] = _Account()
         old = self.stats(group)
         self._stats[group] = HitPredictionStats(
             old.prompts + 1,
-            old.foreseen_tokens + foreseen,
+            old.foreseen_tokens + predicted,
             old.found_tokens + found,
-            old.error_tokens + abs(foreseen - found),
+            old.error_tokens + abs(predicted - found),
             old.divergences + diverges,
         )
         return diverges
 
     def stats(self, group: str) -> HitPredictionStats:
-        """One group's counts."""
         return self._stats.get(group, HitPredictionStats(0, 0, 0, 0, 0))

@@ -1,12 +1,12 @@
 """PrefixIndex: which group holds which KV blocks, exactly, by block hash and tier.
 
-Fed by each group's events in order. A new epoch, a gap or an incomplete snapshot means that nothing is known of a
-group until its next snapshot is whole: a cold answer is slower, a false one would promise what is not there. Beside
-what events say stands what is expected: the blocks of prompts that this router has just sent, until the group's own
-events tell of them. It does not know tokens, links or costs.
+Each group feeds it with events in order. After a new epoch, a gap or an incomplete snapshot nothing is known of a group
+until its next snapshot is complete: an index without the group makes requests slower, but a false index would count on
+blocks that are not there. The index also knows the blocks that are expected: those of prompts that this router has
+sent, until the group's own events report them.
 
-A group is a bit, a block three bit sets (device, host, expected), so that one walk along a prompt's chain matches every
-group at once.
+A group is a bit, and a block has three sets of groups (device, host, expected), so one walk along a prompt's chain of
+blocks matches every group at once.
 """
 
 from collections import Counter
@@ -18,22 +18,23 @@ from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents, SnapshotChunk
 from coatcheck.router.routing.block_locations import BlockLocations, EventProblem
 from coatcheck.router.routing.hit_prediction import HitPrediction
 from coatcheck.router.routing.pending_prefixes import PendingPrefixes
-from coatcheck.router.routing.prefix_match import PrefixMatch, walk
+from coatcheck.router.routing.prefix_match import PrefixMatch, match_chain
 from coatcheck.router.routing.reuse_after_eviction import ReuseAfterEviction
 
 
 class EventOutcome(Enum):
-    """What became of a message."""
+    """What was done with a message of events or a chunk of a snapshot."""
 
     APPLIED = "applied"
-    IGNORED = "ignored"  # old, or of a group that is waiting for its snapshot
+    IGNORED = "ignored"  # repeated, of another epoch, or before the first snapshot
     SNAPSHOT_NEEDED = "snapshot needed"
-    IMPOSSIBLE = "impossible"  # it holds more blocks than it has
+    IMPOSSIBLE = "impossible"  # the group reports more blocks than it registered
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixIndexStats:
-    """Since the start, but for `groups`, `blocks` (distinct), `entries` (block, group and tier) and `expected`."""
+    """`blocks`: distinct blocks now. `entries`: (block, group, tier) triples now. `expected`: (block, group) pairs of
+    pending prompts now. `events`, `snapshots` and `problems` count since the start."""
 
     groups: int
     blocks: int
@@ -41,48 +42,48 @@ class PrefixIndexStats:
     expected: int
     events: int
     snapshots: int
-    troubles: Mapping[EventProblem, int]
+    problems: Mapping[EventProblem, int]
 
 
 @dataclass(slots=True)
 class _Member:
-    """One group, and where its events stand. `next_sequence` None: nothing is known until a snapshot has come."""
+    """One registered group. `next_sequence` is None until a snapshot is complete."""
 
     bit: int
     epoch: str
-    capacity: int  # most entries that it can have; 0: not said
-    block_size: int  # tokens; 0: not said
+    capacity: int  # most entries that it can have; 0 if unknown
+    block_size: int  # tokens; 0 if unknown
     next_sequence: int | None = None
-    staged: list[KvEvent] | None = None  # a snapshot on its way
+    staged: list[KvEvent] | None = None  # chunks of a snapshot that is not complete
 
 
 class PrefixIndex:
-    """Residency of blocks by (group, tier)."""
+    """One for a router, fed by all its GroupConnections."""
 
     def __init__(self) -> None:
-        self.regret = ReuseAfterEviction()
+        self.reuse_after_eviction = ReuseAfterEviction()
         self.hit_prediction = HitPrediction()
-        self.troubles: Counter[EventProblem] = Counter()
+        self.problems: Counter[EventProblem] = Counter()
         self.events = self._snapshots = 0
         self._groups: dict[str, _Member] = {}
         self._names: dict[int, str] = {}
         self._live = 0  # every group's bit
-        self._residency = BlockLocations(self.regret, self.troubles)
+        self._locations = BlockLocations(self.reuse_after_eviction, self.problems)
         self._pending = PendingPrefixes()
 
     @property
     def entries(self) -> int:
-        """Blocks by group and tier."""
-        return self._residency.entries
+        """Number of (block, group, tier) triples."""
+        return self._locations.entries
 
     def other_block_size(self, group: str, block_size: int) -> int:
-        """That of the groups beside this one, if it is another; 0 if it is the same, or there is none."""
+        """The block size of the other groups if it differs from `block_size`; else 0."""
         others = {known.block_size for name, known in self._groups.items() if name != group} - {0, block_size}
         return min(others, default=0)
 
     def add_group(self, group: str, epoch: str, capacity: int = 0, block_size: int = 0) -> None:
-        """A group has registered, with room for so many blocks of so many tokens (0: not said); of an earlier
-        incarnation nothing is left."""
+        """A group has registered: what was known of it is dropped. `capacity`: number of its blocks in both tiers, 0 if
+        unknown. `block_size`: tokens, 0 if unknown."""
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
         self._live |= free
@@ -90,47 +91,47 @@ class PrefixIndex:
         self._names[free] = group
 
     def remove_group(self, group: str) -> None:
-        """A group has gone, and with it all that it held; an unknown one already has."""
+        """A group has left: all that it held is dropped. Changes nothing for an unknown group."""
         member = self._groups.pop(group, None)
         if member is None:
             return
-        self._residency.forget(member.bit)
+        self._locations.remove_group(member.bit)
         self._pending.remove_group(member.bit)
         self._live &= ~member.bit
         del self._names[member.bit]
 
-    def apply(self, group: str, message: KvEvents) -> EventOutcome:
-        """Takes the next events of a group."""
+    def apply_events(self, group: str, message: KvEvents) -> EventOutcome:
+        """Applies the next events of a group, as far as they are new."""
         member = self._groups.get(group)
         if member is None or member.epoch != message.epoch:
-            return self._refuse(member, len(message.events))
+            return self._ignore_stranger(member, len(message.events))
         if member.next_sequence is None:
             return self._ignore(EventProblem.BEFORE_SNAPSHOT, len(message.events))
         known = member.next_sequence - message.sequence
         if known < 0:
-            self.troubles[EventProblem.GAP] += 1
+            self.problems[EventProblem.GAP] += 1
             self._forget(member)
             return EventOutcome.SNAPSHOT_NEEDED
         if known and known >= len(message.events):
             return self._ignore(EventProblem.REPEATED, len(message.events))
         self._store(member, message.events[known:] if known else message.events)
         member.next_sequence += len(message.events) - known
-        return self._weigh(member)
+        return self._check_capacity(member)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> EventOutcome:
-        """Takes a piece of a snapshot; only a whole one counts, and it replaces what was known."""
+        """Adds a chunk of a snapshot; with its last chunk the snapshot replaces what was known of the group."""
         member = self._groups.get(group)
         if member is None or member.epoch != chunk.epoch:
-            return self._refuse(member, len(chunk.events))
+            return self._ignore_stranger(member, len(chunk.events))
         if chunk.first:
             member.staged = []
-        if member.staged is None:  # its beginning was missed
-            self.troubles[EventProblem.GAP] += 1
+        if member.staged is None:  # the first chunk is missing
+            self.problems[EventProblem.GAP] += 1
             self._forget(member)
             return EventOutcome.SNAPSHOT_NEEDED
         member.staged.extend(chunk.events)
         if member.capacity and len(member.staged) > member.capacity:
-            return self._disbelieve(member)
+            return self._drop_impossible(member)
         if chunk.last:
             staged = member.staged
             self._forget(member)
@@ -152,53 +153,52 @@ class PrefixIndex:
             self._pending.remove(member.bit, key)
 
     def matched_blocks(self, chain: Sequence[bytes]) -> dict[str, PrefixMatch]:
-        """For each group the blocks that it holds, or is expected to, from the start of `chain` without a break. Groups
-        that hold not even the first are left out."""
-        on_device, on_host = self._residency.where
-        matches = walk(chain, self._live, on_device, on_host, self._pending.where)
+        """For each group the blocks that it holds or is expected to hold, from the start of `chain` without a gap.
+        Groups without the first block are left out."""
+        on_device, on_host = self._locations.where
+        matches = match_chain(chain, self._live, on_device, on_host, self._pending.where)
         return {self._names[bit]: match for bit, match in matches}
 
     def stats(self) -> PrefixIndexStats:
-        """Counts as of now."""
         return PrefixIndexStats(
             groups=len(self._groups),
-            blocks=self._residency.blocks,
+            blocks=self._locations.blocks,
             entries=self.entries,
             expected=len(self._pending),
             events=self.events,
             snapshots=self._snapshots,
-            troubles=dict(self.troubles),
+            problems=dict(self.problems),
         )
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        assert self._live == sum(member.bit for member in self._groups.values()), "a group's bit is lost or shared"
+        assert self._live == sum(member.bit for member in self._groups.values()), "each group has a bit of its own"
         assert self._names == {member.bit: name for name, member in self._groups.items()}
-        self._residency.check()
+        self._locations.check()
         self._pending.check()
 
     def _store(self, member: _Member, events: Sequence[KvEvent]) -> None:
         self.events += len(events)
-        self._residency.apply(member.bit, events)
+        self._locations.apply_events(member.bit, events)
 
-    def _weigh(self, member: _Member) -> EventOutcome:
-        if not member.capacity or self._residency.entries_of(member.bit) <= member.capacity:
+    def _check_capacity(self, member: _Member) -> EventOutcome:
+        if not member.capacity or self._locations.entries_of(member.bit) <= member.capacity:
             return EventOutcome.APPLIED
-        return self._disbelieve(member)
+        return self._drop_impossible(member)
 
-    def _disbelieve(self, member: _Member) -> EventOutcome:
-        self.troubles[EventProblem.IMPOSSIBLE] += 1
+    def _drop_impossible(self, member: _Member) -> EventOutcome:
+        self.problems[EventProblem.IMPOSSIBLE] += 1
         self._forget(member)
         return EventOutcome.IMPOSSIBLE
 
     def _forget(self, member: _Member) -> None:
-        self._residency.forget(member.bit)
+        self._locations.remove_group(member.bit)
         member.next_sequence = None
         member.staged = None
 
-    def _refuse(self, member: _Member | None, events: int) -> EventOutcome:
+    def _ignore_stranger(self, member: _Member | None, events: int) -> EventOutcome:
         return self._ignore(EventProblem.UNKNOWN_GROUP if member is None else EventProblem.OTHER_EPOCH, events)
 
-    def _ignore(self, trouble: EventProblem, events: int) -> EventOutcome:
-        self.troubles[trouble] += events
+    def _ignore(self, problem: EventProblem, events: int) -> EventOutcome:
+        self.problems[problem] += events
         return EventOutcome.IGNORED

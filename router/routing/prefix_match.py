@@ -1,6 +1,6 @@
-"""PrefixMatch: one walk along a prompt's chain of blocks, which matches every group at once. Pure.
+"""PrefixMatch: how much of a prompt each group holds, found by one walk along the prompt's chain of blocks. Pure.
 
-A group is a bit; where a block lies is the set of groups that hold it. It does not know how that is found out.
+A group is a bit, and the groups that hold a block are a set of bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,25 +11,25 @@ Where = Mapping[bytes, int]
 
 
 class PrefixMatch(NamedTuple):
-    """Blocks of a chain that one group holds from its start without a break, by where they are."""
+    """Number of blocks that one group holds from the start of a chain without a gap, by where they are."""
 
     device: int
-    host: int  # there alone
-    expected: int  # nowhere yet, but to be computed there before anything that is sent now
+    host: int  # not on the device
+    expected: int  # in no tier, but computed before a request that is sent now
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """Length of the matched prefix."""
         return self.device + self.host + self.expected
 
 
 NOTHING: Final = PrefixMatch(0, 0, 0)
 
 
-def walk(
+def match_chain(
     chain: Sequence[bytes], alive: int, on_device: Where, on_host: Where, expected: Where
 ) -> Iterator[tuple[int, PrefixMatch]]:
-    """For each of the groups `alive` its match, where that is not empty."""
+    """Pairs of a group of `alive` and its match; groups that do not hold the first block are left out."""
     length: dict[int, int] = {}
     host_only: dict[int, int] = {}
     coming: dict[int, int] = {}
@@ -60,7 +60,7 @@ def walk(
 
 
 def _bits(mask: int) -> Iterable[int]:
-    """Each set bit by itself."""
+    """Each set bit of `mask` as a number."""
     while mask:
         bit = mask & -mask
         yield bit

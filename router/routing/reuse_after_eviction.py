@@ -1,47 +1,48 @@
-"""ReuseAfterEviction: how often a block that the last group gave up is computed again; what an eviction costs.
+"""ReuseAfterEviction: how often a block that no group holds any more is computed again. It prices an eviction.
 
-Of the blocks given up last it remembers the names, a quarter as many as are held. Had there been room for these, those
-of them that come back would have been found, so that with n of `evicted` blocks coming back while remembered
+The hashes of the last evicted blocks are remembered, a quarter as many as there are blocks held now. With a quarter
+more room, a remembered block that is stored again would still have been there. So if n of `evicted` blocks are stored
+again while they are remembered,
 
     rate = (n / evicted) / quarter
 
-is the share of its worth that one block more of room would have kept. It does not know groups or tiers.
+estimates the chance that a block which is evicted now would have been used again.
 """
 
 from collections import OrderedDict
 from typing import Final
 
 _QUARTER: Final = 0.25
-_FEWEST: Final = 64  # names remembered
-_MEMORY: Final = 4  # counts are halved after as many evictions as this many times the names remembered
+_FEWEST: Final = 64  # hashes remembered
+_MEMORY: Final = 4  # counts are halved after this many times as many evictions as there are remembered hashes
 
 
 class ReuseAfterEviction:
-    """`evicted` and `stored` as events tell."""
+    """Call `record_evicted` and `record_stored` in the order of the KV events."""
 
     def __init__(self) -> None:
         # In order of eviction. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
-        self._gone: OrderedDict[bytes, None] = OrderedDict()
-        self._evicted = self._regretted = 0.0
+        self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted = self._reused = 0.0
 
     @property
     def rate(self) -> float:
-        """Chance, at most 1, that a block given up now is wanted; 0 until some have been."""
-        return min(self._regretted / (self._evicted * _QUARTER), 1.0) if self._evicted >= _FEWEST else 0.0
+        """Chance from 0 to 1 that a block evicted now is needed again; 0 before the first evictions."""
+        return min(self._reused / (self._evicted * _QUARTER), 1.0) if self._evicted >= _FEWEST else 0.0
 
-    def evicted(self, block: bytes, held: int) -> None:
-        """Nobody holds the block any more; `held` others are."""
+    def record_evicted(self, block: bytes, held: int) -> None:
+        """No group holds the block any more. `held`: number of blocks that are still held."""
         most = max(int(held * _QUARTER), _FEWEST)
-        self._gone[block] = None
-        while len(self._gone) > most:
-            self._gone.popitem(last=False)
+        self._remembered[block] = None
+        while len(self._remembered) > most:
+            self._remembered.popitem(last=False)
         self._evicted += 1
         if self._evicted > most * _MEMORY:
             self._evicted /= 2
-            self._regretted /= 2
+            self._reused /= 2
 
-    def stored(self, block: bytes) -> None:
-        """Somebody holds the block, who did not before."""
-        if block in self._gone:
-            del self._gone[block]
-            self._regretted += 1
+    def record_stored(self, block: bytes) -> None:
+        """A group has stored a block that it did not hold."""
+        if block in self._remembered:
+            del self._remembered[block]
+            self._reused += 1

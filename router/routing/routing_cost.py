@@ -1,4 +1,4 @@
-"""Which group answers a request: one cost in seconds, lowest wins, ties at random or by session.
+"""choose(): the group that a request is sent to: the one with the least cost in seconds.
 
     cost     = queue + prefill + restore + decode + eviction + stall + delay
     queue    = prompt tokens queued at the group / prefill rate
@@ -10,16 +10,21 @@
     stall    = prefill × streams that decode there × a price per stream that grows with the mean busy share
     delay    = (prefill + restore + eviction) × requests that will wait behind this one at the group
 
-The first four terms are what this request waits for; the last three are what other requests will wait. The number that
-will wait behind this one follows from the mean queue of all groups: while all groups are busy, a second of extra work
-on any of them delays everybody, so a cached prefix is worth more the longer the queues are. Two rules correct the mean:
-work on a mostly idle group delays nobody; and while other groups are idle, requests wait behind a group's own queue.
+The first four terms are the time that this request waits; the last three are the time that other requests will wait.
+Every term is continuous in what is measured of the groups. The number of requests that will wait behind this one
+follows from the mean queue of all groups: while all groups are busy, a second of extra work on any of them delays
+everybody, so a cached prefix is worth more the longer the queues are. Two rules correct the mean: work on a mostly idle
+group delays nobody; and while other groups are idle, requests wait behind a group's own queue.
 
-Two rules limit the choice before costs are compared:
-- While some group has room, a group without room is a candidate only if it holds more of the prompt.
-- A group is no candidate if its queue alone takes longer than the whole prompt takes elsewhere (`_longest_queue`).
+Two gates exclude groups before costs are compared. They are thresholds, so a small change of a queue may change the
+choice, and `why` names the cheaper groups that they have excluded:
 
-The module is pure. It does not know connections, hashes or events.
+- Room: while some group has room, a group without room is excluded unless it holds more of the prompt than every group
+  with room. A request that is sent to a full group could not be sent elsewhere when another group becomes free.
+- Queue: a group is excluded if its queue alone takes longer than the whole prompt takes on another group
+  (`_longest_queue`). Costs alone would let requests wait seconds for a prefix that another group computes sooner.
+
+Ties are broken by session, or at random. The module is pure.
 """
 
 import random
@@ -30,10 +35,10 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Final, NamedTuple
 
-# Until some group has measured its own: guesses that matter only for the size of the terms against each other.
+# Used until a group has measured its own rates; they set only the size of the terms relative to each other.
 _GUESSED_PREFILL_RATE: Final = 2000.0
 _GUESSED_CHUNK: Final = 2048
-_GUESSED_RESTORE_SPEEDUP: Final = 10.0  # of copying over computing
+_GUESSED_RESTORE_SPEEDUP: Final = 10.0  # restore rate / prefill rate
 # Behind a prompt wait the requests that queue now, and b / (1 - b) later ones for each of them at a busy share of b.
 # The requests that queue now are counted _BEHIND times, because a burst of arrivals ends before its work is done.
 _BEHIND: Final = 3.0
@@ -59,32 +64,32 @@ _STALL_IDLE: Final = 0.4
 # chosen again, and so its rate would never be updated.
 _BUSY_ENOUGH: Final = 0.05
 _IDLE: Final = 0.001  # least weight of a group in the mean rate of all groups
-_NAMED: Final = 3  # most groups that a message names
+_MAX_NAMED: Final = 3  # groups that a message names
 
 
 class Candidate(NamedTuple):
-    """What is known of one group when a request is placed; a rate of 0 has not been measured yet."""
+    """What is known of one group when a request is sent. A rate of 0 has not been measured yet."""
 
     group: str
     queued_prefill_tokens: float = 0.0
-    queued_requests: float = 0.0  # whose prompts those are
+    queued_requests: float = 0.0  # requests whose prompts these are
     prefill_tokens_per_second: float = 0.0
     restore_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
-    chunk: int = 0  # most tokens in a step
-    busy: float = 0.0  # share of its time that it lately spent on prompts
-    free_tokens: float = 0.0  # room for so many in blocks that hold nothing
-    cold_tokens: float = 0.0  # and in blocks whose prefix may be wanted again
-    # Of this prompt.
+    chunk: int = 0  # max tokens in a step; 0 if unknown
+    busy: float = 0.0  # share of the last minute spent on prompts, from 0 to 1
+    free_tokens: float = 0.0  # capacity of blocks that hold nothing
+    cold_tokens: float = 0.0  # capacity of blocks that no sequence uses, whose prefix may be used again
+    # Tokens of this prompt that the group holds, by tier.
     device_tokens: int = 0
     host_tokens: int = 0
-    expected_tokens: int = 0  # of prompts on their way there: computed before this one
-    streams: float = 0.0  # that are answered there, or soon will be
-    has_room: bool = True  # one more would start soon
+    expected_tokens: int = 0  # of prompts that were sent there before, and are computed before this one
+    streams: float = 0.0  # running and waiting choices
+    has_room: bool = True  # see GroupLoad.has_room
 
 
 class CostTerms(NamedTuple):
-    """One candidate's cost, in seconds, term by term, and the prompt tokens that it holds."""
+    """One candidate's cost in seconds, term by term, and the prompt tokens that it holds by tier."""
 
     group: str
     queue: float
@@ -98,8 +103,8 @@ class CostTerms(NamedTuple):
     host_tokens: int
     expected_tokens: int
     has_room: bool
-    cached_tokens: int  # those three: what the group is not to compute
-    total: float  # the seconds: what is compared
+    cached_tokens: int  # sum of the three: tokens that the group need not compute
+    total: float  # sum of the seconds: what is compared
 
 
 _NAMES: Final = CostTerms._fields[1:8]
@@ -107,7 +112,7 @@ _NAMES: Final = CostTerms._fields[1:8]
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice, and what it was made from."""
+    """The chosen group, and the cost of every candidate."""
 
     group: str
     terms: tuple[CostTerms, ...]
@@ -115,19 +120,19 @@ class Decision:
 
     @cached_property
     def chosen(self) -> CostTerms:
-        """The chosen group's terms."""
+        """The terms of the chosen group."""
         return next(term for term in self.terms if term.group == self.group)
 
     @property
     def why(self) -> str:
-        """In words."""
+        """The decision as one line of text, for status pages and logs."""
         best = self.chosen
         named = (f"{name} {value:.3f}" for name, value in zip(_NAMES, best[1:8], strict=False))
         cached = f"{best.cached_tokens} of {self.prompt_tokens} prompt tokens cached"
         others = [term for term in self.terms if term.group != self.group]
         cheaper = [term for term in others if term.total < best.total]
         if cheaper:
-            names = ", ".join(sorted(term.group for term in cheaper)[:_NAMED])
+            names = ", ".join(sorted(term.group for term in cheaper)[:_MAX_NAMED])
             against = f"; cheaper, but without room or with too long a queue: {names}"
         elif others:
             against = f"; the next best costs {min(term.total for term in others):.3f} s"
@@ -141,12 +146,15 @@ def choose(
     prompt_tokens: int,
     rng: random.Random,
     *,
-    regret: float = 0.0,
-    in_line: int = 0,
+    reuse_rate: float = 0.0,
+    queued_in_router: int = 0,
     session: str = "",
 ) -> Decision:
-    """The cheapest of at least one candidate. `regret` is the chance that a cold block is wanted again; so many
-    requests wait `in_line` for a group. Among equals a session keeps to its own, others go anywhere."""
+    """Chooses among at least one candidate.
+
+    `reuse_rate`: chance that an evicted block is needed again, from 0 to 1. `queued_in_router`: requests that wait in
+    the router. `session`: of groups with equal cost, requests of one session go to the same one.
+    """
     measured = [(c.prefill_tokens_per_second, c.busy + _IDLE) for c in candidates if c.prefill_tokens_per_second > 0]
     weights = sum([weight for _, weight in measured])
     assumed = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
@@ -154,18 +162,21 @@ def choose(
     more = busy / (1 - busy)
     later = _BEHIND + more
     stall = _STALL * (_STALL_IDLE + more)
-    mean_behind = fmean([c.queued_requests for c in candidates]) + in_line / len(candidates)
+    mean_behind = fmean([c.queued_requests for c in candidates]) + queued_in_router / len(candidates)
     fully_busy = busy / _BUSY_MARGIN + _UNUSED
     behind = [
         later * max(mean_behind * min((c.busy + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
         for c in candidates
     ]
     terms = tuple(
-        [_terms(c, prompt_tokens, assumed, waits, stall, regret) for c, waits in zip(candidates, behind, strict=True)]
+        [
+            _cost_terms(c, prompt_tokens, assumed, waits, stall, reuse_rate)
+            for c, waits in zip(candidates, behind, strict=True)
+        ]
     )
-    open_terms = _open_terms(terms, [c.streams for c in candidates])
-    least = min([term.total for term in open_terms])
-    best = [term.group for term in open_terms if term.total == least]
+    allowed = _apply_gates(terms, [c.streams for c in candidates])
+    least = min([term.total for term in allowed])
+    best = [term.group for term in allowed if term.total == least]
     if len(best) == 1:
         group = best[0]
     elif session:
@@ -175,8 +186,8 @@ def choose(
     return Decision(group, terms, prompt_tokens)
 
 
-def _open_terms(terms: Sequence[CostTerms], streams: Sequence[float]) -> list[CostTerms]:
-    """The terms of the groups whose costs are compared; at least one. `streams`: open streams of each group, in the
+def _apply_gates(terms: Sequence[CostTerms], streams: Sequence[float]) -> list[CostTerms]:
+    """The terms of the groups that neither gate excludes; at least one. `streams`: open streams of each group, in the
     order of `terms`."""
     ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
     with_room = [
@@ -196,8 +207,8 @@ def _longest_queue(elsewhere: CostTerms, streams: float) -> float:
     return computes * (1 + _STREAM_WEIGHT * streams) + elsewhere.queue * _QUEUE_RATIO
 
 
-def _terms(
-    candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, stall: float, regret: float
+def _cost_terms(
+    candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, stall: float, reuse_rate: float
 ) -> CostTerms:
     (
         group, queued, _, rate, restore_rate, step, chunk, busy, free, cold, device, host, expected,
@@ -211,14 +222,27 @@ def _terms(
     restore = host / (restore_rate or rate * _GUESSED_RESTORE_SPEEDUP) if host else 0.0
     decode = (queued + uncached) / (chunk or _GUESSED_CHUNK) * step
     eviction = 0.0
-    short = queued + uncached + host - free  # of free room; what is queued takes its room first
+    short = queued + uncached + host - free  # tokens without a free block; the queue takes free blocks first
     if short > 0:
-        eviction = (short - max(queued - free, 0.0)) * regret / rate
-        if short > cold:  # then it must take blocks from what runs, which surely wants them again
-            eviction += (short - max(queued - free, cold)) * (1 - regret) / rate
-    stands = prefill * streams * stall
+        eviction = (short - max(queued - free, 0.0)) * reuse_rate / rate
+        if short > cold:  # running sequences lose blocks, which they need again for certain
+            eviction += (short - max(queued - free, cold)) * (1 - reuse_rate) / rate
+    stall_cost = prefill * streams * stall
     delay = (prefill + restore + eviction) * behind
-    total = queue + prefill + restore + decode + eviction + stands + delay
+    total = queue + prefill + restore + decode + eviction + stall_cost + delay
     return CostTerms(
-        group, queue, prefill, restore, decode, eviction, stands, delay, device, host, expected, has_room, cached, total
+        group,
+        queue,
+        prefill,
+        restore,
+        decode,
+        eviction,
+        stall_cost,
+        delay,
+        device,
+        host,
+        expected,
+        has_room,
+        cached,
+        total,
     )

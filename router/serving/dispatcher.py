@@ -212,7 +212,7 @@ class Dispatcher:
             candidates,
             len(request.prompt_token_ids),
             self._rng,
-            regret=self._groups.index.regret.rate,
-            in_line=len(self.queue),
+            reuse_rate=self._groups.index.reuse_after_eviction.rate,
+            queued_in_router=len(self.queue),
             session=request.session_id,
         )

@@ -121,7 +121,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
             return
         messages = [stored(block, tier) if store else removed(block, tier) for store, block, tier in events]
         message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=messages)
-        outcome = self.index.apply(group, message)
+        outcome = self.index.apply_events(group, message)
         self.sequences[group] += len(events)
         held = self.held[group]
         if held is None:
@@ -136,7 +136,7 @@ class IndexAgainstSets(RuleBasedStateMachine):
             self.sequences[group] += 1
             message = KvEvents(epoch=str(self.epochs[group]), sequence=self.sequences[group], events=[stored(0)])
             expected = EventOutcome.IGNORED if self.held[group] is None else EventOutcome.SNAPSHOT_NEEDED
-            assert self.index.apply(group, message) is expected
+            assert self.index.apply_events(group, message) is expected
             self.held[group] = None
 
     @invariant()
@@ -167,7 +167,7 @@ TestIndexAgainstSets = IndexAgainstSets.TestCase
 def test_a_chain_matches_only_without_a_break() -> None:
     """A group that holds the third block and not the second has one block of the prefix."""
     index = following("a")
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(2)]))
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(2)]))
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
 
@@ -175,7 +175,7 @@ def test_leaving_the_device_does_not_erase_the_host() -> None:
     """A block that is demoted stays matched, as one of the host's."""
     index = following("a")
     events = [stored(0), stored(1), stored(1, TIER_HOST), removed(1)]
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=events))
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=events))
     assert index.matched_blocks(CHAIN) == {"a": (1, 1, 0)}
 
 
@@ -184,39 +184,39 @@ def test_an_older_epoch_changes_nothing() -> None:
     index = following("a")
     index.add_group("a", "2")
     index.apply_snapshot("a", snapshot(stored(0), epoch="2"))
-    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is EventOutcome.IGNORED
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[removed(0)])) is EventOutcome.IGNORED
     assert index.apply_snapshot("a", snapshot(epoch="1")) is EventOutcome.IGNORED
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
-    assert index.stats().troubles == {EventProblem.OTHER_EPOCH: 1}
+    assert index.stats().problems == {EventProblem.OTHER_EPOCH: 1}
 
 
 def test_an_unknown_group_changes_nothing() -> None:
     """Events of a group that has not registered, or has left, are ignored."""
     index = following("a")
-    assert index.apply("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is EventOutcome.IGNORED
+    assert index.apply_events("b", KvEvents(epoch="1", sequence=0, events=[stored(0)])) is EventOutcome.IGNORED
     assert index.apply_snapshot("b", snapshot(stored(0))) is EventOutcome.IGNORED
-    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.UNKNOWN_GROUP: 2}
+    assert index.matched_blocks(CHAIN) == {} and index.stats().problems == {EventProblem.UNKNOWN_GROUP: 2}
 
 
 def test_events_that_were_seen_are_not_applied_twice() -> None:
     """A repeated message is ignored, and of one that overlaps only the new part counts."""
     index = following("a")
     both = [stored(0), removed(0), stored(1)]
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
-    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is EventOutcome.IGNORED
-    assert index.apply("a", KvEvents(epoch="1", sequence=0, events=both)) is EventOutcome.APPLIED
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both[:2]))
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both[:1])) is EventOutcome.IGNORED
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=0, events=both)) is EventOutcome.APPLIED
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 1
-    assert index.stats().troubles == {EventProblem.REPEATED: 1}
+    assert index.stats().problems == {EventProblem.REPEATED: 1}
 
 
 def test_after_a_gap_nothing_counts_until_a_snapshot_has_come() -> None:
     """Events behind missing ones empty the group's part; those that follow are counted and left out."""
     index = following("a")
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
-    assert index.apply("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is EventOutcome.SNAPSHOT_NEEDED
-    assert index.apply("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is EventOutcome.IGNORED
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=2, events=[stored(1)])) is EventOutcome.SNAPSHOT_NEEDED
+    assert index.apply_events("a", KvEvents(epoch="1", sequence=3, events=[stored(2)])) is EventOutcome.IGNORED
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
-    assert index.stats().troubles == {EventProblem.GAP: 1, EventProblem.BEFORE_SNAPSHOT: 1}
+    assert index.stats().problems == {EventProblem.GAP: 1, EventProblem.BEFORE_SNAPSHOT: 1}
     index.apply_snapshot("a", snapshot(stored(0), sequence=4))
     assert index.matched_blocks(CHAIN) == {"a": (1, 0, 0)}
 
@@ -234,9 +234,9 @@ def test_an_event_of_no_tier_is_counted_and_ignored(tier: int, store: bool) -> N
     """A tier that this contract does not have holds nothing."""
     index = following("a")
     event = KvEvent(stored=store, block_hash=CHAIN[0], tier=tier)  # type: ignore[arg-type]  # on purpose
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=[event]))
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[event]))
     index.check()
-    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.UNNAMED: 1}
+    assert index.matched_blocks(CHAIN) == {} and index.stats().problems == {EventProblem.UNNAMED: 1}
 
 
 def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pending() -> None:
@@ -244,7 +244,7 @@ def test_a_prompt_that_was_sent_is_known_at_once_and_no_longer_than_it_is_pendin
     index = following("a")
     index.add_pending("a", 1, CHAIN[:3])
     assert index.matched_blocks(CHAIN) == {"a": (0, 0, 3)}
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(1)]))
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(0), stored(1)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 1)}
     index.remove_pending("a", 1)
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
@@ -269,9 +269,9 @@ def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> 
     """A parent never seen gives no false prefix: the child matches once the parent is there too."""
     index = following("a")
     orphan = KvEvent(stored=True, block_hash=CHAIN[1], parent_hash=CHAIN[0], tier=TIER_DEVICE)
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
-    assert index.matched_blocks(CHAIN) == {} and index.stats().troubles == {EventProblem.NO_PARENT: 1}
-    index.apply("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
+    index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[orphan]))
+    assert index.matched_blocks(CHAIN) == {} and index.stats().problems == {EventProblem.NO_PARENT: 1}
+    index.apply_events("a", KvEvents(epoch="1", sequence=1, events=[stored(0)]))
     assert index.matched_blocks(CHAIN) == {"a": (2, 0, 0)}
 
 
@@ -279,8 +279,10 @@ def test_a_block_below_one_that_is_not_held_is_counted_and_matches_nothing() -> 
 def test_a_block_with_no_proper_name_is_counted_and_ignored(name: bytes) -> None:
     """A hash is 16 bytes; anything else names no block."""
     index = following("a")
-    index.apply("a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)]))
-    assert index.stats().troubles == {EventProblem.UNNAMED: 1} and index.stats().entries == 0
+    index.apply_events(
+        "a", KvEvents(epoch="1", sequence=0, events=[KvEvent(stored=True, block_hash=name, tier=TIER_DEVICE)])
+    )
+    assert index.stats().problems == {EventProblem.UNNAMED: 1} and index.stats().entries == 0
 
 
 @pytest.mark.parametrize("by", ["events", "snapshot"])
@@ -290,10 +292,10 @@ def test_a_group_that_holds_more_than_it_has_is_not_believed(by: str) -> None:
     index.add_group("a", "1", capacity=2)
     index.apply_snapshot("a", snapshot(stored(0), stored(1)))
     if by == "events":
-        outcome = index.apply("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
+        outcome = index.apply_events("a", KvEvents(epoch="1", sequence=0, events=[stored(2)]))
     else:
         outcome = index.apply_snapshot("a", snapshot(stored(0), stored(1), stored(2)))
-    assert outcome is EventOutcome.IMPOSSIBLE and index.stats().troubles == {EventProblem.IMPOSSIBLE: 1}
+    assert outcome is EventOutcome.IMPOSSIBLE and index.stats().problems == {EventProblem.IMPOSSIBLE: 1}
     assert index.matched_blocks(CHAIN) == {} and index.stats().entries == 0
 
 
@@ -302,7 +304,7 @@ def test_a_hundred_groups_share_the_index() -> None:
     names = [f"g{place}" for place in range(100)]
     index = following(*names)
     for name in names:
-        index.apply(name, KvEvents(epoch="1", sequence=0, events=[stored(0)]))
+        index.apply_events(name, KvEvents(epoch="1", sequence=0, events=[stored(0)]))
     index.remove_group("g50")
     index.add_group("h", "1")
     index.check()

@@ -39,7 +39,7 @@ async def test_a_gap_is_healed_by_a_snapshot(start_router: StartRouter) -> None:
     group.blocks, group.sequence = blocks(), 17
     await group.until(lambda: group.snapshot_requests == 1)
     await _indexed(router, 10)
-    assert router.server.groups.index.stats().troubles[EventProblem.GAP] == 1
+    assert router.server.groups.index.stats().problems[EventProblem.GAP] == 1
 
 
 async def test_a_lost_group_leaves_nothing_behind(start_router: StartRouter) -> None:
@@ -76,7 +76,7 @@ async def test_each_wrong_event_is_counted_and_makes_no_prefix(start_router: Sta
     group.send_events(first, sequence=1000)
     await group.until(lambda: group.snapshot_requests == 1)
     index = router.server.groups.index
-    index.apply("a stranger", KvEvents(epoch="e", sequence=0, events=[first]))
+    index.apply_events("a stranger", KvEvents(epoch="e", sequence=0, events=[first]))
     assert index.matched_blocks([first.block_hash, second.block_hash]) == {}
     page = router.server.metrics.render().decode()
     for kind in ("other_epoch", "no_parent", "unnamed", "repeated", "gap", "unknown_group"):

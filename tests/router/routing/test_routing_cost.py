@@ -1,4 +1,4 @@
-"""Which group answers: lowest cost in seconds, ties at random, every term accounted for, no term with a threshold."""
+"""choose(): two gates exclude groups, of the others the least cost wins; costs are continuous, gates are thresholds."""
 
 import random
 from collections import Counter
@@ -41,11 +41,97 @@ def a_group(name: str, **known: float) -> Candidate:
     return Candidate(name, **{"prefill_tokens_per_second": 1000.0, "free_tokens": 100_000, **known})  # type: ignore[arg-type]
 
 
+# A prompt of 1,000 tokens, which a group computes in 1 s: the groups, and the one that it is sent to.
+SCENARIOS: dict[str, tuple[list[Candidate], str]] = {
+    "a cached prefix beats an idle group": ([a_group("holder", device_tokens=800), a_group("idle")], "holder"),
+    "an idle group beats a queue longer than the prefix saves": (
+        [a_group("holder", device_tokens=800, queued_prefill_tokens=900), a_group("idle")],
+        "idle",
+    ),
+    "the longer prefix of two wins": (
+        [a_group("short", device_tokens=300), a_group("long", device_tokens=600)],
+        "long",
+    ),
+    "a prefix in host memory is worth its prefill minus the copy": (
+        [a_group("host", host_tokens=800, restore_tokens_per_second=8000.0), a_group("device", device_tokens=600)],
+        "host",
+    ),
+    "a prompt that was just sent counts as cached": ([a_group("sent", expected_tokens=800), a_group("idle")], "sent"),
+    "free blocks beat blocks in use": ([a_group("free"), a_group("full", free_tokens=0)], "free"),
+    "few streams beat many": ([a_group("many", streams=100), a_group("few", streams=1)], "few"),
+    "short steps beat long ones": ([a_group("slow", step_seconds=0.2), a_group("fast", step_seconds=0.02)], "fast"),
+    "a faster group takes a longer queue": (
+        [
+            a_group("fast", prefill_tokens_per_second=4000.0, busy=0.5, queued_prefill_tokens=500),
+            a_group("slow", prefill_tokens_per_second=500.0, busy=0.5),
+        ],
+        "fast",
+    ),
+    "while all are busy a prefix is worth a longer queue": (
+        [
+            a_group("holder", busy=0.9, device_tokens=800, queued_prefill_tokens=4000, queued_requests=4),
+            a_group("other", busy=0.9, queued_prefill_tokens=2000, queued_requests=4),
+        ],
+        "holder",
+    ),
+    "room gate: a full group that holds no more is excluded": (
+        [a_group("full", has_room=False), a_group("room", queued_prefill_tokens=500)],
+        "room",
+    ),
+    "room gate: a full group that holds more is compared": (
+        [a_group("full", has_room=False, device_tokens=900), a_group("room")],
+        "full",
+    ),
+    "room gate: it is open while no group has room": (
+        [a_group("long", has_room=False, queued_prefill_tokens=900), a_group("short", has_room=False)],
+        "short",
+    ),
+    "queue gate: a queue longer than the prompt takes elsewhere is excluded": (
+        [
+            a_group("holder", busy=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
+            a_group("idle", busy=0.9),
+        ],
+        "idle",
+    ),
+    "queue gate: while the others have queues too, the holder is compared": (
+        [
+            a_group("holder", busy=0.9, device_tokens=1000, queued_prefill_tokens=1100, queued_requests=9),
+            a_group("other", busy=0.9, queued_prefill_tokens=200, queued_requests=2),
+        ],
+        "holder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_which_group_is_chosen(name: str) -> None:
+    """Each scenario has one answer, in whatever order the groups come."""
+    groups, expected = SCENARIOS[name]
+    assert choose(groups, 1000, DICE).group == choose(groups[::-1], 1000, DICE).group == expected
+
+
+def test_gates_are_thresholds_and_costs_are_not() -> None:
+    """At a gate the choice changes although no cost changes by more than a little; `why` says which group a gate has
+    excluded."""
+    holder = a_group("holder", busy=0.9, device_tokens=1000, queued_requests=5)
+    other = a_group("other", busy=0.9, device_tokens=1000, queued_prefill_tokens=100, queued_requests=5)
+    cold = a_group("other", busy=0.9)
+    for groups, beyond in (
+        ([holder, other], holder._replace(has_room=False)),
+        ([holder._replace(queued_prefill_tokens=999), cold], holder._replace(queued_prefill_tokens=1001)),
+    ):
+        before, after = choose(groups, 1000, DICE), choose([beyond, groups[1]], 1000, DICE)
+        assert (before.group, after.group) == ("holder", "other")
+        excluded = next(terms for terms in after.terms if terms.group == "holder")
+        assert before.chosen.total == pytest.approx(excluded.total, rel=0.01)
+        assert after.why.endswith("; cheaper, but without room or with too long a queue: holder")
+
+
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1))
-def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, regret: float) -> None:
+def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], prompt: int, reuse_rate: float) -> None:
     """The decision has one row of terms per candidate, none negative. No other group's total is lower, except groups
     without room that hold no more of the prompt than one with room, and groups with a longer queue than the chosen."""
-    decision = choose(candidates, prompt, random.Random(0), regret=regret)
+    decision = choose(candidates, prompt, random.Random(0), reuse_rate=reuse_rate)
     totals = {terms.group: terms.total for terms in decision.terms}
     assert totals.keys() == {candidate.group for candidate in candidates}
     ready = max((terms.cached_tokens for terms in decision.terms if terms.has_room), default=-1)
@@ -59,15 +145,15 @@ def test_the_cheapest_wins_and_its_terms_say_why(candidates: list[Candidate], pr
 
 
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.data())
-def test_no_cost_jumps(candidates: list[Candidate], prompt: int, regret: float, data: st.DataObject) -> None:
+def test_no_cost_jumps(candidates: list[Candidate], prompt: int, reuse_rate: float, data: st.DataObject) -> None:
     """A thousandth more of anything moves no total by more than a hundredth and a little: there is no cliff."""
     place = data.draw(st.integers(0, len(candidates) - 1))
     field = data.draw(st.sampled_from(["queued_prefill_tokens", "queued_requests", "step_seconds", "free_tokens"]))
     old = candidates[place]
     changed = [*candidates]
     changed[place] = old._replace(**{field: getattr(old, field) * 1.001})
-    before = choose(candidates, prompt, DICE, regret=regret).terms
-    after = choose(changed, prompt, DICE, regret=regret).terms
+    before = choose(candidates, prompt, DICE, reuse_rate=reuse_rate).terms
+    after = choose(changed, prompt, DICE, reuse_rate=reuse_rate).terms
     for one, other in zip(before, after, strict=True):
         # Eviction is a difference of what is queued and what is free, so it moves by their size and not its own.
         moved = 0.001 * (old.queued_prefill_tokens + old.free_tokens) / (old.prefill_tokens_per_second or 100)
@@ -77,12 +163,14 @@ def test_no_cost_jumps(candidates: list[Candidate], prompt: int, regret: float, 
 
 @given(CANDIDATES, st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 1000), st.floats(0, 1))
 def test_nobody_waits_longer_than_an_idle_group_computes(
-    candidates: list[Candidate], prompt: int, regret: float, in_line: int, idle_busy: float
+    candidates: list[Candidate], prompt: int, reuse_rate: float, queued_in_router: int, idle_busy: float
 ) -> None:
     """A group whose queue alone is longer than computing the whole prompt on an idle group is never chosen, however
     much of the prompt it holds, however many wait, and however busy the idle group was before."""
     idle = Candidate("idle", prefill_tokens_per_second=500.0, step_seconds=0.1, busy=idle_busy, free_tokens=prompt)
-    decision = choose([*candidates, idle], prompt, random.Random(0), regret=regret, in_line=in_line)
+    decision = choose(
+        [*candidates, idle], prompt, random.Random(0), reuse_rate=reuse_rate, queued_in_router=queued_in_router
+    )
     (alone,) = [terms for terms in decision.terms if terms.group == "idle"]
     assert alone.queue == alone.restore == alone.eviction == 0.0
     assert decision.chosen.queue <= alone.prefill + alone.decode
@@ -176,11 +264,11 @@ def test_eviction_is_priced_by_what_is_wanted_again() -> None:
     running sequences are worth all of themselves."""
     free, full = a_group("free"), a_group("full", free_tokens=0, cold_tokens=100_000)
     used = a_group("used", free_tokens=0)
-    costs = {terms.group: terms for terms in choose([free, full, used], 1000, DICE, regret=0.25).terms}
+    costs = {terms.group: terms for terms in choose([free, full, used], 1000, DICE, reuse_rate=0.25).terms}
     assert [costs[name].eviction for name in ("free", "full", "used")] == [0.0, 0.25, 1.0]
     assert choose([full], 1000, DICE).chosen.eviction == 0.0
     half = a_group("half", free_tokens=1500, cold_tokens=100_000, queued_prefill_tokens=1000)
-    assert choose([half], 1000, DICE, regret=1.0).chosen.eviction == pytest.approx(
+    assert choose([half], 1000, DICE, reuse_rate=1.0).chosen.eviction == pytest.approx(
         0.5
     )  # the queue takes its room first
 
@@ -225,7 +313,7 @@ def test_who_waits_in_line_waits_behind_as_well() -> None:
     holder = a_group("holder", device_tokens=800, queued_prefill_tokens=2000)
     other = a_group("other", queued_prefill_tokens=1000)
     assert choose([holder, other], 1000, DICE).group == "other"
-    assert choose([holder, other], 1000, DICE, in_line=4).group == "holder"
+    assert choose([holder, other], 1000, DICE, queued_in_router=4).group == "holder"
 
 
 def test_an_idle_group_is_not_known_by_what_it_once_measured() -> None:
