@@ -1,9 +1,10 @@
-"""What KV memory gives: prompt blocks found by eviction and pool size, and sequences that fit, over real traces.
+"""What KV memory gives: cached prompt blocks and TTFT by eviction and pool size, and sequences that fit.
 
-    python bench/kv.py hits|lengths [--traces DIR] [--json bench/results/kv.json]
+    python bench/kv.py hits|ttft|lengths [--traces DIR] [--json bench/results/kv.json]
 
-`hits` replays Mooncake's traces through the server's own pool, `lengths` takes those of Azure's; public_traces.py says
-where they come from.
+`hits` and `ttft` replay Mooncake's traces through the server's own pool, `lengths` takes the lengths of Azure's trace;
+public_traces.py says where they come from. `hits` evicts by reuse rate alone, `ttft` also with the time to compute a
+block.
 """
 
 import json
@@ -16,7 +17,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coatcheck.bench.kv_cases.trace_replay import CAPACITIES, TRACES, Hits, closed, fitting, optimum, read_trace, replay
+from coatcheck.bench.kv_cases.trace_replay import (
+    CAPACITIES,
+    CROSSOVER_BLOCKS,
+    TRACES,
+    Hits,
+    closed,
+    count_found,
+    fitting,
+    mean_ttft,
+    optimum,
+    read_trace,
+    replay,
+)
 from coatcheck.bench.setup.machine import describe_machine
 from coatcheck.bench.setup.public_traces import AZURE, FOLDER, Traces, check_traces
 from coatcheck.cluster.command import fail
@@ -27,22 +40,23 @@ _CONTEXT = 8192
 _POOL_TOKENS = 450_560  # of 55 sequences of 8,192 tokens: an 8B llama in bf16 beside its weights on 80 GiB
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _POLICIES = ("lru", "cost", "optimum")
+_LOADS = (0.7, 0.95)  # of prefills without a cache
 
 
 def main(
-    what: Annotated[str, typer.Argument(help="hits or lengths.")],
+    what: Annotated[str, typer.Argument(help="hits, ttft or lengths.")],
     traces: Traces = FOLDER,
     workers: Annotated[int, typer.Option(help="Processes.")] = 2,
     json_path: Annotated[Path | None, typer.Option("--json", help="Add the figures to this file.")] = None,
 ) -> None:
     """Measure one part."""
-    if what not in ("hits", "lengths"):
-        raise typer.BadParameter(f"{what!r}: use hits or lengths")
+    if what not in ("hits", "ttft", "lengths"):
+        raise typer.BadParameter(f"{what!r}: use hits, ttft or lengths")
     try:
         check_traces(traces, [AZURE] if what == "lengths" else map(_file, TRACES))
     except InvalidConfig as error:
         sys.exit(fail(str(error), 2))
-    figures = lengths(traces) if what == "lengths" else hits(traces, workers)
+    figures = lengths(traces) if what == "lengths" else (hits if what == "hits" else ttft)(traces, workers)
     if json_path is not None:
         known = json.loads(json_path.read_text()) if json_path.exists() else {}
         known |= {what: {**describe_machine(), "rows": figures}}
@@ -63,6 +77,20 @@ def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
             refused = len(read_trace(traces / _file(trace))) - len(fitting(read_trace(traces / _file(trace)), capacity))
             rows.append({"trace": trace, "capacity": capacity, **row, "refused": refused})
             table.add_row(trace, str(capacity), *(f"{100 * share:.2f}" for share in row.values()), str(refused))
+    Console().print(table)
+    return rows
+
+
+def ttft(traces: Path, workers: int) -> list[dict[str, Any]]:
+    """Mean TTFT in seconds, by trace, capacity, load and policy, on a server that prefills one prompt at a time."""
+    cells = [(traces, trace, capacity) for trace in TRACES for capacity in CAPACITIES]
+    with ProcessPoolExecutor(workers) as pool:
+        rows = [row for found in pool.map(_ttft_cell, cells) for row in found]
+    table = Table("trace", "blocks", "load", "lru s", "reuse rate s", "with computing time s", "gain %")
+    for row in rows:
+        gain = f"{100 * (1 - row['cost'] / row['rate']):.1f}"
+        seconds = (f"{row[policy]:.2f}" for policy in ("lru", "rate", "cost"))
+        table.add_row(row["trace"], str(row["capacity"]), str(row["load"]), *seconds, gain)
     Console().print(table)
     return rows
 
@@ -89,6 +117,21 @@ def _cell(cell: tuple[Path, str, int, str]) -> Hits:
     traces, trace, capacity, policy = cell
     arrivals = fitting(read_trace(traces / _file(trace)), capacity)
     return optimum(arrivals, capacity) if policy == "optimum" else replay(arrivals, capacity, policy)
+
+
+def _ttft_cell(cell: tuple[Path, str, int]) -> list[dict[str, Any]]:
+    traces, trace, capacity = cell
+    arrivals = fitting(read_trace(traces / _file(trace)), capacity)
+    found = {
+        "lru": count_found(arrivals, capacity, "lru"),
+        "rate": count_found(arrivals, capacity, "cost"),
+        "cost": count_found(arrivals, capacity, "cost", CROSSOVER_BLOCKS),
+    }
+    return [
+        {"trace": trace, "capacity": capacity, "load": load}
+        | {policy: mean_ttft(arrivals, counts, load) for policy, counts in found.items()}
+        for load in _LOADS
+    ]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ and one that is not worth it is not even stored) bounds every policy from above.
 import gzip
 import heapq
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,34 @@ def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
 
 
 def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | None = None, start: int = 0) -> Hits:
-    """Every arrival through a pool of so many blocks; only those from number `start` on are counted."""
+    """The hits of a pool of `capacity` blocks by reuse rate alone; only arrivals from number `start` on are counted."""
+    found = count_found(trace, capacity, eviction, ghosts=ghosts)[start:]
+    asked = [len(arrival.blocks) for arrival in trace[start:]]
+    return Hits(sum(found) / sum(asked), sum(map(_cost, found)) / sum(map(_cost, asked)))
+
+
+def mean_ttft(trace: list[Arrival], found: list[int], load: float) -> float:
+    """Mean seconds from each arrival to the end of its prefill, on a server that prefills one prompt at a time.
+
+    `found`: cached blocks of each arrival. `load`: the share of the time that prefills without any cache would take.
+    """
+    seconds = trace[-1].seconds - trace[0].seconds
+    unit = load * seconds / sum(_cost(len(arrival.blocks)) for arrival in trace)
+    total = free_at = 0.0
+    for arrival, cached in zip(trace, found, strict=True):
+        free_at = max(free_at, arrival.seconds) + unit * (_cost(len(arrival.blocks)) - _cost(cached))
+        total += free_at - arrival.seconds
+    return total / len(trace)
+
+
+def count_found(
+    trace: list[Arrival], capacity: int, eviction: str, crossover: float = math.inf, ghosts: int | None = None
+) -> list[int]:
+    """The cached leading blocks of each arrival, when all pass through a pool of `capacity` blocks."""
     registry = PrefixRegistry(ghosts or choose_max_ghosts(capacity))
-    pool = BlockPool(capacity, Evictor(registry, create_policy(eviction, registry.reuse_table), capacity))
-    hits = asked = 0
-    saved = cost = 0.0
-    for number, arrival in enumerate(trace):
+    pool = BlockPool(capacity, Evictor(registry, create_policy(eviction, registry.reuse_table, crossover), capacity))
+    counts = []
+    for arrival in trace:
         names = [struct.pack("<Q", block) for block in arrival.blocks]
         registry.advance_clock(arrival.seconds)
         registry.record_request(names)
@@ -75,12 +98,8 @@ def replay(trace: list[Arrival], capacity: int, eviction: str, ghosts: int | Non
             pool.register_block(block, names[depth], names[depth - 1] if depth else b"", depth)
         pool.release_blocks([*found, *computed])
         pool.drain_events()
-        if number >= start:
-            hits += len(found)
-            asked += len(names)
-            saved += _cost(len(found))
-            cost += _cost(len(names))
-    return Hits(hits / asked, saved / cost)
+        counts.append(len(found))
+    return counts
 
 
 def optimum(trace: list[Arrival], capacity: int, start: int = 0) -> Hits:

@@ -119,8 +119,8 @@ class ServeConfig(Settings):
     )
     eviction: Literal["cost", "lru"] = setting(
         "Memory",
-        "The cached block that is evicted first. cost: the one least likely to be used again soon, learned from the "
-        "load. lru: the least recently used one.",
+        "The cached block that is evicted first. cost: the one expected to save the least computing time, learned "
+        "from the load. lru: the least recently used one.",
         "cost",
     )
     block_size: Literal[8, 16, 32, 64, 128] = setting("Memory", "Tokens in a KV block: 8, 16, 32, 64 or 128.", 16)

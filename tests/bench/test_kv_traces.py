@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coatcheck.bench.kv_cases.trace_replay import Arrival, closed, fitting, optimum, replay
+from coatcheck.bench.kv_cases.trace_replay import Arrival, closed, fitting, mean_ttft, optimum, replay
 
 
 def walk(count: int) -> list[Arrival]:
@@ -37,3 +37,11 @@ def test_what_never_fits_is_left_out() -> None:
     """A prompt larger than the pool is refused by a server, and is in nobody's ratio."""
     trace = [Arrival(0.0, (1, 2, 3)), Arrival(1.0, (1, 2))]
     assert fitting(trace, 2) == trace[1:]
+
+
+def test_a_queue_of_prefills_is_shorter_where_blocks_are_found() -> None:
+    """Prompts wait for those before them; found blocks shorten the prefills, and so the waits."""
+    trace = [Arrival(0.0, (1, 2)), Arrival(0.0, (1, 2)), Arrival(8.0, (3, 4))]
+    without, found = mean_ttft(trace, [0, 0, 0], 0.75), mean_ttft(trace, [0, 1, 0], 0.75)
+    assert without == pytest.approx((2 + 4 + 2) / 3)  # each takes a third of 0.75 * 8 seconds
+    assert without - found == pytest.approx(2 * 64 / 129 / 3)  # one block of two, and of their one attention

@@ -63,7 +63,7 @@ class Engine:
         grammars_kept: int = MAX_CACHED_GRAMMARS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction)
+        kv_cache = build_kv_cache(num_blocks, host_blocks, block_size, eviction, spec.attention_crossover)
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.spec = spec
         self.block_size = block_size

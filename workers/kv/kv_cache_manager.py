@@ -249,16 +249,20 @@ class KVCacheManager:
         return None if sequence.num_restoring else sequence
 
 
-def build_kv_cache(num_blocks: int, host_blocks: int, block_size: int, eviction: str) -> KVCacheManager:
-    """An empty cache of two tiers, or of one if `host_blocks` is 0. `eviction`: "cost" or "lru".
+def build_kv_cache(
+    num_blocks: int, host_blocks: int, block_size: int, eviction: str, attention_crossover: int
+) -> KVCacheManager:
+    """An empty cache of two tiers, or of one if `host_blocks` is 0.
 
-    Each tier has a policy of its own; the reuse rates that both use are shared.
+    `eviction`: "cost" or "lru". `attention_crossover`: in tokens, see `ModelSpec`.
     """
     registry = PrefixRegistry(choose_max_ghosts(num_blocks + host_blocks))
-    device_policy = create_policy(eviction, registry.reuse_table)
+    crossover = attention_crossover / block_size
+    # Each tier has a policy of its own; the reuse rates that both use are shared.
+    device_policy = create_policy(eviction, registry.reuse_table, crossover)
     pool = BlockPool(num_blocks, Evictor(registry, device_policy, num_blocks, Tier.DEVICE))
     host = None
     if host_blocks:
-        host_policy = create_policy(eviction, registry.reuse_table)
+        host_policy = create_policy(eviction, registry.reuse_table, crossover)
         host = HostPool(host_blocks, Evictor(registry, host_policy, host_blocks, Tier.HOST))
     return KVCacheManager(pool, host, block_size)
