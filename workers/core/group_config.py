@@ -1,4 +1,4 @@
-"""GroupConfig: what one tensor-parallel group is told at its start; frozen, checked where it is made."""
+"""GroupConfig: the settings of one tensor-parallel group, validated."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,15 @@ from coatcheck.workers.core.kv_dtype import KV_DTYPES
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """`kv_memory`: bytes per rank, or a share (0, 1] of the device's (on CPU: the host's) free memory.
+    """`kv_memory`: bytes for each rank, or a share (0, 1] of the free device memory (on CPU: host memory).
 
-    `host_kv_memory`: the same of host memory, for blocks that leave the device; 0 is none.
-
-    `threads`: intra-op threads per rank on CPU; 0 divides the host's cores among the ranks on it.
+    `host_kv_memory`: the same of host memory, for the host tier; 0 for none.
+    `max_waiting`: requests of all routers together; the group refuses more.
+    `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
+    `plane`: rank 0's certificate and the routers that it trusts; None for plain connections.
+    `meeting_seconds`: the time within which all ranks must start and load.
+    `collective_timeout_seconds`: how long a rank waits for another within a step.
+    `otlp_endpoint`: a collector's gRPC address; None for no traces.
     """
 
     name: str
@@ -30,21 +34,19 @@ class GroupConfig:
     host_kv_memory: float = 0.0
     eviction: str = "cost"
     max_num_seqs: int = 256
-    max_waiting: int = 1024  # requests beyond those, of all routers together
+    max_waiting: int = 1024
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
     deterministic: bool = False
     threads: int = 0
-    # What rank 0 shows routers, and which it believes; None: plain connections.
     plane: PlaneCertificate | None = None
-    # How far apart ranks may begin and load, and how long one waits for another within a step.
     meeting_seconds: float = 300.0
     collective_timeout_seconds: float = 60.0
     log_format: str = "text"  # or "json"
-    otlp_endpoint: str | None = None  # a collector's gRPC address; None: no traces
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidConfig for a setting that cannot be."""
+        """Raises InvalidConfig for an invalid setting."""
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidConfig(f"device is {self.device!r}; use auto, cpu or cuda")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -1,7 +1,7 @@
-"""KvDtype: what one element of the KV pool is, and how many bits it takes.
+"""KvDtype: the element types of the KV pool.
 
-Floats are kept as they are. Quantised elements share one float16 scale per token and head, K's and V's apart. Pure
-names and numbers, which a planner may use without torch: the bits themselves are the kernels' business.
+Quantised types have one float16 scale per token and head, separately for K and V. Imports no torch, because the
+planner uses it.
 """
 
 from enum import StrEnum
@@ -13,23 +13,22 @@ SCALE_BYTES: Final = 2
 
 
 class KvDtype(StrEnum):
-    """The value is the name that a group registers with."""
+    """The values are the names with which groups register."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FP8 = "fp8"  # e4m3
     INT8 = "int8"
-    INT4 = "int4"  # two elements to a byte
+    INT4 = "int4"  # two elements in a byte
 
     @property
     def bits(self) -> int:
-        """Of one element."""
+        """Bits of one element, without scales."""
         return _BITS[self]
 
     @property
     def is_quantised(self) -> bool:
-        """Whether there are scales."""
         return self.bits < 16
 
 
@@ -42,7 +41,7 @@ _BITS: Final = {
     KvDtype.INT4: 4,
 }
 
-# What an operator may write beside auto.
+# What operators write for `kv-dtype`, besides auto.
 KV_DTYPES: Final = {
     "bf16": KvDtype.BFLOAT16,
     "fp16": KvDtype.FLOAT16,
@@ -52,10 +51,13 @@ KV_DTYPES: Final = {
 }
 
 
-def choose_kv_dtype(asked: str, model_dtype: str) -> KvDtype:
-    """`auto` is the model's own, a name such as bfloat16. Raises InvalidConfig for an unknown one."""
-    if asked == "auto":
+def choose_kv_dtype(setting: str, model_dtype: str) -> KvDtype:
+    """The type for an operator's `setting`; `auto` stands for `model_dtype`, for example bfloat16.
+
+    Raises InvalidConfig for an unknown setting.
+    """
+    if setting == "auto":
         return KvDtype(model_dtype)
-    if asked not in KV_DTYPES:
-        raise InvalidConfig(f"kv-dtype is {asked!r}; use auto, {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[asked]
+    if setting not in KV_DTYPES:
+        raise InvalidConfig(f"kv-dtype is {setting!r}; use auto, {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[setting]

@@ -1,4 +1,4 @@
-"""ModelSpec: what the scheduler, the pool and the router need to know of a model, and nothing of its weights."""
+"""ModelSpec: what the scheduler, the KV pool and the router need to know about a model."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,9 +8,10 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer as one rank holds it. `sliding_window` 0: full attention. `softcap` 0: none.
+    """One attention layer as one rank holds it.
 
-    `v_head_dim` None: as `head_dim`. 0: nothing apart is stored for values, which lie in the keys (MLA's latent cache).
+    `sliding_window`: 0 for full attention. `softcap`: 0 for none. `v_head_dim`: None if equal to `head_dim`; 0 if
+    values are part of the keys (MLA's latent cache), so that nothing is stored for them.
     """
 
     num_heads: int
@@ -28,9 +29,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as one of `tp` ranks sees it.
+    """A model as one of `tp` ranks holds it.
 
-    `fingerprint` names the weights (for block hashes and failover among equals); `weight_bytes` are this rank's.
+    `fingerprint`: identifies the weights, for block hashes and for failover between equal groups.
+    `weight_bytes`: of this rank.
     """
 
     name: str
@@ -46,7 +48,9 @@ class ModelSpec:
 
     @property
     def attention_crossover(self) -> int:
-        """The context at which a token's attention (4 * context * heads * head_dim FLOPs a layer) costs as much as
-        its linears (2 FLOPs a weight)."""
+        """The context length in tokens at which attention takes as long as the linears.
+
+        Per token, attention takes 4 * context * heads * head_dim FLOPs a layer, and the linears 2 FLOPs a weight.
+        """
         weights = self.weight_bytes / _BYTES[self.dtype]
         return max(1, int(weights / (2 * sum(layer.num_heads * layer.head_dim for layer in self.layers))))

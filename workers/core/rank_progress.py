@@ -1,11 +1,11 @@
-"""RankProgress: how far a rank has come, for whoever watches it start. Plain values without torch."""
+"""RankProgress: how far a rank's start has come, for the supervisor. Imports no torch."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Phase(Enum):
-    """A rank's life, in order."""
+    """The phases of a rank, in order."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -16,10 +16,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class RankProgress:
-    """`address` and what follows are known once the group serves; the address is rank 0's.
+    """`address` and the fields after it are set once the group serves.
 
-    `max_model_len` is the longest sequence that the group takes, `model_len` what it would be with a larger pool.
-    `full_disk`: the result of describe_full_disk for the rank's host; "" if its disk is not full.
+    `address`: of rank 0. `max_model_len`: the longest sequence that the group accepts. `model_len`: the longest that it
+    would accept with a larger KV pool. `full_disk`: the result of describe_full_disk for the rank's host; "" if there
+    is room.
     """
 
     phase: Phase = Phase.STARTING

@@ -1,7 +1,4 @@
-"""EngineRequest: what a group is asked to answer, in token ids, after every default is filled in.
-
-It does not know text, who asked, or which router sent it.
-"""
+"""EngineRequest: a request to a group in token ids, with every default filled in."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +10,12 @@ from coatcheck.proto.sampling import SamplingParams
 class EngineRequest:
     """One prompt with `sampling.n` choices.
 
-    `resume[choice]` holds output tokens that another group has already delivered: they count as output
-    (limits, penalties, positions) but are not sent again.
+    `resume[choice]`: output tokens that another group has delivered. They count as output (limits, penalties,
+    positions) and are not sent again.
+    `priority`: the lowest goes first.
+    `uncached_tokens`: prompt tokens that the router expects to be computed; None for all.
+    `seconds_left`: the request must start within this time or is refused; None for no deadline.
+    `tenant`: "" if every `cache_salt` is a tenant.
     """
 
     request_id: str
@@ -22,13 +23,13 @@ class EngineRequest:
     sampling: SamplingParams
     resume: dict[int, tuple[int, ...]] = field(default_factory=dict)
     cache_salt: str = ""
-    priority: int = 0  # the lowest goes first
-    uncached_tokens: int | None = None  # of the prompt, as its router foresees; None: all
+    priority: int = 0
+    uncached_tokens: int | None = None
     retention: Retention | None = None
-    seconds_left: float | None = None  # it begins by then or never; None: whenever it can
-    tenant: str = ""  # "": each salt is one
+    seconds_left: float | None = None
+    tenant: str = ""
 
     @property
     def owner(self) -> str:
-        """Whose share of the cache its blocks count towards."""
+        """The tenant whose share of the cache the request's blocks count towards."""
         return self.tenant or self.cache_salt

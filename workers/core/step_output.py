@@ -1,6 +1,6 @@
-"""StepOutput: what one engine step gave, for whoever serves it: tokens per sequence, KV events, load.
+"""StepOutput: the result of one engine step, for the service: new tokens, KV events, statistics.
 
-Plain values that can cross a thread. It does not know the wire.
+Immutable or handed over, so that values can pass between threads.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from coatcheck.workers.core.cache_reasons import EvictionReason, MissReason, Pre
 
 
 class FinishReason(Enum):
-    """Why a choice ended. The values are those of the public contract's enum."""
+    """Why a choice ended. The values equal those of the public contract."""
 
     STOP = 1
     LENGTH = 2
@@ -20,7 +20,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability, its rank (1: most likely), and the most likely tokens with theirs."""
+    """`rank`: 1 for the most likely token. `top`: (token id, log-probability) of the most likely tokens."""
 
     token_id: int
     logprob: float
@@ -30,10 +30,10 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """New tokens of one choice. `cached_*` are set on its first token, -1 otherwise, and so are the seconds that it
-    waited and that its prompt took, and why its prefix missed, if it did.
+    """New tokens of one choice.
 
-    `prompt_logprobs` come chunk by chunk as the prompt is computed, before the first token or with it.
+    `cached_*` (-1 otherwise), `queued_seconds`, `prefill_seconds` and `miss` are set with the first token.
+    `prompt_logprobs` come in chunks as the prompt is computed, before or with the first token.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """A block began or ceased to be held in a tier."""
+    """A tier stored a block (`stored`) or removed it."""
 
     stored: bool
     block_hash: bytes
@@ -62,8 +62,7 @@ class KvEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One step: `num_prefill_tokens` and `num_decodes` are what it computed, `seconds` what it took. `refused` are the
-    requests, by id, that had to be given up, and why."""
+    """`seconds`: duration of the step. `refused`: (request id, error) of requests that cannot be answered."""
 
     step: int
     outputs: list[SequenceOutput]
@@ -76,7 +75,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the start, and what is there now."""
+    """Present values, and counts since the start (`prompt_tokens` to `steps`, demotions to misses)."""
 
     running: int
     waiting: int
@@ -101,6 +100,6 @@ class EngineStats:
     device_evictions: Mapping[EvictionReason, int] = field(default_factory=dict)
     host_evictions: Mapping[EvictionReason, int] = field(default_factory=dict)
     prefix_misses: Mapping[MissReason, int] = field(default_factory=dict)  # requests
-    demote_seconds: float = 0.0  # of one block, on the slowest rank
+    demote_seconds: float = 0.0  # of one block on the slowest rank
     restore_seconds: float = 0.0
-    slowness: float = 1.0  # how many times as long as usual steps take, lately
+    slowness: float = 1.0  # recent step time over usual step time

@@ -1,9 +1,9 @@
-"""StepPlan: everything a rank must know to compute one step, as plain ints.
+"""StepPlan: everything that a rank must know to compute one step, as plain integers.
 
-Rank 0's scheduler makes it; every rank, rank 0 included, carries it out on its own mirror of the state: a table of
-token ids and a table of block numbers, one row (a *slot*) per running sequence. Decodes therefore send no token:
-the sampler has written it into the mirror, which is also why plan N + 1 can be made before step N's tokens are
-known. `encode` and `decode` turn a plan into one flat int32 array for the wire. It knows no tensor and no request.
+Rank 0's scheduler makes the plan. Every rank, rank 0 included, applies it to its own copy of the state: a table of
+token ids and a table of block numbers, with one row (a *slot*) for each running sequence. A plan has no token ids for
+decodes, because the sampler writes them to the token table. Plan N + 1 can therefore be made before the tokens of step
+N are known. `encode` and `decode` convert a plan to and from a flat int32 array.
 """
 
 import struct
@@ -19,26 +19,28 @@ _HEADER = 10
 
 @dataclass(slots=True)
 class NewRow:
-    """A sequence takes a slot: its tokens so far and how to sample it."""
+    """A sequence gets a slot.
+
+    `stop_token_ids`: tokens that may not be sampled before `min_tokens`; the model's end tokens and the request's.
+    """
 
     slot: int
     choice: int
     prompt_len: int
     token_ids: list[int]
     sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]  # what min_tokens holds back: the model's end tokens and the request's
+    stop_token_ids: tuple[int, ...]
     grammar_id: int | None = None
 
 
 @dataclass(slots=True)
 class Row:
-    """`num_tokens` tokens of a slot from position `start` on; the last one's logits are sampled if `sample`."""
+    """Compute `num_tokens` tokens of a slot from position `start` on. `sample`: draw a token after the last one."""
 
     slot: int
     start: int
     num_tokens: int
     sample: bool
-    adapter: int = 0
 
 
 @dataclass(slots=True)
@@ -52,35 +54,37 @@ class TableWrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Carried out in this order: demotes, restores, new rows, table writes, copies, then the rows in one
-    forward pass. Ranks report on demotes and restores, in that order, when each is done (see CopyReport), and on
-    grammars, which are compiled beside the steps (see GrammarCompiler).
+    """One step.
+
+    Ranks apply the fields in this order: demotes, restores, new rows, table writes, copies; then they compute all rows
+    in one forward pass. They report the progress of demotes and restores (see CopyReport) and of grammars, which they
+    compile beside the steps (see GrammarCompiler).
     """
 
     step: int = 0
     new_rows: list[NewRow] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (from block, to block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: (source block, target block)
     rows: list[Row] = field(default_factory=list)
-    demotes: list[tuple[int, int]] = field(default_factory=list)  # (from device block, to host slot)
-    restores: list[tuple[int, int]] = field(default_factory=list)  # (from host slot, to device block)
+    demotes: list[tuple[int, int]] = field(default_factory=list)  # (device block, host slot)
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (host slot, device block)
     dropped_grammars: list[int] = field(default_factory=list)  # ids
     new_grammars: list[Grammar] = field(default_factory=list)  # to compile; ids count up from 0 since the start
-    stop: bool = False  # the group ends after this plan
+    stop: bool = False  # the group ends after this step
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Tokens that this step computes."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
     def is_idle(self) -> bool:
-        """Whether ranks would do nothing but remember block numbers."""
+        """Whether there is nothing to do but table writes."""
         work = self.rows, self.new_rows, self.demotes, self.restores, self.dropped_grammars, self.new_grammars
         return not any(work)
 
     def encode(self) -> "array[int]":
-        """The plan as int32."""
+        """The plan as int32. `decode` is the inverse."""
         out = array("i", (self.step, int(self.stop), len(self.new_rows), len(self.table_writes), len(self.copies)))
         out.extend(
             (len(self.rows), len(self.demotes), len(self.restores), len(self.dropped_grammars), len(self.new_grammars))
@@ -97,7 +101,7 @@ class StepPlan:
         for pair in (*self.copies, *self.demotes, *self.restores):
             out.extend(pair)
         for row in self.rows:
-            out.extend((row.slot, row.start, row.num_tokens, int(row.sample), row.adapter))
+            out.extend((row.slot, row.start, row.num_tokens, int(row.sample)))
         out.extend(self.dropped_grammars)
         for new_grammar in self.new_grammars:
             encoded = _encode_grammar(new_grammar)
@@ -107,37 +111,35 @@ class StepPlan:
 
     @classmethod
     def decode(cls, ints: "array[int]") -> Self:
-        """The plan that `encode` made."""
         step, stop, num_new, num_writes, num_copies, num_rows = ints[:6]
-        num_demotes, num_restores, num_forgotten, num_asked = ints[6:_HEADER]
+        num_demotes, num_restores, num_dropped, num_new_grammars = ints[6:_HEADER]
         at = _HEADER
         new_rows = []
         for _ in range(num_new):
-            slot, choice, prompt_len, num_ids, num_stops, num_params, grammar = ints[at : at + 7]
+            slot, choice, prompt_len, num_ids, num_stops, num_params, grammar_id = ints[at : at + 7]
             ids_end = at + 7 + num_ids
             stops_end = ids_end + num_stops
             ids, stops = ints[at + 7 : ids_end].tolist(), tuple(ints[ids_end:stops_end])
             at = stops_end + num_params
             sampling = _decode_sampling(ints[stops_end:at])
-            new_rows.append(NewRow(slot, choice, prompt_len, ids, sampling, stops, None if grammar < 0 else grammar))
+            new = NewRow(slot, choice, prompt_len, ids, sampling, stops)
+            new.grammar_id = grammar_id if grammar_id >= 0 else None
+            new_rows.append(new)
         writes = [TableWrite(*ints[i : i + 3]) for i in range(at, at + 3 * num_writes, 3)]
         at += 3 * num_writes
         pairs = [(ints[i], ints[i + 1]) for i in range(at, at + 2 * (num_copies + num_demotes + num_restores), 2)]
         copies, pairs = pairs[:num_copies], pairs[num_copies:]
         at += 2 * (num_copies + num_demotes + num_restores)
-        rows = [
-            Row(ints[i], ints[i + 1], ints[i + 2], bool(ints[i + 3]), ints[i + 4])
-            for i in range(at, at + 5 * num_rows, 5)
-        ]
-        at += 5 * num_rows
-        forgotten = list(ints[at : at + num_forgotten])
-        at += num_forgotten
-        grammars = []
-        for _ in range(num_asked):
-            grammars.append(_decode_grammar(ints[at + 1 : at + 1 + ints[at]]))
+        rows = [Row(ints[i], ints[i + 1], ints[i + 2], bool(ints[i + 3])) for i in range(at, at + 4 * num_rows, 4)]
+        at += 4 * num_rows
+        dropped_grammars = list(ints[at : at + num_dropped])
+        at += num_dropped
+        new_grammars = []
+        for _ in range(num_new_grammars):
+            new_grammars.append(_decode_grammar(ints[at + 1 : at + 1 + ints[at]]))
             at += 1 + ints[at]
         demotes, restores = pairs[:num_demotes], pairs[num_demotes:]
-        return cls(step, new_rows, writes, copies, rows, demotes, restores, forgotten, grammars, bool(stop))
+        return cls(step, new_rows, writes, copies, rows, demotes, restores, dropped_grammars, new_grammars, bool(stop))
 
 
 def _bits(*values: float) -> "array[int]":
@@ -145,8 +147,8 @@ def _bits(*values: float) -> "array[int]":
 
 
 def _encode_sampling(params: SamplingParams) -> "array[int]":
-    # Stop strings, n, max_tokens and ignore_eos are for the host; ranks need only what changes the draw. So does a
-    # grammar, but that they have been told, and it may be long: the row has its number.
+    # Only what changes the draw. Rank 0 handles stop strings, n, max_tokens and ignore_eos; grammars are sent once, in
+    # `new_grammars`, because they may be long.
     out = array("i", struct.pack("=Q", params.seed or 0))
     out.extend(_bits(params.temperature, params.top_p, params.min_p))
     out.extend(_bits(params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
@@ -161,7 +163,7 @@ def _encode_sampling(params: SamplingParams) -> "array[int]":
 
 
 def _encode_grammar(grammar: Grammar) -> "array[int]":
-    """Which kind, how many bytes, and those."""
+    """Kind, number of bytes, and the bytes padded to int32."""
     text = grammar.text.encode()
     out = array("i", (KINDS.index(grammar.kind), len(text)))
     out.frombytes(text + bytes(-len(text) % 4))

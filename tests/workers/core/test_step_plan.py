@@ -36,7 +36,7 @@ plans = st.builds(
     ),
     table_writes=st.lists(st.builds(TableWrite, ints, ints, ints), max_size=4),
     copies=st.lists(st.tuples(ints, ints), max_size=3),
-    rows=st.lists(st.builds(Row, ints, ints, ints, st.booleans(), ints), max_size=4),
+    rows=st.lists(st.builds(Row, ints, ints, ints, st.booleans()), max_size=4),
     demotes=st.lists(st.tuples(ints, ints), max_size=3),
     restores=st.lists(st.tuples(ints, ints), max_size=3),
     dropped_grammars=st.lists(ints, max_size=2),
