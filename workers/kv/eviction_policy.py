@@ -82,8 +82,8 @@ class ExpectedSavingPolicy:
 
     A block saves its reuse rate times the time to compute it again, which doubles at a depth of `crossover` blocks,
     where attention costs as much as all else. The reuse rate alone finds twice the blocks of LRU on Mooncake's
-    conversation trace (`bench/kv.py hits`). Counting the computing time lowers the mean TTFT on the synthetic trace by up
-    to 66% more, and changes it by at most 3% on the conversation trace (`bench/kv.py ttft`).
+    conversation trace (`bench/kv.py hits`). Counting the computing time lowers the mean TTFT on the synthetic trace by
+    up to 66% more, and changes it by at most 3% on the conversation trace (`bench/kv.py ttft`).
 
     Candidates of one kind, age band and cost class save the same and share a heap, ordered by the time of the last
     request. The heaps are sorted again whenever the table has new rates.
