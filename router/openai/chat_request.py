@@ -1,4 +1,4 @@
-"""ChatRequest: the body of POST /v1/chat/completions, and the request to the core that it stands for."""
+"""ChatRequest: the body of POST /v1/chat/completions, and how it becomes a GenerateRequest."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,46 +9,50 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
 from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
-from coatcheck.router.openai.sampling_fields import Body, Count, SamplingFields
-from coatcheck.router.openai.tool_parser import Form
-from coatcheck.router.openai.tools import Function, NamedTool, Tool, call_of, some_calls, strict_calls
+from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
+from coatcheck.router.openai.tool_parser import ToolCallFormat
+from coatcheck.router.openai.tools import (
+    Function,
+    NamedTool,
+    Tool,
+    named_call_grammar,
+    required_calls_grammar,
+    strict_calls_grammar,
+)
 
 
-class TextPart(Body):
-    """The one kind of content part that a text model takes."""
+class TextPart(RequestBody):
+    """The only kind of content part that is served."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Body):
-    """What an assistant called."""
-
+class CalledFunction(RequestBody):
     name: str
     arguments: str = "{}"
 
 
-class Called(Body):
-    """One call in an assistant's message."""
+class AssistantToolCall(RequestBody):
+    """A tool call in an earlier message of the assistant."""
 
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Body):
-    """One turn."""
-
-    neutral: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
+class Message(RequestBody):
+    accepted_values: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
 
     role: Annotated[str, Field(max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] = ""
     name: str = ""
-    tool_calls: Annotated[list[Called], Field(fail_fast=True, max_length=MOST_MESSAGES)] = Field(default_factory=list)
+    tool_calls: Annotated[list[AssistantToolCall], Field(fail_fast=True, max_length=MOST_MESSAGES)] = Field(
+        default_factory=list
+    )
     tool_call_id: str = ""
 
-    def message(self) -> ChatMessage:
-        """As the core takes it."""
+    def to_proto(self) -> ChatMessage:
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         calls = [
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
@@ -60,9 +64,10 @@ class Message(Body):
 
 
 class ChatRequest(SamplingFields):
-    """With tool_choice `required` or a name the call is structured output; with `auto` it is found in the text."""
+    """With tool_choice "required" or the name of a function a grammar constrains the calls. With "auto" calls are found
+    in the text, and a grammar constrains only those of strict functions."""
 
-    neutral: ClassVar = {
+    accepted_values: ClassVar = {
         "modalities": (["text"],),
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
@@ -87,21 +92,21 @@ class ChatRequest(SamplingFields):
     reasoning_effort: str | None = None
 
     @property
-    def called(self) -> str:
-        """ "" when no tool may be called, "auto", "required", or "named"."""
+    def tool_mode(self) -> Literal["none", "auto", "required", "named"]:
+        """Whether tools may or must be called."""
         if not self.tools or self.tool_choice == "none":
-            return ""
+            return "none"
         if isinstance(self.tool_choice, NamedTool):
             return "named"
         return self.tool_choice or "auto"
 
     @property
-    def named(self) -> str:
-        """The function that must be called, if it is one."""
+    def named_function(self) -> str:
+        """The function that tool_choice names, or ""."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
 
-    def message(self, request_id: str, form: Form) -> GenerateRequest:
-        """To the core, for a model that writes calls in that form; raises InvalidRequest."""
+    def to_generate_request(self, request_id: str, call_format: ToolCallFormat) -> GenerateRequest:
+        """`call_format`: how the model writes tool calls. Raises InvalidRequest."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs; set logprobs to true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -110,61 +115,70 @@ class ChatRequest(SamplingFields):
         arguments = dict(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             arguments["reasoning_effort"] = self.reasoning_effort
-        self._check_names()
-        tools = self.tools if self.called else []
+        self._check_tool_names()
+        tools = self.tools if self.tool_mode != "none" else []
         return GenerateRequest(
             request_id=request_id,
             model=self.model,
-            chat=chat_message(self.messages, tools, arguments, self.add_generation_prompt),
-            sampling=self.sampling(
+            chat=to_chat_proto(self.messages, tools, arguments, self.add_generation_prompt),
+            sampling=self.to_sampling_params(
                 limits.pop() if limits else None,
                 (self.top_logprobs or 0) if self.logprobs else None,
                 self.prompt_logprobs,
-                self._grammar(form),
+                self._select_grammar(call_format),
             ),
             cache_salt=self.cache_salt,
             priority=self.priority,
             session_id=self.session_id,
         )
 
-    def _check_names(self) -> None:
-        """Raises InvalidRequest for two functions of one name: a call could not say which one it means."""
-        places: dict[str, int] = {}
-        for place, tool in enumerate(self.tools):
-            first = places.setdefault(tool.function.name, place)
-            if first != place:
+    def _check_tool_names(self) -> None:
+        """Raises InvalidRequest for two functions of the same name: a call could not tell them apart."""
+        indices: dict[str, int] = {}
+        for index, tool in enumerate(self.tools):
+            first = indices.setdefault(tool.function.name, index)
+            if first != index:
                 raise InvalidRequest(
-                    f"tools[{first}] and tools[{place}] are both named {tool.function.name!r}; give each function a "
-                    "name of its own"
+                    f"tools[{first}] and tools[{index}] are both named {tool.function.name!r}; give each function its "
+                    "own name"
                 )
 
-    def _grammar(self, form: Form) -> Grammar | None:
-        asked = self.grammar()
+    def _select_grammar(self, call_format: ToolCallFormat) -> Grammar | None:
+        """The grammar of the tool calls or of the fields for structured output."""
+        grammar = self.to_grammar()
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice needs tools; give them, or leave it out")
         functions = [tool.function for tool in self.tools]
-        strict = self.called == "auto" and any(function.strict for function in functions)
-        if self.called not in ("required", "named") and not strict:
-            return asked
-        if asked is not None:
-            raise InvalidRequest("response_format and the like do not go with calls that must fit; keep one of them")
-        if self.named:
-            return call_of(self._function(self.named))
-        if self.called == "required":
-            return some_calls(functions, self.parallel_tool_calls)
-        if form != "hermes":
+        is_strict = self.tool_mode == "auto" and any(function.strict for function in functions)
+        if self.tool_mode not in ("required", "named") and not is_strict:
+            return grammar
+        if grammar is not None:
             raise InvalidRequest(
-                "this model does not mark its calls, so that a strict function cannot be kept to; set tool_choice to "
-                "required or to its name, or leave strict out"
+                "structured output cannot be combined with tool calls that are required or strict; keep one of them"
             )
-        return strict_calls(functions)
+        if self.named_function:
+            return named_call_grammar(self._function(self.named_function))
+        if self.tool_mode == "required":
+            return required_calls_grammar(functions, self.parallel_tool_calls)
+        if call_format != "hermes":
+            raise InvalidRequest(
+                "this model does not mark its tool calls, so strict functions cannot be enforced; set tool_choice to "
+                "required or to a function, or leave strict out"
+            )
+        return strict_calls_grammar(functions)
 
-    def constrained(self) -> list[tuple[str, Function]]:
-        """The functions whose schemas are part of the grammar, and where the body has each."""
-        found = [(f"tools[{place}].function", tool.function) for place, tool in enumerate(self.tools)]
-        if self.called == "named":
-            return [(place, function) for place, function in found if function.name == self.named]
-        return found if self.called == "required" else [one for one in found if self.called and one[1].strict]
+    def constrained_functions(self) -> list[tuple[str, Function]]:
+        """(path in the body, function) of the functions whose schemas are part of the grammar."""
+        found = [(f"tools[{index}].function", tool.function) for index, tool in enumerate(self.tools)]
+        match self.tool_mode:
+            case "none":
+                return []
+            case "auto":
+                return [(path, function) for path, function in found if function.strict]
+            case "required":
+                return found
+            case "named":
+                return [(path, function) for path, function in found if function.name == self.named_function]
 
     def _function(self, name: str) -> Function:
         for tool in self.tools:
@@ -173,12 +187,11 @@ class ChatRequest(SamplingFields):
         raise InvalidRequest(f"tool_choice names {name[:80]!r}, which is not among the tools")
 
 
-def chat_message(
+def to_chat_proto(
     messages: list[Message], tools: list[Tool], arguments: dict[str, Any], add_generation_prompt: bool
 ) -> Chat:
-    """A conversation as the core takes it."""
     return Chat(
-        messages=[message.message() for message in messages],
+        messages=[message.to_proto() for message in messages],
         add_generation_prompt=add_generation_prompt,
         tools=[json.dumps(tool.model_dump(exclude_none=True)) for tool in tools],
         template_arguments=json.dumps(arguments) if arguments else "",

@@ -1,4 +1,4 @@
-"""CompletionRequest: the body of POST /v1/completions, and the requests to the core that it stands for."""
+"""CompletionRequest: the body of POST /v1/completions, and how it becomes GenerateRequests."""
 
 import json
 from collections.abc import Sequence
@@ -16,38 +16,38 @@ Prompt = str | list[int]
 
 def check_prompt_items(prompt: Any) -> Any:
     """Returns `prompt` unchanged. Raises ValueError, naming the first wrong item, for a list that mixes kinds of items
-    or holds anything but whole numbers, texts, or lists of whole numbers; true and 5.0 are not whole numbers here."""
+    or has items other than integers, texts, or lists of integers; true and 5.0 are not integers here."""
     if not isinstance(prompt, list) or not prompt:
         return prompt
     kind = type(prompt[0])
-    if kind not in (int, str, list) or set(map(type, prompt)) != {kind}:  # exactly: a bool is an int to isinstance
-        place = (
-            0 if kind not in (int, str, list) else next(n for n, item in enumerate(prompt) if type(item) is not kind)
-        )
-        raise _out_of_place(str(place), prompt[place])
+    if kind not in (int, str, list) or set(map(type, prompt)) != {kind}:  # not isinstance: a bool is an int
+        is_known = kind in (int, str, list)
+        index = next(n for n, item in enumerate(prompt) if type(item) is not kind) if is_known else 0
+        raise _wrong_item(str(index), prompt[index])
     if kind is list:
         for outer, ids in enumerate(prompt):
             if not set(map(type, ids)) <= {int}:
                 inner = next(n for n, item in enumerate(ids) if type(item) is not int)
-                raise _out_of_place(f"{outer}.{inner}", ids[inner])
+                raise _wrong_item(f"{outer}.{inner}", ids[inner])
     return prompt
 
 
-def _out_of_place(place: str, item: object) -> ValueError:
+def _wrong_item(index: str, item: object) -> ValueError:
     if isinstance(item, list | dict):
         shown = "a list" if isinstance(item, list) else "an object"
     else:
         shown = json.dumps(item[:40] if isinstance(item, str) else item)[:40]
     return ValueError(
-        f"item {place} is {shown}; send a text, a list of texts, a list of token ids (whole numbers), or a list of "
+        f"item {index} is {shown}; send a text, a list of texts, a list of token ids (whole numbers), or a list of "
         "such lists, and do not mix them"
     )
 
 
 class CompletionRequest(SamplingFields):
-    """A prompt is a text or token ids; a list of them is a batch, whose choices are numbered through."""
+    """`prompt` is a text or token ids, or a list of such prompts. The choices of prompt i have the indices i*n to
+    i*n + n-1."""
 
-    neutral: ClassVar = {"suffix": ("",), "add_special_tokens": (True,)}
+    accepted_values: ClassVar = {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: Annotated[
         str
@@ -59,44 +59,42 @@ class CompletionRequest(SamplingFields):
     max_tokens: Count = 16
     logprobs: Count | None = None
     echo: bool = False
-    best_of: Annotated[Count | None, Field(description="Only n itself: choices are not ranked here.")] = None
+    best_of: Annotated[Count | None, Field(description="Must equal n: choices are not ranked.")] = None
 
     @property
     def scores_only(self) -> bool:
-        """Whether nothing is to be generated: the core generates one token, which nobody sees."""
+        """Whether nothing is to be generated. The core generates one token then, which is not shown."""
         return self.echo and self.max_tokens == 0
 
     def check_lengths(self) -> None:
         """Raises InvalidRequest for more than MAX_PROMPTS prompts."""
         if not isinstance(self.prompt, str) and len(self.prompt) > MAX_PROMPTS:
-            self.prompts()
+            self.split_prompts()
 
-    def prompts(self) -> list[Prompt]:
-        """One or more; raises InvalidRequest."""
+    def split_prompts(self) -> list[Prompt]:
+        """The prompts, at least one; raises InvalidRequest."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token")
         ids = [entry for entry in prompt if isinstance(entry, int)]
-        if ids:  # then all of them are
+        if ids:  # then all are (see check_prompt_items)
             return [ids]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"prompt holds {len(prompt)} prompts; send at most {MAX_PROMPTS} at once")
         return [entry for entry in prompt if not isinstance(entry, int)]
 
-    def messages(self, prompts: Sequence[Prompt], request_id: str) -> list[GenerateRequest]:
-        """One per prompt; raises InvalidRequest."""
+    def to_generate_requests(self, prompts: Sequence[Prompt], request_id: str) -> list[GenerateRequest]:
+        """One for each of `prompts`; raises InvalidRequest."""
         if self.best_of not in (None, self.n):
-            raise InvalidRequest(
-                f"best_of is {self.best_of}; choices are not ranked here: leave it out, or set it to n"
-            )
-        wanted = self.logprobs if self.echo else None
-        sampling = self.sampling(
+            raise InvalidRequest(f"best_of is {self.best_of}; choices are not ranked: leave it out, or set it to n")
+        echo_logprobs = self.logprobs if self.echo else None
+        sampling = self.to_sampling_params(
             1 if self.scores_only else self.max_tokens,
             self.logprobs,
-            self.prompt_logprobs if wanted is None else max(wanted, self.prompt_logprobs or 0),
-            self.grammar(),
+            self.prompt_logprobs if echo_logprobs is None else max(echo_logprobs, self.prompt_logprobs or 0),
+            self.to_grammar(),
         )
         return [
             GenerateRequest(

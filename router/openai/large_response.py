@@ -1,7 +1,7 @@
-"""LargeResponses: answers of many values, made and encoded in a side process.
+"""LargeResponses: makes and encodes responses of many values in a side process.
 
-A JSON object of a million values takes seconds of Python, and a thread that encodes it holds the interpreter's lock for
-up to 0.2 s at a time. A side process gets the core's messages and returns bytes, which are sent in slices.
+A JSON object of a million values takes seconds of Python, and a thread that encodes it holds the GIL for up to 0.2 s at
+a time. A side process gets the core's messages and returns bytes, which are sent in slices.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent, GenerateRe
 from coatcheck.proto.stubs.coatcheck_pb2 import Final as FinalEvent
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.json_response import LARGE_VALUES, AsciiJsonResponse, json_bytes, large_json
-from coatcheck.router.openai.logprobs_format import TokenText
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 
 _SLICE_BYTES: Final = 256 << 10
 _Arguments = ParamSpec("_Arguments")
@@ -23,73 +23,73 @@ _Packed = tuple[list[bytes], bytes, bytes]
 
 
 class WholeResponse(Protocol):
-    """An answer that does not stream; it can be pickled while it is new."""
+    """A response that is not streamed. It can be pickled before its first method is called."""
 
-    def whole(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
-        """The one object."""
+    def make_response(self, responses: Sequence[GenerateResponse]) -> dict[str, Any]:
+        """The response object. `responses`: one for each prompt."""
 
-    def values(self, responses: Sequence[GenerateResponse]) -> int:
-        """About how many values it has."""
+    def count_values(self, responses: Sequence[GenerateResponse]) -> int:
+        """About how many JSON values the response object has."""
 
 
 class StreamedResponse(Protocol):
-    """Turns events into chunks."""
+    """A response that is streamed."""
 
-    def chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """Of an event of the prompt at `place`; may be empty."""
+    def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
+        """The bytes for an event of the prompt with index `place`; may be empty."""
 
-    def writer_of_large(self, place: int, event: GenerateEvent) -> "DeltaWriter | None":
-        """None if the event loop can make the event's chunk. Otherwise what makes the chunk elsewhere; this answer goes
-        on as if it had made the chunk itself."""
+    def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "DeltaWriter | None":
+        """None if the event's chunk is small enough to be made on the event loop. Otherwise an object that makes the
+        chunk in another process; this response goes on as if it had made the chunk itself."""
 
-    def end(self) -> bytes:
-        """What comes last."""
+    def make_end(self) -> bytes:
+        """The last bytes of the stream."""
 
 
 class DeltaWriter(Protocol):
-    """It can be pickled."""
+    """Makes one chunk; can be pickled."""
 
-    def delta_chunk(self, place: int, delta: Delta) -> bytes:
-        """The chunk of a delta that is counted already."""
+    def make_delta_chunk(self, place: int, delta: Delta) -> bytes:
+        """The chunk for a delta that the running usage includes already."""
 
 
 class LargeResponses:
-    """Over the router's side processes. A tokenizer that is not in a tokenizer.json exists in this process alone: then
-    a thread does the work, in small steps."""
+    """A tokenizer that was not loaded from a tokenizer.json exists only in this process; then a thread makes large
+    responses, in small steps."""
 
-    def __init__(self, side: SideProcesses, tokens: TokenText) -> None:
+    def __init__(self, side: SideProcesses, formatter: LogprobsFormatter) -> None:
         self._side = side
-        self._is_picklable = tokens.is_picklable
+        self._is_picklable = formatter.is_picklable
 
-    async def whole(self, answer: WholeResponse, responses: Sequence[GenerateResponse]) -> Response:
-        """The response of an answer that does not stream."""
-        values = answer.values(responses)
+    async def make_response(self, whole: WholeResponse, responses: Sequence[GenerateResponse]) -> Response:
+        """The HTTP response of `whole`."""
+        values = whole.count_values(responses)
         if values <= LARGE_VALUES or not self._is_picklable:
-            return await self.response(values, answer.whole, responses)
+            return await self.make_json(values, whole.make_response, responses)
         packed = await asyncio.to_thread(_pack, responses)
-        return _SlicedBody(await self._side.finish(_whole, answer, packed))
+        return _SlicedJsonResponse(await self._side.finish(_make_response, whole, packed))
 
-    async def response(
+    async def make_json(
         self, values: int, make: Callable[_Arguments, Any], *arguments: _Arguments.args, **named: _Arguments.kwargs
     ) -> Response:
-        """The JSON response of the value that `make` returns. `values`: about how many values the JSON has."""
+        """The HTTP response with the value that `make` returns. `values`: about how many JSON values it has."""
         if values <= LARGE_VALUES:
             return AsciiJsonResponse(make(*arguments, **named))
         if not self._is_picklable:
-            return _SlicedBody(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
-        return _SlicedBody(await self._side.finish(_json, make, *arguments, **named))
+            return _SlicedJsonResponse(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
+        return _SlicedJsonResponse(await self._side.finish(_make_json, make, *arguments, **named))
 
-    async def chunk(self, answer: StreamedResponse, place: int, event: GenerateEvent) -> bytes:
-        """A stream's chunk of an event."""
-        writer = answer.writer_of_large(place, event)
+    async def make_chunk(self, response: StreamedResponse, place: int, event: GenerateEvent) -> bytes:
+        """The chunk of `response` for an event."""
+        writer = response.writer_for_large_chunk(place, event)
         if writer is None:
-            return answer.chunk(place, event)
+            return response.make_chunk(place, event)
         if not self._is_picklable:
-            return await asyncio.to_thread(writer.delta_chunk, place, event.delta)
-        return await self._side.finish(_delta_chunk, writer, place, event.delta)
+            return await asyncio.to_thread(writer.make_delta_chunk, place, event.delta)
+        return await self._side.finish(_make_delta_chunk, writer, place, event.delta)
 
 
-class _SlicedBody(Response):
+class _SlicedJsonResponse(Response):
     media_type = AsciiJsonResponse.media_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,14 +100,14 @@ class _SlicedBody(Response):
 
 
 def sliced(data: bytes) -> Iterator[bytes]:
-    """The slices in which `data` is sent; none of it is empty."""
+    """`data` in slices of at most _SLICE_BYTES; nothing if it is empty."""
     if len(data) <= _SLICE_BYTES:
         return iter((data,) if data else ())
     return (data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES))
 
 
 def _pack(responses: Sequence[GenerateResponse]) -> list[_Packed]:
-    """Each field is a call of its own, so that a thread that packs releases the interpreter's lock in between."""
+    """Serialises each field by itself, so that the thread releases the GIL in between."""
     return [
         (
             [choice.SerializeToString() for choice in response.choices],
@@ -127,13 +127,13 @@ def _unpack(packed: _Packed) -> GenerateResponse:
     )
 
 
-def _whole(answer: WholeResponse, packed: Sequence[_Packed]) -> bytes:
-    return json_bytes(answer.whole([_unpack(one) for one in packed]))
+def _make_response(whole: WholeResponse, packed: Sequence[_Packed]) -> bytes:
+    return json_bytes(whole.make_response([_unpack(response) for response in packed]))
 
 
-def _json(make: Callable[..., Any], *arguments: Any, **named: Any) -> bytes:
+def _make_json(make: Callable[..., Any], *arguments: Any, **named: Any) -> bytes:
     return json_bytes(make(*arguments, **named))
 
 
-def _delta_chunk(answer: DeltaWriter, place: int, delta: Delta) -> bytes:
-    return answer.delta_chunk(place, delta)
+def _make_delta_chunk(writer: DeltaWriter, place: int, delta: Delta) -> bytes:
+    return writer.make_delta_chunk(place, delta)

@@ -21,18 +21,18 @@ from starlette.responses import Response
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.router.event_loop.side_process import SideProcesses
 from coatcheck.router.http.errors import LONE_SURROGATE, InvalidBody, explain_validation
-from coatcheck.router.openai.sampling_fields import Body
+from coatcheck.router.openai.sampling_fields import RequestBody
 
 # Parsing and validating a body below all three limits takes at most 20 ms.
 _SHORT_BYTES: Final = 256 << 10
 _SHORT_OBJECTS: Final = 1024
 _SHORT_VALUES: Final = 8192
-# Values of a body except in _PROMPT_FIELDS: messages, tools and schemas. Each is visited several times.
-_MOST_VALUES: Final = 1 << 17
+# Limit on the values of a body outside of _PROMPT_FIELDS: messages, tools and schemas. Each is visited several times.
+_MAX_VALUES: Final = 1 << 17
 _PROMPT_FIELDS: Final = frozenset({"prompt", "tokens"})
 _SURROGATE_ESCAPE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate, alone or in a pair
 
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -45,7 +45,7 @@ def is_long(body: bytes) -> bool:
     )
 
 
-def read_body(kind: type[Body], body: bytes) -> Body:
+def validate_body(kind: type[RequestBody], body: bytes) -> RequestBody:
     """Parses and validates a JSON body.
 
     Raises InvalidRequest for a body of too many values. Other errors, InvalidRequest or InvalidBody, have the same
@@ -69,7 +69,9 @@ def read_body(kind: type[Body], body: bytes) -> Body:
         raise InvalidRequest(LONE_SURROGATE) from None
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True, include_input=False)
-        raise InvalidBody(*explain_validation([{**one, "loc": ("body", *one["loc"])} for one in errors])) from None
+        raise InvalidBody(
+            *explain_validation([{**error, "loc": ("body", *error["loc"])} for error in errors])
+        ) from None
 
 
 def long_body_route(side: SideProcesses) -> type[APIRoute]:
@@ -80,24 +82,24 @@ def long_body_route(side: SideProcesses) -> type[APIRoute]:
             handle = super().get_route_handler()
             if self.body_field is None:
                 return handle
-            kind: type[Body] = self.body_field.field_info.annotation  # type: ignore[assignment]
+            kind: type[RequestBody] = self.body_field.field_info.annotation  # type: ignore[assignment]
 
-            async def handle_any(request: Request) -> Response:
+            async def handle_request(request: Request) -> Response:
                 try:
                     body = await request.body()
                 except ClientDisconnect as error:  # the client is gone; a second call of `body` would never return
                     raise HTTPException(400, "There was an error parsing the body") from error
                 if _is_json(request.headers) and is_long(body):
-                    model = await side.run(read_body, kind, body)
+                    model = await side.run(validate_body, kind, body)
                     request = _ValidatedRequest(request, model)
                 return await handle(request)
 
-            return handle_any
+            return handle_request
 
     return LongBodyRoute
 
 
-async def in_thread_if_long(request: Request, make: Callable[[], _Made]) -> _Made:
+async def in_thread_if_long(request: Request, make: Callable[[], _T]) -> _T:
     """Returns make(); a thread calls it if the request's body is long."""
     return await asyncio.to_thread(make) if isinstance(request, _ValidatedRequest) else make()
 
@@ -105,7 +107,7 @@ async def in_thread_if_long(request: Request, make: Callable[[], _Made]) -> _Mad
 class _ValidatedRequest(Request):
     """A request whose body is validated already: `json` returns the model, which pydantic accepts unchanged."""
 
-    def __init__(self, request: Request, model: Body) -> None:
+    def __init__(self, request: Request, model: RequestBody) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
 
@@ -122,12 +124,12 @@ def _is_json(headers: Mapping[str, str]) -> bool:
 
 
 def _check_values(value: object) -> None:
-    """Raises InvalidRequest for more than _MOST_VALUES values at all depths together."""
-    left = _MOST_VALUES
+    """Raises InvalidRequest for more than _MAX_VALUES values at all depths together."""
+    left = _MAX_VALUES
     for level in _levels(value):
         left -= len(level)
         if left < 0:
-            raise InvalidRequest(f"the body has more than {_MOST_VALUES} values beside its prompt; send fewer")
+            raise InvalidRequest(f"the body has more than {_MAX_VALUES} values beside its prompt; send fewer")
 
 
 def _check_texts(value: object) -> None:

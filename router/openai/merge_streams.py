@@ -1,6 +1,6 @@
-"""merged(): the streams of several prompts as one, each event with its prompt's place.
+"""merge_streams(): the event streams of several prompts as one stream.
 
-A few events may wait for the reader, no more: a slow one holds its streams up, as a single stream's would.
+A slow reader holds all prompts back: at most _WAITING events wait for it.
 """
 
 import asyncio
@@ -10,16 +10,19 @@ from contextlib import aclosing
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
 
 Source = AsyncGenerator[GenerateEvent, None]
-Event = tuple[int, GenerateEvent]  # (the prompt's place, its event)
+Event = tuple[int, GenerateEvent]  # (index of the prompt, its event)
 _WAITING = 16
 
 
-async def begin(sources: Sequence[Source], admitted: asyncio.Semaphore) -> AsyncGenerator[Event, None]:
-    """Returns merged(sources) once every request is admitted and one stream has begun; others may wait for seats until
-    the first ones end. `admitted` is released for each request that passes its checks. If a stream fails before that,
-    closes all and raises its error, which can still become the HTTP status."""
+async def start_merged(sources: Sequence[Source], admitted: asyncio.Semaphore) -> AsyncGenerator[Event, None]:
+    """Returns merge_streams(sources) once all requests are admitted and one stream has begun. The other streams may
+    still wait for a group until the first ones end.
+
+    `admitted` is released once for each request that passes its checks. If a stream fails before that, closes all of
+    them and raises its error, which can still become the HTTP status.
+    """
     failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    events = merged(sources, failed)
+    events = merge_streams(sources, failed)
     started = asyncio.gather(anext(events), _acquire(admitted, len(sources)))
     try:
         await asyncio.wait({started, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -33,14 +36,14 @@ async def begin(sources: Sequence[Source], admitted: asyncio.Semaphore) -> Async
         for source in sources:
             await source.aclose()
         raise
-    return _chain(first, events)
+    return _prepend(first, events)
 
 
-async def merged(
+async def merge_streams(
     sources: Sequence[Source], failed: "asyncio.Future[BaseException] | None" = None
 ) -> AsyncGenerator[Event, None]:
-    """Ends when all have ended, and with the first that fails; closing it closes all. `failed` gets the first error of
-    several streams at once, even while nobody reads."""
+    """Yields (index of the source, event) until all sources have ended or one has failed. Closing it closes all
+    sources. `failed` gets the first error of several sources immediately, even while nobody reads."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as events:
             async for event in events:
@@ -51,7 +54,7 @@ async def merged(
     try:
         for place, source in enumerate(sources):
             tasks.append(asyncio.create_task(_pump(place, source, queue, failed)))
-            await asyncio.sleep(0)  # a thousand prompts that begin in one round would block the event loop
+            await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
         left = len(tasks)
         while left:
             item = await queue.get()
@@ -67,24 +70,13 @@ async def merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _chain(first: Event, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
-
-
-async def _acquire(semaphore: asyncio.Semaphore, times: int) -> None:
-    for _ in range(times):
-        await semaphore.acquire()
-
-
 async def _pump(
     place: int,
     source: Source,
     queue: "asyncio.Queue[Event | BaseException | None]",
     failed: "asyncio.Future[BaseException] | None",
 ) -> None:
+    """Puts the events of a source into the queue, then None or its error."""
     try:
         async with aclosing(source) as events:
             async for event in events:
@@ -95,3 +87,15 @@ async def _pump(
         await queue.put(error)
     else:
         await queue.put(None)
+
+
+async def _acquire(semaphore: asyncio.Semaphore, times: int) -> None:
+    for _ in range(times):
+        await semaphore.acquire()
+
+
+async def _prepend(first: Event, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event

@@ -1,7 +1,4 @@
-"""The fields by which clients ask for structured output, in OpenAI's form and in those of other engines.
-
-They all come down to one Grammar. This module does not know how it is compiled or kept to.
-"""
+"""The fields that ask for structured output, in OpenAI's form and in vLLM's and SGLang's; all become one Grammar."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -13,7 +10,7 @@ from coatcheck.proto.grammar import Grammar
 
 
 class JsonSchema(BaseModel):
-    """OpenAI's wrapper; name and description are for people, and we are always strict."""
+    """`name` and `description` have no effect, and the schema is always enforced, whatever `strict` is."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -24,7 +21,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`text` is no constraint."""
+    """OpenAI's `response_format`; "text" does not constrain."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +30,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """One of these may be set."""
+    """vLLM's `structured_outputs`; one field may be set."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -43,8 +40,8 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
     json_object: bool | None = None
 
-    def grammars(self) -> list[Grammar]:
-        """All that are set."""
+    def to_grammars(self) -> list[Grammar]:
+        """A grammar for each field that is set."""
         found = []
         if self.json_ is not None:
             found.append(schema_grammar(self.json_))
@@ -59,9 +56,9 @@ class StructuredOutputs(BaseModel):
         return found
 
 
-def grammar_of(response_format: ResponseFormat | None, *asked: StructuredOutputs | None) -> Grammar | None:
-    """The one that is asked for; raises InvalidRequest when there are several."""
-    found = [grammar for each in asked if each is not None for grammar in each.grammars()]
+def select_grammar(response_format: ResponseFormat | None, *others: StructuredOutputs | None) -> Grammar | None:
+    """The only grammar among all fields, or None; raises InvalidRequest if there are several."""
+    found = [grammar for outputs in others if outputs is not None for grammar in outputs.to_grammars()]
     if response_format is not None and response_format.type == "json_object":
         found.append(schema_grammar({"type": "object"}))
     if response_format is not None and response_format.type == "json_schema":
@@ -70,10 +67,10 @@ def grammar_of(response_format: ResponseFormat | None, *asked: StructuredOutputs
             raise InvalidRequest("response_format.json_schema.schema is missing; give the schema, or use json_object")
         found.append(schema_grammar(wrapper.schema_))
     if len(found) > 1:
-        raise InvalidRequest("structured output is asked for in several ways; keep one of them")
+        raise InvalidRequest("structured output is requested in several ways; keep one of them")
     return found[0] if found else None
 
 
 def schema_grammar(schema: str | dict[str, Any]) -> Grammar:
-    """Of a JSON schema, or of its text."""
+    """`schema`: a JSON schema, or its text."""
     return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

@@ -1,4 +1,4 @@
-"""What the answers of both generating endpoints have in common: their head, their usage, their reasons to end."""
+"""What chat completions and text completions have in common: their first fields, usage and finish reasons."""
 
 import json
 import time
@@ -16,14 +16,13 @@ from coatcheck.proto.stubs.coatcheck_pb2 import (
 )
 
 _CHARACTERS_PER_VALUE: Final = 64
-DONE: Final = b"data: [DONE]\n\n"
-REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
-quote = json.encoder.encode_basestring_ascii  # what json.dumps does with a string, without its other work
+FINISH_REASONS: Final[dict[int, str | None]] = {0: None, FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
+quote = json.encoder.encode_basestring_ascii  # json.dumps of a string, without its overhead
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What every object and every chunk of one answer begins with."""
+    """The first fields of a response and of each of its chunks."""
 
     id: str
     model: str
@@ -31,7 +30,7 @@ class ResponseHead:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def to_json(self, kind: str) -> dict[str, Any]:
-        """The first fields of an object."""
+        """`kind`: the `object` field."""
         return {
             "id": self.id,
             "object": kind,
@@ -41,13 +40,8 @@ class ResponseHead:
         }
 
 
-def server_sent(chunk: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
-
-
-def usage_json(usages: Iterable[Usage], scores_only: bool = False) -> dict[str, Any]:
-    """Over all prompts of a request."""
+def usage_object(usages: Iterable[Usage], scores_only: bool = False) -> dict[str, Any]:
+    """The `usage` of a response, summed over its prompts. `scores_only`: the generated token does not count."""
     usages = list(usages)
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = 0 if scores_only else sum(usage.completion_tokens for usage in usages)
@@ -61,25 +55,23 @@ def usage_json(usages: Iterable[Usage], scores_only: bool = False) -> dict[str, 
 
 
 class RunningUsage:
-    """What a stream has taken so far, over all of its prompts."""
+    """The `usage` of a stream so far, summed over its prompts."""
 
     def __init__(self) -> None:
         self._prompt = 0
         self._completion = 0
 
-    def see(self, event: GenerateEvent) -> None:
-        """Whatever it says."""
+    def count_event(self, event: GenerateEvent) -> None:
         self._prompt += event.started.prompt_tokens
         self._completion += len(event.delta.token_ids)
 
     def to_json(self) -> dict[str, int]:
-        """As a chunk's usage."""
         total = self._prompt + self._completion
         return {"prompt_tokens": self._prompt, "completion_tokens": self._completion, "total_tokens": total}
 
 
 def count_values(deltas: Iterable[Delta]) -> int:
-    """About how many values the JSON of these deltas has; a long text takes as long to write as many of them."""
+    """About how many JSON values the deltas become; see count_text for their texts."""
     count = 0
     for delta in deltas:
         tops = len(delta.logprobs[0].top) if delta.logprobs else 0
@@ -88,16 +80,16 @@ def count_values(deltas: Iterable[Delta]) -> int:
 
 
 def count_text(text: str) -> int:
-    """How many values take as long to write."""
+    """The number of short JSON values that take as long to encode as `text`."""
     return len(text) // _CHARACTERS_PER_VALUE
 
 
 def count_scored(logprobs: PromptLogprobs) -> int:
-    """About how many values the JSON of a prompt's log-probabilities has."""
+    """About how many JSON values a prompt's log-probabilities become."""
     return len(logprobs.tokens) * (1 + len(logprobs.tokens[0].top)) if logprobs.tokens else 0
 
 
 def stop_reason(delta: Delta) -> str | int | None:
-    """The stop string or stop token that ended a choice."""
+    """vLLM's `stop_reason`: the stop string or stop token that ended a choice."""
     stopped_by = delta.WhichOneof("stopped_by")
     return getattr(delta, stopped_by) if stopped_by else None

@@ -1,7 +1,7 @@
-"""OpenAIRoutes: OpenAI's endpoints, and a few of other engines', over the same core as the gRPC service.
+"""OpenAIRoutes: the HTTP endpoints of OpenAI's API and a few of vLLM's, over the same GenerateService as gRPC.
 
-A body becomes GenerateRequests, their events become OpenAI's objects; nothing is decided here that gRPC would decide
-otherwise. It does not know how bytes are served, nor who may ask: the gate does, before anything comes here.
+A body becomes GenerateRequests, and their events become OpenAI's objects. The middleware has authenticated the client
+before (see http/middleware.py).
 """
 
 import asyncio
@@ -30,28 +30,28 @@ from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.openai.chat_request import ChatRequest
 from coatcheck.router.openai.chat_response import ChatResponse
 from coatcheck.router.openai.completion_request import CompletionRequest, Prompt
-from coatcheck.router.openai.completion_response import CompletionResponse, ShownPrompt
+from coatcheck.router.openai.completion_response import CompletionResponse, EchoedPrompt
 from coatcheck.router.openai.large_response import LargeResponses
-from coatcheck.router.openai.logprobs_format import TokenText
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.long_body import in_thread_if_long, long_body_route
-from coatcheck.router.openai.merge_streams import begin
+from coatcheck.router.openai.merge_streams import start_merged
 from coatcheck.router.openai.response_parts import ResponseHead, count_text
-from coatcheck.router.openai.sse import SseStream
-from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokens_json
-from coatcheck.router.openai.tool_parser import ToolParser, form_of
-from coatcheck.router.openai.tools import Function, call_of
+from coatcheck.router.openai.sse import SseResponse
+from coatcheck.router.openai.tokenize_request import DetokenizeBody, TokenizeBody, tokenize_response
+from coatcheck.router.openai.tool_parser import ToolParser, detect_format
+from coatcheck.router.openai.tools import Function, named_call_grammar
 from coatcheck.router.serving.admin_service import AdminService
 from coatcheck.router.serving.generate_service import GenerateService
 from coatcheck.router.telemetry.prometheus_page import CONTENT_TYPE, PrometheusPage
 from coatcheck.router.text.tokenizer import TokenizerJson
 
-_QUOTED_RULE: Final = re.compile(r" \d+ \| ")  # with which llguidance quotes a grammar's lines
-_MOST_LOGPROBS: Final = 1 << 22  # of one answer; 2.7 million make 76 MB of JSON
+_QUOTED_LINE: Final = re.compile(r" \d+ \| ")  # how llguidance quotes a line of a grammar
+_MAX_LOGPROBS: Final = 1 << 22  # of one response; 2.7 million are 76 MB of JSON
 _PROMPT_FIELDS: Final = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
 class OpenAIRoutes:
-    """Made by the router; `app` is what a server serves."""
+    """`app` is the ASGI application."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class OpenAIRoutes:
         self._admin = admin
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._tokens = TokenText(tokenizer)
-        self._large = LargeResponses(side, self._tokens)
-        self._form = form_of(tokenizer.template.source if tokenizer.template is not None else "")
-        # The interactive pages load scripts from elsewhere; a redirect would repeat whatever name a client has for us.
+        self._formatter = LogprobsFormatter(tokenizer)
+        self._large = LargeResponses(side, self._formatter)
+        self._call_format = detect_format(tokenizer.template.source if tokenizer.template is not None else "")
+        # docs_url and redoc_url would load scripts from other hosts. A redirect would repeat the Host header.
         self.app = FastAPI(
             title="Coatcheck",
             docs_url=None,
@@ -92,183 +92,194 @@ class OpenAIRoutes:
         for path in ("/health", "/ping"):
             self.app.add_api_route(path, self.health, methods=["GET"], response_model=None)
         self.app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        self.app.add_exception_handler(RequestValidationError, _misread)
-        self.app.add_exception_handler(HTTPException, _misdirected)
-        self.app.add_exception_handler(ClientDisconnected, _nobody)
-        self.app.add_exception_handler(CoatcheckError, _refused)
-        self.app.add_exception_handler(UnicodeEncodeError, _refused)
-        self.app.add_exception_handler(Exception, _refused)  # the connection of such a one is closed
+        self.app.add_exception_handler(RequestValidationError, _handle_validation_error)
+        self.app.add_exception_handler(HTTPException, _handle_http_exception)
+        self.app.add_exception_handler(ClientDisconnected, _handle_disconnect)
+        self.app.add_exception_handler(CoatcheckError, _handle_error)
+        self.app.add_exception_handler(UnicodeEncodeError, _handle_error)
+        self.app.add_exception_handler(Exception, _handle_error)  # Starlette closes the connection after it
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
-        """Goes on from one or several prompts."""
-        prompts = await in_thread_if_long(request, body.prompts)
-        name: str = request.scope["request_id"]
-        if body.return_token_ids or body.prompt_logprobs is not None or (body.echo and body.logprobs is not None):
-            ids = [await self._ids(prompt, body.model) for prompt in prompts]
-            known = ids
-            messages = await in_thread_if_long(request, lambda: body.messages(known, name))
-        else:
-            ids = [[] for _ in prompts]
-            messages = await in_thread_if_long(request, lambda: body.messages(prompts, name))
-        echoes = [await self._echo(prompt) if body.echo else "" for prompt in prompts]
-        shown = [
-            ShownPrompt(echo, known, isinstance(prompt, str))
-            for echo, known, prompt in zip(echoes, ids, prompts, strict=True)
+        """Completes one or several prompts."""
+        request_id: str = request.scope["request_id"]
+        prompts = await in_thread_if_long(request, body.split_prompts)
+        needs_ids = (
+            body.return_token_ids or body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
+        )
+        token_ids = [await self._tokenize(prompt, body.model) if needs_ids else [] for prompt in prompts]
+        sources: Sequence[Prompt] = token_ids if needs_ids else prompts
+        messages = await in_thread_if_long(request, lambda: body.to_generate_requests(sources, request_id))
+        echoed = [
+            EchoedPrompt(await self._echo(prompt) if body.echo else "", ids, isinstance(prompt, str))
+            for prompt, ids in zip(prompts, token_ids, strict=True)
         ]
-        without = body.model_copy(update={"prompt": ""})  # what goes to a side process, or waits for its answer
-        answer = CompletionResponse(self._head(f"cmpl-{name}"), without, shown, self._tokens)
-        return await self._answer(request, messages, answer, stream=body.stream)
+        options = body.model_copy(update={"prompt": ""})  # is pickled for a side process, or waits for the response
+        response = CompletionResponse(self._response_head(f"cmpl-{request_id}"), options, echoed, self._formatter)
+        return await self._respond(request, messages, response, stream=body.stream)
 
     async def chat_completions(self, request: Request, body: ChatRequest) -> Response:
-        """Speaks the assistant's next turn."""
-        name: str = request.scope["request_id"]
-        message = await in_thread_if_long(request, lambda: body.message(name, self._form))
-        known: Sequence[int] = ()
+        """Generates the assistant's next message."""
+        request_id: str = request.scope["request_id"]
+        message = await in_thread_if_long(request, lambda: body.to_generate_request(request_id, self._call_format))
+        token_ids: Sequence[int] = ()
         if body.return_token_ids:
-            asked = TokenizeRequest(model=body.model, chat=message.chat)
-            known = await self._generation.tokenize_prompt(asked)
-        answer = ChatResponse(self._head(f"chatcmpl-{name}"), body, self._tokens, self._tool_calls(body), known)
+            tokenize = TokenizeRequest(model=body.model, chat=message.chat)
+            token_ids = await self._generation.tokenize_prompt(tokenize)
+        response = ChatResponse(
+            self._response_head(f"chatcmpl-{request_id}"), body, self._formatter, self._parser_factory(body), token_ids
+        )
         try:
-            return await self._answer(request, [message], answer, stream=body.stream)
+            return await self._respond(request, [message], response, stream=body.stream)
         except GrammarRefused as refused:
-            if functions := body.constrained():
-                raise await self._schema_refused(functions, refused) from None
+            if functions := body.constrained_functions():
+                raise await self._explain_refused_schemas(functions, refused) from None
             raise
 
-    async def _schema_refused(self, functions: list[tuple[str, Function]], refused: GrammarRefused) -> InvalidRequest:
-        """Of functions whose grammar is refused: an error that names the first whose schema alone is."""
-        for place, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
-            try:
-                await self._generation.check_grammar(call_of(function))
-            except GrammarRefused as error:
-                return InvalidRequest(
-                    f"{place}.parameters, of {function.name!r}, cannot be kept to: {error.reason}; change this schema, "
-                    "or set tool_choice to auto and leave strict out"
-                )
-        reason = _QUOTED_RULE.split(refused.reason)[0]
-        return InvalidRequest(
-            f"the schemas of {len(functions)} tools together cannot be kept to: {reason}; send fewer tools, or simpler "
-            "schemas"
-        )
-
     async def models(self) -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [self._model()]}
+        """Lists the model that is served."""
+        return {"object": "list", "data": [self._model_object()]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """By its name."""
+        """Describes the model that is served, by its name."""
         if name != self._generation.model_name:
             raise NotFound(f"model {name!r} is not served here; this server has {self._generation.model_name!r}")
-        return self._model()
+        return self._model_object()
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
-        """A text's or a chat's token ids."""
-        asked = await in_thread_if_long(request, body.message)
-        found = await self._generation.tokenize(asked)
-        most = self._generation.model.max_model_len if self._generation.model else None
-        tokens = self._tokens if body.return_token_strs else None
-        return await self._large.response(len(found.token_ids), tokens_json, found, most, tokens)
+        """Returns the token ids of a text or a chat."""
+        message = await in_thread_if_long(request, body.to_proto)
+        found = await self._generation.tokenize(message)
+        max_model_len = self._generation.model.max_model_len if self._generation.model else None
+        formatter = self._formatter if body.return_token_strs else None
+        return await self._large.make_json(len(found.token_ids), tokenize_response, found, max_model_len, formatter)
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
-        """The text of token ids."""
-        asked = await in_thread_if_long(request, body.message)
-        text = (await self._generation.detokenize(asked)).text
-        return await self._large.response(count_text(text), dict, prompt=text)
+        """Returns the text of token ids."""
+        message = await in_thread_if_long(request, body.to_proto)
+        text = (await self._generation.detokenize(message)).text
+        return await self._large.make_json(count_text(text), dict, prompt=text)
 
     async def health(self) -> Response:
-        """200 while a new request would be taken."""
+        """Responds 200 if a new request would be accepted, else 503."""
         state = self._admin.state
         return AsciiJsonResponse({"status": state}, 200 if state == "serving" else 503)
 
     async def version(self) -> dict[str, str]:
-        """Of this package."""
+        """Returns the version of this package."""
         return {"version": version("coatcheck")}
 
     async def metrics(self) -> Response:
-        """In Prometheus' text form."""
+        """Returns the metrics in Prometheus' text format."""
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
-    async def _answer(
+    async def _respond(
         self,
         request: Request,
         messages: Sequence[GenerateRequest],
-        answer: CompletionResponse | ChatResponse,
+        response: CompletionResponse | ChatResponse,
         *,
         stream: bool,
     ) -> Response:
+        """Generates for all messages, and cancels that if the client disconnects."""
         tenant: Tenant = request.scope["tenant"]
-        carrier = carrier_of(request)
+        carrier = {name: request.headers[name] for name in CARRIED if name in request.headers}
         self._check_logprobs(messages, stream=stream)
         if not stream:
-            responses = await while_connected(request.receive, self._all(messages, tenant, carrier))
-            return await self._large.whole(answer, responses)
+            responses = await while_connected(request.receive, self._generate_all(messages, tenant, carrier))
+            return await self._large.make_response(response, responses)
         generate = self._generation.generate_stream
         admitted = asyncio.Semaphore(0)
         sources = [
             generate(message, tenant=tenant, carrier=carrier, on_admitted=admitted.release) for message in messages
         ]
-        return SseStream(await while_connected(request.receive, begin(sources, admitted)), answer, self._large)
+        events = await while_connected(request.receive, start_merged(sources, admitted))
+        return SseResponse(events, response, self._large)
 
     def _check_logprobs(self, messages: Sequence[GenerateRequest], *, stream: bool) -> None:
-        """Raises InvalidRequest for more log-probabilities in one answer than the router may hold until it is whole."""
-        most_tokens = self._generation.model.max_model_len if self._generation.model else 0
-        asked = 0
+        """Raises InvalidRequest if the response could have more log-probabilities than the router may hold in memory.
+        In a stream only those of prompts are held."""
+        max_model_len = self._generation.model.max_model_len if self._generation.model else 0
+        count = 0
         for message in messages:
             sampling = message.sampling
             n = sampling.n or 1
             if sampling.HasField("prompt_logprobs"):
-                asked += n * len(message.token_ids.ids) * (sampling.prompt_logprobs + 1)
+                count += n * len(message.token_ids.ids) * (sampling.prompt_logprobs + 1)
             if sampling.HasField("logprobs") and not stream:
-                asked += n * min(sampling.max_tokens or most_tokens, most_tokens) * (sampling.logprobs + 1)
-        if asked > _MOST_LOGPROBS:
+                count += n * min(sampling.max_tokens or max_model_len, max_model_len) * (sampling.logprobs + 1)
+        if count > _MAX_LOGPROBS:
             raise InvalidRequest(
-                f"the answer could have {asked:,} log-probabilities, and {_MOST_LOGPROBS:,} are the most; ask for less "
-                "with logprobs, n or max_tokens, or send fewer prompts in a request"
+                f"the response could have {count:,} log-probabilities, and {_MAX_LOGPROBS:,} are the most; ask for "
+                "less with logprobs, n or max_tokens, or send fewer prompts in a request"
             )
 
-    async def _all(
+    async def _generate_all(
         self, messages: Sequence[GenerateRequest], tenant: Tenant, carrier: Mapping[str, str]
     ) -> list[GenerateResponse]:
+        """The responses to all messages; the first error cancels the others."""
         generate = self._generation.generate
         tasks: list[asyncio.Task[GenerateResponse]] = []
         try:
             for message in messages:
                 tasks.append(asyncio.create_task(generate(message, tenant=tenant, carrier=carrier)))
-                await asyncio.sleep(0)  # a thousand prompts that begin in one round would block the event loop
+                await asyncio.sleep(0)  # starting a thousand prompts at once would block the event loop
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ids(self, text: Prompt, model: str) -> list[int]:
-        if not isinstance(text, str):
-            return text
-        if not text:
+    async def _explain_refused_schemas(
+        self, functions: list[tuple[str, Function]], refused: GrammarRefused
+    ) -> InvalidRequest:
+        """An error that names the first function whose own schema is refused, or the reason for all of them together.
+        `functions`: (path in the body, function)."""
+        for path, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
+            try:
+                await self._generation.check_grammar(named_call_grammar(function))
+            except GrammarRefused as error:
+                return InvalidRequest(
+                    f"{path}.parameters, of {function.name!r}, cannot be enforced: {error.reason}; change this schema, "
+                    "or set tool_choice to auto and leave strict out"
+                )
+        reason = _QUOTED_LINE.split(refused.reason)[0]
+        return InvalidRequest(
+            f"the schemas of {len(functions)} tools together cannot be enforced: {reason}; send fewer tools, or "
+            "simpler schemas"
+        )
+
+    async def _tokenize(self, prompt: Prompt, model: str) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token")
-        asked = TokenizeRequest(model=model, text=text)
-        return await self._generation.tokenize_prompt(asked)
+        return await self._generation.tokenize_prompt(TokenizeRequest(model=model, text=prompt))
 
-    async def _echo(self, text: Prompt) -> str:
-        if isinstance(text, str):
-            return text
-        asked = DetokenizeRequest(token_ids=text, skip_special_tokens=False)  # an echo includes special tokens
-        return (await self._generation.detokenize(asked)).text
+    async def _echo(self, prompt: Prompt) -> str:
+        """The prompt's text, including special tokens."""
+        if isinstance(prompt, str):
+            return prompt
+        message = DetokenizeRequest(token_ids=prompt, skip_special_tokens=False)
+        return (await self._generation.detokenize(message)).text
 
-    def _tool_calls(self, body: ChatRequest) -> Callable[[], ToolParser] | None:
-        called, most = body.called, None if body.parallel_tool_calls else 1
-        if not called:
-            return None
-        if called == "named":
-            return partial(ToolParser, "named", name=body.named, most=most)
-        form = "required" if called == "required" else self._form
-        return partial(ToolParser, form, most=most)
+    def _parser_factory(self, body: ChatRequest) -> Callable[[], ToolParser] | None:
+        """Makes the tool parser of each choice; None if no tool may be called."""
+        max_calls = None if body.parallel_tool_calls else 1
+        match body.tool_mode:
+            case "none":
+                return None
+            case "named":
+                return partial(ToolParser, "named", name=body.named_function, max_calls=max_calls)
+            case "required":
+                return partial(ToolParser, "required", max_calls=max_calls)
+            case "auto":
+                return partial(ToolParser, self._call_format, max_calls=max_calls)
 
-    def _head(self, name: str) -> ResponseHead:
+    def _response_head(self, response_id: str) -> ResponseHead:
         model = self._generation.model
-        return ResponseHead(name, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
+        return ResponseHead(response_id, self._generation.model_name, f"fp_{model.fingerprint[:12]}" if model else "")
 
-    def _model(self) -> dict[str, Any]:
+    def _model_object(self) -> dict[str, Any]:
         model = self._generation.model
         return {
             "id": self._generation.model_name,
@@ -282,30 +293,25 @@ class OpenAIRoutes:
         }
 
 
-def carrier_of(request: Request) -> Mapping[str, str]:
-    """The client's trace context."""
-    return {name: request.headers[name] for name in CARRIED if name in request.headers}
-
-
-async def _refused(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     status, body = error_body(error, _PROMPT_FIELDS.get(request.url.path))
     return AsciiJsonResponse(body, status, headers=retry_headers(error))
 
 
-async def _misread(request: Request, error: Exception) -> Response:
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, field = explain_validation(error.errors())
     return error_response(400, message, param=field)
 
 
-async def _misdirected(request: Request, error: Exception) -> Response:
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    said = {404: f"{what} is no endpoint of this server", 405: f"{what}: this endpoint has another method"}
-    response = error_response(error.status_code, said.get(error.status_code, str(error.detail)))
+    endpoint = f"{request.method} {request.url.path}"
+    messages = {404: f"{endpoint} is no endpoint of this server", 405: f"{endpoint}: this endpoint has another method"}
+    response = error_response(error.status_code, messages.get(error.status_code, str(error.detail)))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the log alone: there is nobody to read it
+async def _handle_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # not sent: the client has disconnected

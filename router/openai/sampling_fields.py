@@ -1,7 +1,7 @@
-"""What the bodies of both generating endpoints have in common: sampling, streaming, and what is refused by name.
+"""The fields that chat completions and text completions have in common, and the base class of all request bodies.
 
-A field that would change the answer is implemented or refused; one that cannot change it is accepted and dropped. This
-module does not know prompts or answers.
+A field that would change the response is implemented, or refused by its name. A field that cannot change the response
+is accepted and dropped.
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -12,16 +12,16 @@ from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage
-from coatcheck.router.openai.response_format import ResponseFormat, StructuredOutputs, grammar_of
+from coatcheck.router.openai.response_format import ResponseFormat, StructuredOutputs, select_grammar
 
-# They name, bill, store or speed up; the answer is the same without them.
-HARMLESS: Final = frozenset({
+# Fields for naming, billing, storing or speed; the response is the same without them.
+IGNORED_FIELDS: Final = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
     "stream_interval",
 })  # fmt: skip
-# Not implemented, and accepted where they say what happens anyway.
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+# Fields that are not implemented, with the values that are accepted because they ask for what happens anyway.
+ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -40,51 +40,51 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 
 # A model's generation_config.json may have defaults for these; a request that leaves one out gets the model's.
 _MODEL_HAS_DEFAULTS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_MOST_FIELDS: Final = 2048
+_MAX_FIELDS: Final = 2048
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # strict: refuses true and 5.0
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Body(BaseModel):
-    """A JSON object whose unknown fields are refused, and whose nulls are as if they were not there."""
+class RequestBody(BaseModel):
+    """A JSON object. Unknown fields are refused; a null counts as a missing field. A subclass adds its own fields to
+    ACCEPTED_VALUES with `accepted_values`."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
-    neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
+    accepted_values: ClassVar[dict[str, tuple[object, ...]]] = {}
 
     def check_lengths(self) -> None:
         """Raises InvalidRequest for lists that are too long. A side process calls this for long bodies only."""
 
     @model_validator(mode="before")
     @classmethod
-    def _drop(cls, data: Any) -> Any:
+    def _drop_ignored_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        # What is wrong is said of the first thing that is; of millions it would take minutes.
+        # Pydantic would describe every unknown field; for millions that takes minutes.
         large = max([len(data), *(len(value) for value in data.values() if isinstance(value, dict))])
-        if large > _MOST_FIELDS:
-            raise InvalidRequest(f"an object of the body has {large} fields; it may have {_MOST_FIELDS}")
-        neutral = NEUTRAL | cls.neutral
+        if large > _MAX_FIELDS:
+            raise InvalidRequest(f"an object of the body has {large} fields; it may have {_MAX_FIELDS}")
+        accepted = ACCEPTED_VALUES | cls.accepted_values
         return {
             name: value
             for name, value in data.items()
-            if value is not None and name not in HARMLESS and value not in neutral.get(name, ())
+            if value is not None and name not in IGNORED_FIELDS and value not in accepted.get(name, ())
         }
 
 
-class StreamOptions(Body):
-    """`include_usage`: a last chunk says what the request took; with `continuous_usage_stats` too, each one what it has
-    taken so far."""
+class StreamOptions(RequestBody):
+    """`include_usage`: a last chunk has the usage; with `continuous_usage_stats` every chunk has the usage so far."""
 
-    neutral: ClassVar = {"include_obfuscation": (True, False)}
+    accepted_values: ClassVar = {"include_obfuscation": (True, False)}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(Body):
-    """OpenAI's own, then those that clients of other engines send."""
+class SamplingFields(RequestBody):
+    """OpenAI's fields first, then those of vLLM and SGLang."""
 
     model: str = ""
     n: Count = 1
@@ -124,23 +124,23 @@ class SamplingFields(Body):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether the last chunk of a stream has its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def counts_on(self) -> bool:
-        """Whether each chunk of a stream says what it has taken so far."""
+    def has_running_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def grammar(self) -> Grammar | None:
-        """What the answer must be; raises InvalidRequest."""
-        older = StructuredOutputs(
+    def to_grammar(self) -> Grammar | None:
+        """The grammar of the fields for structured output, or None; raises InvalidRequest if several are set."""
+        guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
-        others = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
-        return grammar_of(self.response_format, self.structured_outputs, older, others)
+        sglang = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
+        return select_grammar(self.response_format, self.structured_outputs, guided, sglang)
 
-    def sampling(
+    def to_sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None
     ) -> SamplingMessage:
         """The SamplingParams message; fields that the body leaves out stay unset, and the router fills in the model's
@@ -151,16 +151,15 @@ class SamplingFields(Body):
             raise InvalidRequest("prompt_logprobs does not go with stream; use echo with logprobs, or do not stream")
         own = {name: getattr(self, name) for name in _MODEL_HAS_DEFAULTS if getattr(self, name) is not None}
         if "top_k" in own:
-            own["top_k"] = max(own["top_k"], 0)  # vLLM's clients write -1 for "off"
+            own["top_k"] = max(own["top_k"], 0)  # vLLM's -1 means "off"
         message = SamplingParams(
             **own,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            logit_bias=_biases(self.logit_bias),
-            # OpenAI's seeds are signed.
-            seed=None if self.seed is None else self.seed % 2**64,
+            logit_bias=_parse_logit_bias(self.logit_bias),
+            seed=None if self.seed is None else self.seed % 2**64,  # OpenAI's seeds are signed
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
@@ -177,8 +176,8 @@ class SamplingFields(Body):
         return message
 
 
-def _biases(named: dict[str, float]) -> dict[int, float]:
+def _parse_logit_bias(named: dict[str, float]) -> dict[int, float]:
     for name in named:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise InvalidRequest(f"logit_bias[{name[:40]!r}] names no token; its keys are token ids, as strings")
+            raise InvalidRequest(f"logit_bias[{name[:40]!r}] is no token id; the keys are token ids, as strings")
     return {int(name): bias for name, bias in named.items()}

@@ -1,11 +1,10 @@
-"""SseStream: an answer as server-sent events, written as the core makes it.
+"""SseResponse: a streamed response as server-sent events, each written as soon as the core yields it."""
 
-It does not know what the chunks say.
-"""
-
+import json
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,42 +13,47 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
 from coatcheck.router.http.disconnect import ClientDisconnected, while_connected
 from coatcheck.router.http.errors import error_body
 from coatcheck.router.openai.large_response import LargeResponses, StreamedResponse, sliced
-from coatcheck.router.openai.response_parts import DONE, server_sent
 
 _log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
+DONE: Final = b"data: [DONE]\n\n"
 
 
-class SseStream(Response):
-    """`events` have begun, so that what is refused was refused before. A client that leaves closes them."""
+def sse_event(chunk: dict[str, Any]) -> bytes:
+    """`chunk` as one server-sent event."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+class SseResponse(Response):
+    """`events` have begun already: errors before the first event have become the HTTP status. A client that disconnects
+    closes them."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, answer: StreamedResponse, large: LargeResponses) -> None:
+    def __init__(self, events: Events, response: StreamedResponse, large: LargeResponses) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._answer = answer
+        self._response = response
         self._large = large
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes all of it; as ASGI has it."""
         try:
             await while_connected(receive, self._write(send))
         except (ClientDisconnected, OSError):
-            _log.debug("a client left its stream")
+            _log.debug("a client disconnected from its stream")
 
     async def _write(self, send: Send) -> None:
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for place, event in self._events:
-                    for piece in sliced(await self._large.chunk(self._answer, place, event)):
+                    for piece in sliced(await self._large.make_chunk(self._response, place, event)):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
-                last = self._answer.end()
+                last = self._response.make_end()
             except OSError:
                 raise
-            except Exception as error:  # the status is long sent: the stream itself says what went wrong
-                last = server_sent(error_body(error)[1]) + DONE
+            except Exception as error:  # the status is sent already, so the error becomes the last event
+                last = sse_event(error_body(error)[1]) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,4 +1,4 @@
-"""The bodies of POST /tokenize and POST /detokenize, in the form that other engines gave them."""
+"""The bodies of POST /tokenize and POST /detokenize, in vLLM's form."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -7,16 +7,16 @@ from pydantic import Field
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
-from coatcheck.router.openai.chat_request import Message, chat_message
-from coatcheck.router.openai.logprobs_format import TokenText
-from coatcheck.router.openai.sampling_fields import Body, TokenId
+from coatcheck.router.openai.chat_request import Message, to_chat_proto
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
+from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
 from coatcheck.router.openai.tools import Tool
 
 
-class TokenizeBody(Body):
-    """A prompt, or a chat by its messages."""
+class TokenizeBody(RequestBody):
+    """Either `prompt` or `messages`."""
 
-    neutral: ClassVar = {"continue_final_message": (False,)}
+    accepted_values: ClassVar = {"continue_final_message": (False,)}
 
     model: str = ""
     prompt: str | None = None
@@ -27,38 +27,37 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
-    def message(self) -> TokenizeRequest:
-        """To the core; raises InvalidRequest."""
+    def to_proto(self) -> TokenizeRequest:
+        """Raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give either prompt or messages")
         chat: Chat | None = None
         if self.messages is not None:
-            chat = chat_message(self.messages, self.tools, self.chat_template_kwargs, self.add_generation_prompt)
+            chat = to_chat_proto(self.messages, self.tools, self.chat_template_kwargs, self.add_generation_prompt)
         special = self.add_special_tokens
         if chat is not None and special is False:
-            special = None  # as it is: a chat template brings its own
+            special = None  # a chat template has its own special tokens
         return TokenizeRequest(model=self.model, text=self.prompt, chat=chat, add_special_tokens=special)
 
 
-class DetokenizeBody(Body):
-    """Special tokens are written out unless told otherwise."""
-
+class DetokenizeBody(RequestBody):
     model: str = ""
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
-    def message(self) -> DetokenizeRequest:
-        """To the core."""
+    def to_proto(self) -> DetokenizeRequest:
         return DetokenizeRequest(model=self.model, token_ids=self.tokens, skip_special_tokens=self.skip_special_tokens)
 
 
-def tokens_json(found: TokenizeResponse, max_model_len: int | None, tokens: TokenText | None) -> dict[str, Any]:
-    """The answer of /tokenize; with `tokens` also each token's text."""
+def tokenize_response(
+    found: TokenizeResponse, max_model_len: int | None, formatter: LogprobsFormatter | None
+) -> dict[str, Any]:
+    """The response of /tokenize; with `formatter` it includes each token's text."""
     made: dict[str, Any] = {
         "count": len(found.token_ids),
         "max_model_len": max_model_len,
         "tokens": list(found.token_ids),
     }
-    if tokens is not None:
-        made["token_strs"] = [tokens.text(token_id) for token_id in found.token_ids]
+    if formatter is not None:
+        made["token_strs"] = [formatter.token_text(token_id) for token_id in found.token_ids]
     return made

@@ -1,13 +1,12 @@
-"""ToolParser: finds in a model's text, as it comes, the calls that the text writes out.
+"""ToolParser: finds tool calls in the text of a model while it is generated. There are four formats:
 
-    hermes  <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as it likes, between other text
-    json    the whole answer is such an object, or a list of them ("parameters" will do as well)
-    required  the whole answer is a list of them, which the grammar of tool_grammar holds it to
-    named   the whole answer is the arguments of the one function that had to be called
+    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, between other text
+    json      the whole text is such an object, or a list of them ("parameters" may stand for "arguments")
+    required  the whole text is a list of them, constrained by the grammar of tools.py
+    named     the whole text is the arguments of the function that tool_choice names
 
-What turns out to be no call is text, and nothing of it is lost. Where a call had to come and the answer was cut, the
-last call has the part of its arguments that came: OpenAI and vLLM give it so, and finish_reason says "length". It does
-not know tokens, or who would run a call.
+Text that is no call after all is returned as text. If the text was cut in a call that tool_choice requires, the last
+call has the part of its arguments that was generated, as with OpenAI and vLLM; finish_reason is "length" then.
 """
 
 import json
@@ -16,15 +15,15 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Form = Literal["hermes", "json", "required", "named"]
+ToolCallFormat = Literal["hermes", "json", "required", "named"]
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
-_BEGUN: Final = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # as tool_grammar has calls begin
+_BEGUN: Final = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # how tools.py lets calls begin
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """`index` counts within the choice; `arguments` is JSON text."""
+class ParsedToolCall:
+    """`index`: the call's number within its choice. `arguments`: JSON text."""
 
     index: int
     name: str
@@ -32,56 +31,56 @@ class Call:
     id: str
 
     def to_json(self) -> dict[str, Any]:
-        """As part of a message."""
+        """The call as in a message's `tool_calls`."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def form_of(template_source: str) -> Form:
-    """How a model writes calls, by what its chat template shows it of earlier ones."""
+def detect_format(template_source: str) -> ToolCallFormat:
+    """The format in which a model writes calls: the one in which its chat template shows earlier calls."""
     return "hermes" if _OPEN in template_source else "json"
 
 
 class ToolParser:
-    """One choice's. `found` is whether any call has come; `most` bounds how many are passed on."""
+    """The parser of one choice. `name`: the function, in the format "named". `max_calls`: further calls are dropped."""
 
-    def __init__(self, form: Form, *, name: str = "", most: int | None = None) -> None:
-        self._form = form
+    def __init__(self, call_format: ToolCallFormat, *, name: str = "", max_calls: int | None = None) -> None:
+        self._format = call_format
         self._name = name
-        self._most = most
+        self._max_calls = max_calls
         self._held = ""
         self._count = 0
-        self._plain = False  # what began as no call is text to its end
+        self._is_plain = False  # the text does not begin like a call, so all of it is text
         self._is_cut = False
 
     @property
-    def found(self) -> bool:
-        """Whether any call has come, and each of them whole."""
+    def has_complete_calls(self) -> bool:
+        """Whether there is a call, and none was cut."""
         return self._count > 0 and not self._is_cut
 
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """Takes the next piece; returns what of it is plain text, and the calls that it completes."""
+    def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
+        """Takes the next piece of text; returns (text outside of calls, calls that the piece completes)."""
         self._held += text
-        if self._form == "hermes":
-            return self._blocks()
-        if self._form in ("json", "required") and not self._plain:
-            self._plain = not self._held.lstrip().startswith(("{", "[")) and bool(self._held.strip())
-        return (self._take(), []) if self._plain else ("", [])
+        if self._format == "hermes":
+            return self._parse_hermes()
+        if self._format in ("json", "required") and not self._is_plain:
+            self._is_plain = not self._held.lstrip().startswith(("{", "[")) and bool(self._held.strip())
+        return (self._release_held(), []) if self._is_plain else ("", [])
 
-    def end(self) -> tuple[str, list[Call]]:
-        """The text has ended: what was held back is a call or text."""
-        held = self._take()
-        if self._form == "named" and held:
-            return "", self._call([{"name": self._name, "arguments": held}])
-        if self._form in ("json", "required") and not self._plain and (calls := self._parse(held)):
+    def finish(self) -> tuple[str, list[ParsedToolCall]]:
+        """Returns as `feed` what was held back, at the end of the text."""
+        held = self._release_held()
+        if self._format == "named" and held:
+            return "", self._number_calls([{"name": self._name, "arguments": held}])
+        if self._format in ("json", "required") and not self._is_plain and (calls := self._parse(held)):
             return "", calls
-        if self._form == "required" and held.startswith("["):
+        if self._format == "required" and held.startswith("["):
             return "", self._parse_cut(held)
-        if self._form == "hermes" and held.startswith(_OPEN) and (calls := self._parse(held[len(_OPEN) :])):
-            return "", calls  # the closing mark was a stop token, or was cut off
+        if self._format == "hermes" and held.startswith(_OPEN) and (calls := self._parse(held[len(_OPEN) :])):
+            return "", calls  # the closing tag was a stop token, or was cut
         return held, []
 
-    def _blocks(self) -> tuple[str, list[Call]]:
-        shown, calls = "", list[Call]()
+    def _parse_hermes(self) -> tuple[str, list[ParsedToolCall]]:
+        shown, calls = "", list[ParsedToolCall]()
         while (start := self._held.find(_OPEN)) >= 0:
             end = self._held.find(_CLOSE, start)
             shown += self._held[:start]
@@ -100,46 +99,46 @@ class ToolParser:
         self._held = self._held[len(self._held) - kept :]
         return shown, calls
 
-    def _parse(self, text: str) -> list[Call] | None:
-        """None when it is no call."""
+    def _parse(self, text: str) -> list[ParsedToolCall] | None:
+        """The calls in JSON text; None if it is no call."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
         found = value if isinstance(value, list) else [value]
-        made = []
+        entries = []
         for entry in found:
             if not isinstance(entry, dict) or not isinstance(name := entry.get("name"), str):
                 return None
             arguments = entry.get("arguments", entry.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            made.append({"name": name, "arguments": text})
-        return self._call(made) if made else None
+            entries.append({"name": name, "arguments": text})
+        return self._number_calls(entries) if entries else None
 
-    def _parse_cut(self, text: str) -> list[Call]:
-        """The calls of a list that max_tokens has cut: the complete ones, then the incomplete last one."""
+    def _parse_cut(self, text: str) -> list[ParsedToolCall]:
+        """The calls of a list that max_tokens has cut: the complete ones, then the cut one."""
         self._is_cut = True
-        decoder, at, made = json.JSONDecoder(), 1, list[dict[str, str]]()
+        decoder, at, entries = json.JSONDecoder(), 1, list[dict[str, str]]()
         try:
             while True:
                 entry, end = decoder.raw_decode(text, at)
-                made.append({"name": entry["name"], "arguments": json.dumps(entry["arguments"], ensure_ascii=False)})
+                entries.append({"name": entry["name"], "arguments": json.dumps(entry["arguments"], ensure_ascii=False)})
                 at = end + len(", ")
         except (ValueError, RecursionError):
             pass
         if begun := _BEGUN.match(text, at):
-            made.append({"name": json.loads(begun[1]), "arguments": text[begun.end() :]})
-        return self._call(made)
+            entries.append({"name": json.loads(begun[1]), "arguments": text[begun.end() :]})
+        return self._number_calls(entries)
 
-    def _call(self, made: list[dict[str, str]]) -> list[Call]:
-        room = len(made) if self._most is None else max(0, self._most - self._count)
+    def _number_calls(self, entries: list[dict[str, str]]) -> list[ParsedToolCall]:
+        room = len(entries) if self._max_calls is None else max(0, self._max_calls - self._count)
         calls = [
-            Call(self._count + place, entry["name"], entry["arguments"], f"call_{uuid.uuid4().hex[:24]}")
-            for place, entry in enumerate(made[:room])
+            ParsedToolCall(self._count + place, entry["name"], entry["arguments"], f"call_{uuid.uuid4().hex[:24]}")
+            for place, entry in enumerate(entries[:room])
         ]
         self._count += len(calls)
         return calls
 
-    def _take(self) -> str:
+    def _release_held(self) -> str:
         held, self._held = self._held, ""
         return held

@@ -1,8 +1,8 @@
-"""The functions that a chat's model may call, and the grammars that constrain its calls to their schemas.
+"""The functions that a model may call, and the grammars that constrain its calls to their schemas.
 
 Each schema is a JSON document of its own in the grammar. A reference such as "#/$defs/X" or "#" is relative to the
 root of its document. Inside another schema it would point elsewhere, and the "$defs" of two functions could collide.
-tool_parser.py parses the calls out of the text.
+tool_parser.py finds the calls in the generated text.
 """
 
 import json
@@ -15,15 +15,15 @@ from pydantic import Field
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import JSON_STYLE, MAX_BYTES, Grammar
 from coatcheck.router.openai.response_format import schema_grammar
-from coatcheck.router.openai.sampling_fields import Body
+from coatcheck.router.openai.sampling_fields import RequestBody
 
 _ANY: Final[dict[str, Any]] = {"type": "object"}
 
 
-class Function(Body):
+class Function(RequestBody):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    neutral: ClassVar = {"strict": (False,)}
+    accepted_values: ClassVar = {"strict": (False,)}
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -31,34 +31,30 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
-    """Functions are the only tools."""
-
+class Tool(RequestBody):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Body):
-    """By its name."""
-
+class NamedFunction(RequestBody):
     name: str
 
 
-class NamedTool(Body):
-    """tool_choice when one function must be called."""
+class NamedTool(RequestBody):
+    """`tool_choice` that requires a call of one function."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-def call_of(function: Function) -> Grammar:
-    """The arguments of this one function, and nothing else."""
+def named_call_grammar(function: Function) -> Grammar:
+    """Only the arguments of `function`."""
     return schema_grammar(function.parameters or _ANY)
 
 
-def some_calls(functions: Sequence[Function], parallel: bool) -> Grammar:
-    """A JSON list of one or more calls, {"name": ..., "arguments": {...}} each; of exactly one without `parallel`."""
-    schemas: dict[str, int] = {}  # one rule for each, however many functions have it
+def required_calls_grammar(functions: Sequence[Function], parallel: bool) -> Grammar:
+    """A JSON list of calls {"name": ..., "arguments": {...}}: one or more with `parallel`, else exactly one."""
+    schemas: dict[str, int] = {}  # one rule for each schema, also if several functions have it
     calls = []
     for function in functions:
         opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
@@ -73,16 +69,16 @@ def some_calls(functions: Sequence[Function], parallel: bool) -> Grammar:
     return _grammar("\n".join(rules) + "\n")
 
 
-def strict_calls(functions: Sequence[Function]) -> Grammar:
-    """Any text; but where it opens a call in the hermes form, that call is to one of these and fits its schema."""
+def strict_calls_grammar(functions: Sequence[Function]) -> Grammar:
+    """Any text in which each call in hermes format is of one of `functions`, and fits its schema if it is strict."""
     tags = [
         StructTag(
             trigger="<tool_call>",
-            begin=f'<tool_call>\n{{"name": {json.dumps(each.name)}, "arguments": ',
-            grammar=_document(each.parameters if each.strict else None),
+            begin=f'<tool_call>\n{{"name": {json.dumps(function.name)}, "arguments": ',
+            grammar=_document(function.parameters if function.strict else None),
             end="}\n</tool_call>",
         )
-        for each in functions
+        for function in functions
     ]
     return _grammar(StructTag.to_grammar(tags, assume_special=False))
 
@@ -90,15 +86,14 @@ def strict_calls(functions: Sequence[Function]) -> Grammar:
 def _grammar(rules: str) -> Grammar:
     if len(rules) > MAX_BYTES:
         raise InvalidRequest(
-            f"the schemas of the tools have {len(rules)} bytes as a grammar, where {MAX_BYTES} are the most; send "
+            f"the schemas of the tools have {len(rules)} bytes as a grammar; at most {MAX_BYTES} are allowed; send "
             "fewer tools or shorter schemas, or set tool_choice to auto and leave strict out"
         )
     return Grammar("grammar", rules)
 
 
 def _document(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """A schema as a document root in a grammar. Our JSON style holds where the schema's "x-guidance" does not
-    differ."""
+    """A schema as the root of a document in a grammar. The options of its "x-guidance" override JSON_STYLE."""
     own = (schema or {}).get("x-guidance")
     style = {**JSON_STYLE, **own} if isinstance(own, dict) else dict(JSON_STYLE)
     return {**(schema or _ANY), "x-guidance": style}

@@ -241,7 +241,7 @@ async def test_a_schema_that_cannot_be_kept_to_is_named(
     for stream in (False, True):
         error = await router.expect_refusal("/v1/chat/completions", {**body, "stream": stream})
         assert error["message"] == (
-            "tools[1].function.parameters, of 'clock', cannot be kept to: Invalid type: nothing, at "
+            "tools[1].function.parameters, of 'clock', cannot be enforced: Invalid type: nothing, at "
             "#/properties/at/anyOf/1; change this schema, or set tool_choice to auto and leave strict out"
         )
     assert not group.submits
@@ -256,7 +256,7 @@ async def test_schemas_that_take_too_long_are_counted(
     tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "fg"]
     body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
     error = await router.expect_refusal("/v1/chat/completions", body)
-    assert error["message"].startswith("the schemas of 2 tools together cannot be kept to: it takes")
+    assert error["message"].startswith("the schemas of 2 tools together cannot be enforced: it takes")
     assert "%json" not in error["message"]
 
 
@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"messages": HELLO, "tools": [WEATHER]}, "knows no tools"),
     "strict": (
         {"messages": HELLO, "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
-        "does not mark its calls",
+        "does not mark its tool calls",
     ),
     "tool choice": ({"messages": HELLO, "tool_choice": "required"}, "tool_choice needs tools"),
     "template": ({"messages": HELLO, "chat_template_kwargs": {"thinking": True}}, "no variable 'thinking'"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from coatcheck.router.openai.logprobs_format import TokenText
+from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.text.text_offsets import prompt_offsets
 from coatcheck.router.text.tokenizer import TokenizerJson
 from tests.router.fake_group import VOCAB, FakeGroup
@@ -60,7 +60,7 @@ def check_agreement(text: str, tokens: list[str], offsets: list[int], left_out: 
 def test_offsets_of_token_ids_index_into_what_they_decode_to(ids: list[int]) -> None:
     """Special tokens and halves of characters among them: the echo is all of them, and offsets are its places."""
     text = BYTE_LEVEL.decode(ids, skip_special_tokens=False)
-    tokens = [TokenText(BYTE_LEVEL).text(token) for token in ids]
+    tokens = [LogprobsFormatter(BYTE_LEVEL).token_text(token) for token in ids]
     check_agreement(text, tokens, prompt_offsets(BYTE_LEVEL, ids, None))
 
 
@@ -86,7 +86,7 @@ def test_a_text_s_own_special_tokens_count(text: str, before: str, behind: str) 
     sent = before + text + behind
     ids = MARKED.encode(sent)
     assert ids[0] == BEGINNING and ids[-1] == 0
-    tokens = [TokenText(MARKED).text(token) for token in ids]
+    tokens = [LogprobsFormatter(MARKED).token_text(token) for token in ids]
     check_agreement(sent, tokens, prompt_offsets(MARKED, ids, sent), frozenset({0, len(ids) - 1}))
 
 

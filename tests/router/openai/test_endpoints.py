@@ -96,7 +96,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not implemented"),
     "best_of": ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of is 3"),
     "store": ("/v1/completions", {"prompt": "a", "store": True}, 400, "store is not implemented"),
-    "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "names no token"),
+    "bias of no token": ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "is no token id"),
     "bias too large": ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1e9}}, 400, "logit_bias[3]"),
     "logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"),
     "max_tokens": ("/v1/completions", {"prompt": "a", "max_tokens": 10**12}, 400, "max_tokens"),

@@ -1,4 +1,4 @@
-"""merged(): several streams as one, and what becomes of them when one fails or the reader leaves."""
+"""merge_streams(): several streams as one, and what becomes of them when one fails or the reader leaves."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,7 +7,7 @@ import pytest
 
 from coatcheck.proto.errors import Overloaded
 from coatcheck.proto.stubs.coatcheck_pb2 import Delta, GenerateEvent
-from coatcheck.router.openai.merge_streams import begin, merged
+from coatcheck.router.openai.merge_streams import merge_streams, start_merged
 
 
 class Source:
@@ -36,7 +36,7 @@ async def test_every_event_comes_once_in_its_streams_order() -> None:
     """Events of one prompt keep their order, whatever the others do."""
     sources = [Source(count) for count in (3, 0, 40)]
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    async for place, event in merged([source.events() for source in sources]):
+    async for place, event in merge_streams([source.events() for source in sources]):
         got[place].append(event.delta.choice)
     assert got == {0: [0, 1, 2], 1: [], 2: [*range(40)]}
     assert all(source.closed for source in sources)
@@ -46,7 +46,7 @@ async def test_one_failure_closes_all() -> None:
     """The first error ends the whole, and no stream stays open."""
     sources = [Source(1, "waits"), Source(2, "fails")]
     with pytest.raises(Overloaded):
-        async for _ in merged([source.events() for source in sources]):
+        async for _ in merge_streams([source.events() for source in sources]):
             pass
     assert all(source.closed for source in sources)
 
@@ -54,7 +54,7 @@ async def test_one_failure_closes_all() -> None:
 async def test_a_reader_that_leaves_closes_all() -> None:
     """Closing the whole closes its streams."""
     sources = [Source(1, "waits"), Source(1, "waits")]
-    events = merged([source.events() for source in sources])
+    events = merge_streams([source.events() for source in sources])
     await anext(events)
     await events.aclose()
     assert all(source.closed for source in sources)
@@ -63,7 +63,7 @@ async def test_a_reader_that_leaves_closes_all() -> None:
 async def test_a_slow_reader_holds_its_streams_up() -> None:
     """Nobody reads, so only a few events are made ahead."""
     sources = [Source(10_000), Source(10_000)]
-    events = merged([source.events() for source in sources])
+    events = merge_streams([source.events() for source in sources])
     await anext(events)
     for _ in range(200):
         await asyncio.sleep(0)
@@ -72,18 +72,18 @@ async def test_a_slow_reader_holds_its_streams_up() -> None:
 
 
 async def test_what_is_not_admitted_closes_the_others() -> None:
-    """begin() raises the error of a stream that is not admitted, however much the others have said, and closes them."""
+    """start_merged() raises the error of a stream that is not admitted, whatever others have sent; it closes all."""
     sources = [Source(100, "waits"), Source(100, "waits"), Source(0, "fails")]
     streams = [source.events() for source in sources]
     with pytest.raises(Overloaded):
-        await begin(streams, asyncio.Semaphore(2))
+        await start_merged(streams, asyncio.Semaphore(2))
     assert all(source.closed for source in sources)
 
 
 async def test_the_first_that_begins_is_enough() -> None:
-    """begin() returns while an admitted prompt still waits for its first event, and no event is lost."""
+    """start_merged() returns while an admitted prompt still waits for its first event, and no event is lost."""
     sources = [Source(0, "waits"), Source(3)]
-    events = await begin([source.events() for source in sources], asyncio.Semaphore(2))
+    events = await start_merged([source.events() for source in sources], asyncio.Semaphore(2))
     assert [(await anext(events))[1].delta.choice for _ in range(3)] == [0, 1, 2]
     await events.aclose()
     assert all(source.closed for source in sources)
@@ -91,9 +91,9 @@ async def test_the_first_that_begins_is_enough() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 2])
 async def test_a_reader_that_leaves_before_all_are_admitted_closes_all(prompts: int) -> None:
-    """Cancelling begin() closes every stream."""
+    """Cancelling start_merged() closes every stream."""
     sources = [Source(1, "waits") for _ in range(prompts)]
-    waiting = asyncio.create_task(begin([source.events() for source in sources], asyncio.Semaphore(0)))
+    waiting = asyncio.create_task(start_merged([source.events() for source in sources], asyncio.Semaphore(0)))
     for _ in range(100):
         await asyncio.sleep(0)
     assert all(source.sent for source in sources)

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
 from coatcheck.router.event_loop.message_limits import MOST_TOOLS
-from coatcheck.router.openai.tools import Function, call_of, some_calls, strict_calls
+from coatcheck.router.openai.tools import Function, named_call_grammar, required_calls_grammar, strict_calls_grammar
 
 BYTES = LLTokenizer("byte")
 NUMBER: dict[str, Any] = {
@@ -91,7 +91,11 @@ def test_references_mean_what_they_mean_in_their_own_schema(case: str) -> None:
     schema, good, bad = SCHEMAS[case]
     other = holding({"$ref": "#/$defs/A"}, **{"$defs": {"A": WORD}, "definitions": {"A": WORD}, "$anchor": "here"})
     functions = [Function(name="other", parameters=other), Function(name="f", parameters=schema, strict=True)]
-    required, named, strict = some_calls(functions, True), call_of(functions[1]), strict_calls(functions)
+    required, named, strict = (
+        required_calls_grammar(functions, True),
+        named_call_grammar(functions[1]),
+        strict_calls_grammar(functions),
+    )
     assert fits(named, json.dumps(good)) and not fits(named, json.dumps(bad))
     assert fits(required, f"[{call('f', good)}, {call('other', {'x': {'a': 'x'}})}]")
     assert not fits(required, f"[{call('f', bad)}")
@@ -106,7 +110,9 @@ def test_a_schema_with_the_same_id_is_another_function_s_own() -> None:
         {"$id": "http://localhost/s", "$defs": {"A": content}, "$ref": "http://localhost/s#/$defs/A"}
         for content in (NUMBER, WORD)
     ]
-    grammar = some_calls([Function(name=f"f{n}", parameters=schema) for n, schema in enumerate(schemas)], True)
+    grammar = required_calls_grammar(
+        [Function(name=f"f{n}", parameters=schema) for n, schema in enumerate(schemas)], True
+    )
     assert fits(grammar, f"[{call('f0', {'a': 1})}, {call('f1', {'a': 'x'})}]")
     assert not fits(grammar, f"[{call('f0', {'a': 'x'})}") and not fits(grammar, f"[{call('f1', {'a': 1})}")
 
@@ -116,7 +122,7 @@ def test_as_many_calls_as_are_allowed() -> None:
     functions = [Function(name="f", parameters=NUMBER), Function(name="f.g")]
     one, two = f"[{call('f', {'a': 1})}", f"[{call('f', {'a': 1})}, {call('f.g', {})}"
     for parallel in (True, False):
-        grammar = some_calls(functions, parallel)
+        grammar = required_calls_grammar(functions, parallel)
         assert not fits(grammar, "[]") and fits(grammar, one + "]") and not fits(grammar, f"[{call('g', {})}")
         assert fits(grammar, two + "]") is parallel
 
@@ -125,16 +131,16 @@ def test_as_many_functions_as_a_chat_may_have() -> None:
     """Functions without parameters, or with the same ones, take little room: 1,024 of them compile."""
     for schema in (None, NUMBER):
         functions = [Function(name=f"function_{place}", parameters=schema) for place in range(MOST_TOOLS)]
-        grammar = some_calls(functions, True)
+        grammar = required_calls_grammar(functions, True)
         assert fits(grammar, f"[{call('function_1023', {'a': 1})}]") and not fits(grammar, f"[{call('other', {})}")
 
 
 def test_json_style_may_be_the_schema_s_own() -> None:
     """One space behind commas and colons and no other, unless a schema's x-guidance says otherwise."""
     spaced = '[{"name": "f", "arguments": {"a":   1}}]'
-    assert not fits(some_calls([Function(name="f", parameters=NUMBER)], True), spaced)
+    assert not fits(required_calls_grammar([Function(name="f", parameters=NUMBER)], True), spaced)
     free = {**NUMBER, "x-guidance": {"whitespace_flexible": True}}
-    assert fits(some_calls([Function(name="f", parameters=free)], True), spaced)
+    assert fits(required_calls_grammar([Function(name="f", parameters=free)], True), spaced)
 
 
 @pytest.mark.parametrize(
@@ -144,4 +150,4 @@ def test_json_style_may_be_the_schema_s_own() -> None:
 def test_what_cannot_be_kept_to_says_why(schema: dict[str, Any], words: str) -> None:
     """A reference to nothing, and schemas that are too large, are refused with the reason."""
     with pytest.raises(InvalidRequest, match=words):
-        some_calls([Function(name="f", parameters=schema)], True).check()
+        required_calls_grammar([Function(name="f", parameters=schema)], True).check()

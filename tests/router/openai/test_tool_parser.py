@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.router.openai.tool_parser import Form, ToolParser, form_of
+from coatcheck.router.openai.tool_parser import ToolCallFormat, ToolParser, detect_format
 
 CALL = '{"name": "f", "arguments": {"x": "</b>"}}'
 
 
-def read(form: Form, pieces: list[str], **options: object) -> tuple[str, list[tuple[str, str]]]:
+def read(call_format: ToolCallFormat, pieces: list[str], **options: object) -> tuple[str, list[tuple[str, str]]]:
     """All of the text, and all calls."""
-    parser = ToolParser(form, **options)  # type: ignore[arg-type]  # by name
+    parser = ToolParser(call_format, **options)  # type: ignore[arg-type]  # by name
     text, calls = "", []
     for piece in pieces:
         shown, found = parser.feed(piece)
         text += shown
         calls += found
-    rest, more = parser.end()
+    rest, more = parser.finish()
     calls += more
-    assert [call.index for call in calls] == list(range(len(calls))) and parser.found == bool(calls)
+    assert [call.index for call in calls] == list(range(len(calls))) and parser.has_complete_calls == bool(calls)
     return text + rest, [(call.name, call.arguments) for call in calls]
 
 
 F = ("f", '{"x": "</b>"}')
-CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
+CASES: list[tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = [
     ("hermes", f"so <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call> end", "so  end", [F, F]),
     ("hermes", f"<tool_call>{CALL}", "", [F]),
     ("hermes", "a <tool_cal", "a <tool_cal", []),
@@ -48,12 +48,12 @@ CASES: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
 
 
 @given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 60), max_size=8))
-def test_cuts_do_not_matter(case: tuple[Form, str, str, list[tuple[str, str]]], cuts: list[int]) -> None:
+def test_cuts_do_not_matter(case: tuple[ToolCallFormat, str, str, list[tuple[str, str]]], cuts: list[int]) -> None:
     """Whatever pieces the text comes in, its calls and the text around them are the same."""
-    form, text, wanted, calls = case
+    call_format, text, wanted, calls = case
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(edges)]
-    assert read(form, pieces, name="g") == (wanted, calls)
+    assert read(call_format, pieces, name="g") == (wanted, calls)
 
 
 CUT: list[tuple[str, list[tuple[str, str]]]] = [
@@ -79,18 +79,18 @@ def test_a_list_that_is_cut_has_the_calls_that_had_begun(
     for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         shown, more = parser.feed(text[start:end])
         assert not shown and not more
-    shown, found = parser.end()
+    shown, found = parser.finish()
     assert (shown, [(call.name, call.arguments) for call in found]) == ("", calls)
-    assert [call.index for call in found] == list(range(len(calls))) and not parser.found
+    assert [call.index for call in found] == list(range(len(calls))) and not parser.has_complete_calls
 
 
 def test_at_most_so_many() -> None:
     """Without parallel calls only the first is passed on."""
-    assert read("json", [f"[{CALL}, {CALL}]"], most=1) == ("", [F])
+    assert read("json", [f"[{CALL}, {CALL}]"], max_calls=1) == ("", [F])
 
 
 @pytest.mark.parametrize(("source", "form"), [("... <tool_call> ...", "hermes"), ("{{ tools }}", "json")])
 def test_the_template_says_how_calls_look(source: str, form: str) -> None:
     """A model writes calls as its template shows them."""
-    assert form_of(source) == form
+    assert detect_format(source) == form
     assert json.loads(CALL)["name"] == "f"
