@@ -1,7 +1,7 @@
-"""RankActor: a Rank as a Ray actor; the one file of this room that knows Ray.
+"""RankActor: a Rank as a Ray actor. Only this file of `workers` imports Ray.
 
-Who starts it hands `run` the rendezvous and holds on to the answer, which comes when the rank ends; whoever adopts a
-running rank asks `watch` instead. It needs a thread per call under way: see CONCURRENCY.
+The supervisor that starts the actor calls `run`, which returns when the rank ends. A supervisor that finds the actor
+running calls `watch` instead. Each pending call takes a thread: see CONCURRENCY.
 """
 
 import logging
@@ -23,13 +23,13 @@ from coatcheck.workers.host.process_setup import divide_cores, set_thread_enviro
 if TYPE_CHECKING:
     from coatcheck.workers.rank import Rank
 
-# run, a watch or two, and the short calls beside them.
+# One `run`, one or two `watch`, and short calls beside them.
 CONCURRENCY = 8
 
 
 class RankActor:
-    """`loopback`: all ranks are on this host and need no other network. `incarnation`: how many of this group there
-    were before."""
+    """`incarnation`: how many times this group was started before. `ranks_on_host`: ranks of all groups on this host.
+    `loopback`: all ranks of the group are on this host and need no other network."""
 
     def __init__(self, config: GroupConfig, rank: int, incarnation: int, *, ranks_on_host: int, loopback: bool) -> None:
         self._config = config
@@ -41,20 +41,19 @@ class RankActor:
         self._rank: Rank | None = None
         self._ended = threading.Event()
         self._failure: Exception | None = None
-        # Ray sends both streams of this process to files in its session directory.
+        # Ray writes stdout and stderr of this process to files in its session directory.
         configure_logging(config.log_format, rank=f"{config.name}/{rank}")
         set_thread_environment(threads=divide_cores(config.threads, ranks_on_host), host=self._host)
 
     def rendezvous(self) -> str:
-        """On rank 0: takes a port where the ranks will meet, and returns host:port."""
+        """For rank 0: bind a port where the ranks will connect to each other. Return host:port."""
         self._listener = socket.create_server((self._host, 0))
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     def run(self, rendezvous: str) -> None:
-        """The rank's life; raises CoatcheckError for what cannot be served."""
-        from coatcheck.workers.rank import (
-            Rank,  # brings torch and transformers, which take seconds and read the environment set above
-        )
+        """Serve until the rank ends. Raises CoatcheckError for what cannot be served."""
+        # Imports torch and transformers, which takes seconds; they read the environment that __init__ has set.
+        from coatcheck.workers.rank import Rank
 
         try:
             self._rank = Rank(
@@ -74,30 +73,29 @@ class RankActor:
             self._ended.set()
 
     def watch(self) -> None:
-        """Answers when the rank has ended, as `run` does."""
+        """Return or raise as `run` does, when the rank has ended."""
         self._ended.wait()
         if self._failure is not None:
             raise self._failure
 
     def progress(self) -> RankProgress:
-        """How far the rank has come, and whether its host's disk is full."""
+        """How far the rank has started, and whether its host's disk is full."""
         progress = self._rank.progress if self._rank is not None else RankProgress()
         return replace(progress, full_disk=describe_full_disk(os.path.dirname(self.log_file())))
 
     def log_file(self) -> str:
-        """Where this process's log lies on its host."""
+        """Path of this process's log on its host."""
         return os.path.realpath("/proc/self/fd/2")
 
     def predecessor_crash(self) -> str | None:
-        """How this rank of the incarnation before has ended, if that was on this host; see read_crash."""
+        """How this rank ended in the incarnation before, if it ran on this host; see read_crash."""
         return read_crash(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 
     def _record_base(self, incarnation: int) -> str:
-        """The common beginning of the paths of an incarnation's crash records, in a folder of this user beside the
-        logs."""
+        """Prefix of the paths of an incarnation's crash records. Their folder beside the logs belongs to this user."""
         return f"{os.path.dirname(self.log_file())}/coatcheck-{os.geteuid()}/{self._config.name}.{incarnation}"
 
     def stop(self) -> None:
-        """On rank 0: ends the group after the step under way."""
+        """For rank 0: end the group after the current step."""
         if self._rank is not None:
             self._rank.stop()

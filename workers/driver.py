@@ -1,7 +1,4 @@
-"""Driver: what rank 0 does beside its part of each step: it schedules, and serves the group's routers.
-
-It is given a rank that is warm. It does not know how ranks meet, nor where their bytes come from.
-"""
+"""Driver: what rank 0 does beside its part of each step: it schedules, and serves the group's routers over gRPC."""
 
 import logging
 import uuid
@@ -13,7 +10,6 @@ from coatcheck.proto.contract import CONTRACT, VERSION
 from coatcheck.proto.stubs import coatcheck_pb2 as public
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.proto.tracing import Tracing
-from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.kv_dtype import choose_kv_dtype
 from coatcheck.workers.core.model_spec import ModelSpec
@@ -22,59 +18,50 @@ from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.process_setup import die
-from coatcheck.workers.rank_loading import build_engine
+from coatcheck.workers.rank_loading import LoadedRank, build_engine
 from coatcheck.workers.runner.memory_budget import MemoryBudget
-from coatcheck.workers.runner.model_runner import ModelRunner
 from coatcheck.workers.runner.tp_runner import TpRunner
 from coatcheck.workers.service.group_report import GroupReport
 from coatcheck.workers.service.worker_service import WorkerService
-from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
 _log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Serves once it is made, at `address`; `run` steps until `stop`, which any thread may call; then `close`.
+    """Serves at `address` as soon as it is made. `run` steps until `stop`, which any thread may call; then `close`.
 
-    `copies`: what the warm-up's copies took. `compiled`: how many kernels there have been since readiness.
+    `loaded`: rank 0 after its warm-up. `count_late_compiles`: returns how many kernels were compiled since then.
     """
 
     def __init__(
         self,
         config: GroupConfig,
-        spec: ModelSpec,
-        runner: ModelRunner,
+        loaded: LoadedRank,
         communicator: Communicator,
-        memory: MemoryBudget,
         ranks: list[public.RankStatus],
         *,
         name: str,
         host: str,
         record: CrashRecord,
-        grammars: GrammarBackend,
-        copies: CopyReport | None,
-        compiled: Callable[[], int],
+        count_late_compiles: Callable[[], int],
     ) -> None:
-        on_gpu = memory.pool.device.type == "cuda"
-        self._group_runner = TpRunner(runner, communicator) if communicator.size > 1 else None
-        self.engine = build_engine(config, spec, self._group_runner or runner, memory, grammars)
-        self.engine.update_copy_costs(copies)
+        spec, memory = loaded.spec, loaded.memory
+        self._name = name
+        self._record = record
+        self._tp_runner = TpRunner(loaded.runner, communicator) if communicator.size > 1 else None
+        self.engine = build_engine(config, spec, self._tp_runner or loaded.runner, memory, loaded.grammars)
+        self.engine.update_copy_costs(loaded.copies)
         self._tracing = Tracing.to(config.otlp_endpoint, "coatcheck-group", config.name)
         report = GroupReport(
             _registration(config, spec, self.engine, memory),
             ranks,
-            kernels="triton" if on_gpu else native_status(),
+            kernels="triton" if memory.pool.device.type == "cuda" else native_status(),
             bytes_per_block=memory.layout.bytes_per_block,
-            count_late_compiles=compiled,
+            count_late_compiles=count_late_compiles,
         )
         self._service = WorkerService(
-            report,
-            plane=config.plane,
-            tracing=self._tracing,
-            max_open=config.max_num_seqs + config.max_waiting,
+            report, plane=config.plane, tracing=self._tracing, max_open=config.max_num_seqs + config.max_waiting
         )
-        self._name = name
-        self._record = record
         self._loop = EngineLoop(self.engine, on_step=self._service.publish, on_death=self._die)
         address = self._service.start(self._loop, f"{host}:0")
         self.address = f"{host}:{address.rpartition(':')[2]}"
@@ -88,28 +75,29 @@ class Driver:
         )
 
     def run(self) -> None:
-        """Steps in this thread, the one that has warmed the model up."""
+        """Step in this thread, which must be the one that has warmed the model up (see EngineLoop)."""
         self._loop.run()
 
     def stop(self) -> None:
-        """`run` ends after the step under way."""
+        """Make `run` return after the current step."""
         self._loop.stop()
 
     def close(self) -> None:
-        """Sends the other ranks home, and ends every stream."""
-        if self._group_runner is not None:
-            self._group_runner.stop()
+        """Stop the other ranks and end every stream."""
+        if self._tp_runner is not None:
+            self._tp_runner.stop()
         self._service.stop()
         if self._tracing is not None:
             self._tracing.close()
 
     def _die(self, error: BaseException) -> NoReturn:
-        """The engine has failed, and with it the group; routers are to know whether what ran may have done it."""
+        """The engine has failed, and the group ends. Routers are told the cause, if it is known: a request that was
+        running may have caused it."""
         try:
             self._record.note(error)
             if cause := self._record.cause(error):
                 self._service.send_last_word(cause, self.engine.unstarted_requests())
-        finally:  # whatever goes wrong with its last word
+        finally:  # also if the last word cannot be sent
             die(self._name, error)
 
 

@@ -1,9 +1,9 @@
-"""Servable: checks whether a rank could serve a local checkpoint, without Ray and without reading weights.
+"""A check whether a rank could serve a local checkpoint, without Ray and without reading weights.
 
     python -m coatcheck.workers.servable '{"model": "/models/x", "tp": 2, …}'
 
-prints one JSON object, {"error": …, "message": …}: the error that a rank would raise, or empty strings. It is a command
-of its own so that torch and transformers do not stay in the caller's memory.
+prints one JSON object, {"error": …, "message": …}: the error that a rank would raise, or empty strings. The check is a
+command so that torch and transformers do not stay in the caller's memory.
 """
 
 import json
@@ -38,7 +38,7 @@ def find_refusal(
 
 
 def main() -> None:
-    """Prints the result for the settings in the first argument, a JSON object."""
+    """Print the result for the settings in the first argument, a JSON object."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     refusal = find_refusal(settings.pop("model"), **settings)
     error, message = (type(refusal).__name__, str(refusal)) if refusal else ("", "")

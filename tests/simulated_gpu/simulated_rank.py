@@ -1,4 +1,4 @@
-"""A rank's whole life on a simulated GPU: for test_simulated_gpu.py, in a process of its own.
+"""A rank from start to end on a simulated GPU: for test_simulated_gpu.py, in a process of its own.
 
 It loads, warms every kernel, captures its graphs, serves over gRPC what is asked twice and, in between, more than its
 pool holds, and ends when it is told.
@@ -19,15 +19,15 @@ from tests.workers.rank_client import generate
 _PROMPT = list(range(3, 23))
 
 
-class Watched(Rank):
-    """Whose client begins as soon as it serves."""
+class WatchedRank(Rank):
+    """A rank with a client that submits requests as soon as the rank serves."""
 
     gpu: SimulatedGpu
     threads: ThreadPoolExecutor
     answers: Any = None
 
-    def _note(self, **changed: Any) -> None:
-        super()._note(**changed)
+    def _update_progress(self, **changed: Any) -> None:
+        super()._update_progress(**changed)
         if "address" in changed:
             self.answers = self.threads.submit(self._ask)
 
@@ -48,7 +48,7 @@ def main() -> None:
         "g", sys.argv[1], "tiny", kv_memory=1 << 16, host_kv_memory=1 << 17, dtype="float32", device="cuda", threads=1,
         max_num_seqs=2, max_batch_tokens=24, max_model_len=64,
     )  # fmt: skip
-    rank = Watched(config, 0)
+    rank = WatchedRank(config, 0)
     rank.gpu = install()
     with ThreadPoolExecutor(1) as rank.threads:
         rank.run("127.0.0.1:0")

@@ -1,15 +1,20 @@
-"""CrashingRank: a real rank whose process really ends when it computes certain prompts; see SEEN."""
+"""CrashingRank: a real rank whose process ends when it computes certain prompts."""
 
 import ctypes
+import dataclasses
 import os
 import signal
 from typing import Any
 
+import torch
+
 from coatcheck.workers.core.step_plan import StepPlan
+from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.rank import Rank
+from coatcheck.workers.rank_loading import LoadedRank
 from coatcheck.workers.runner.model_runner import DeviceStep, ModelRunner
 
-# By a prompt's first token: the rank that ends by it, and how.
+# The first token of a prompt says which rank ends, and how.
 RAISES = 11
 FAULTS = 12
 LAST_RAISES = 13
@@ -18,7 +23,7 @@ LAST_IS_KILLED = 15
 
 
 class CrashingRunner:
-    """A runner before which the ways to end are tried."""
+    """Ends the process when a prompt begins with one of the tokens above, else computes the step."""
 
     def __init__(self, runner: ModelRunner, rank: int, tp: int) -> None:
         self._runner = runner
@@ -28,7 +33,6 @@ class CrashingRunner:
         return getattr(self._runner, name)
 
     def launch(self, plan: StepPlan) -> DeviceStep:
-        """Ends the process, or carries out the plan."""
         seen = {row.token_ids[0] for row in plan.new_rows}
         if (RAISES in seen and self._first) or (LAST_RAISES in seen and self._last):
             raise ValueError("a defect")
@@ -40,7 +44,9 @@ class CrashingRunner:
 
 
 class CrashingRank(Rank):
-    """Its runner is such a one."""
+    """A rank over a CrashingRunner."""
 
-    def _build_runner(self, *arguments: Any) -> Any:
-        return CrashingRunner(super()._build_runner(*arguments), self.rank, self.config.tp)
+    def _load(self, communicator: Communicator, device: torch.device) -> LoadedRank:
+        loaded = super()._load(communicator, device)
+        runner = CrashingRunner(loaded.runner, self.rank, self.config.tp)
+        return dataclasses.replace(loaded, runner=runner)  # type: ignore[arg-type]

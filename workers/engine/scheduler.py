@@ -17,13 +17,15 @@ arrived later than the one in need are preempted, so the oldest one always finis
 from collections import deque
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Final
 
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
-from coatcheck.workers.engine.token_budget import TokenBudget
 from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 from coatcheck.workers.kv.prefix_lookup import PrefixLookup
+
+_SMALLEST_CHUNK: Final = 16  # tokens; a smaller chunk costs little more than the overhead of its step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,36 @@ class _CachedPrefix:
     device_blocks: list[int]  # those that are not None
     num_tokens: int
     is_forked: bool  # the blocks are those of the sequence's leader; the last one may hold other tokens too
+
+
+@dataclass(slots=True)
+class _TokenBudget:
+    """How many prompt tokens one step may still compute; `left` in tokens.
+
+    While sequences decode, a chunk is charged for its attention over the tokens before it, in tokens of an empty
+    context, so that the last chunk of a long prompt delays the decodes no longer than the first:
+
+        price(start, count) = count * (1 + (start + count / 2) / crossover)
+
+    A step without decodes takes as many tokens as fit.
+    """
+
+    left: float
+    crossover: int
+    beside_decodes: bool
+
+    @property
+    def is_spent(self) -> bool:
+        return self.left < 1
+
+    def take_tokens(self, start: int, wanted: int) -> int:
+        """Return how many of `wanted` tokens from position `start` this step computes, and charge for them."""
+        affordable = self.left
+        if self.beside_decodes:
+            affordable = min(max(self.left / (1 + start / self.crossover), _SMALLEST_CHUNK), self.left)
+        count = min(wanted, int(affordable))
+        self.left -= count * (1 + (start + count / 2) / self.crossover) if self.beside_decodes else count
+        return count
 
 
 class Scheduler:
@@ -76,7 +108,7 @@ class Scheduler:
         scheduled: list[Sequence] = []
         self._plan_decodes(plan, scheduled)
         left = self.config.max_batch_tokens - len(scheduled)
-        budget = TokenBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
+        budget = _TokenBudget(left, self.config.attention_crossover, beside_decodes=bool(scheduled))
         self._plan_prefills(plan, scheduled, budget)
         self._plan_admissions(plan, scheduled, budget)
         self.kv_cache.plan_copies(plan, beside_decodes=budget.beside_decodes)
@@ -156,7 +188,7 @@ class Scheduler:
                 self._plan_row(plan, sequence, 1)
                 scheduled.append(sequence)
 
-    def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
+    def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: _TokenBudget) -> None:
         for sequence in self.running:
             if sequence.num_uncomputed > 1 and not sequence.num_restoring and not budget.is_spent:
                 self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_uncomputed))
@@ -235,7 +267,7 @@ class Scheduler:
 
     # Admission of waiting sequences.
 
-    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: TokenBudget) -> None:
+    def _plan_admissions(self, plan: StepPlan, scheduled: list[Sequence], budget: _TokenBudget) -> None:
         passed_over: list[Sequence] = []
         while self.waiting and self._free_slots and not budget.is_spent:
             sequence = self.waiting.popleft()
