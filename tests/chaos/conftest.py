@@ -1,4 +1,4 @@
-"""One small cluster, and streams with known answers, for the tests of a file."""
+"""A small cluster for the tests of one file."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from coatcheck.bench.failure_cases.chaos_cluster import ChaosCluster
 
 @pytest.fixture(scope="module")  # what follows should not share the cores with it
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
-    """Two groups of two ranks; `serve` only watches, so that it too can be killed."""
+    """Two groups of two ranks on a Ray that runs already, so that `serve` can be killed too."""
     from tests.router.tiny_tokenizer import write_model
     from tests.workers.checkpoints import tiny_checkpoint
 

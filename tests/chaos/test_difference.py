@@ -1,4 +1,4 @@
-"""What tells a changed answer from an unchanged one."""
+"""`difference` of bench/failure_cases/chaos_load.py finds a changed answer."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "text"])
 def test_a_change_is_seen(name: str) -> None:
-    """Two answers that differ in one token, one log-probability or one letter are not taken for the same."""
+    """Two answers that differ in one token, one log-probability or one letter are not equal."""
 
     def answer(**changed: object) -> GenerationResult:
         told = {"text": "ab", "token_ids": [5], "logprobs": [pb.TokenLogprob(token_id=5, logprob=-1.0)], **changed}

@@ -1,4 +1,4 @@
-"""kill -9 of everything under streams of every kind: what a client gets is what an undisturbed run gives."""
+"""kill -9 of every kind of process under every kind of stream: clients get what an undisturbed run gives."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ _MORE_STRIKES = [("supervisor", "failover"), ("serve", "any"), ("rank 0", "resto
 
 
 async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
-    """The supervisor and every group get new processes under load: no request is refused, none fails, none changes."""
+    """`coatcheck restart` under load: no request is refused, fails or changes."""
     before = {rank.pid for group in cluster.serving() for rank in group.ranks}
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
@@ -47,7 +47,8 @@ async def test_a_rolling_restart_loses_nothing(cluster: ChaosCluster) -> None:
 async def test_no_stream_ends_or_changes_whatever_is_killed(
     cluster: ChaosCluster, strikes: list[tuple[str, str]]
 ) -> None:
-    """Each kind of process is killed or stopped amid streams: all end, with the ids, text and logprobs expected."""
+    """Each kind of process is killed or suspended amid streams: all streams end with the expected ids, text and
+    logprobs."""
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     striker = Striker(cluster, load, random.Random(7))
@@ -67,8 +68,7 @@ async def test_no_stream_ends_or_changes_whatever_is_killed(
 
 @pytest.mark.full  # half a minute for each: a group has to come first
 async def test_no_stream_ends_or_changes_while_groups_come_and_go(cluster: ChaosCluster) -> None:
-    """Ranks and the supervisor are killed while a group is added, while one is taken away, and while one drains; a rank
-    ends itself by a fault."""
+    """Ranks and the supervisor are killed while a group is added, removed and drained, and a rank crashes by itself."""
     load = ChaosLoad(cluster.address, cases(600, tokens=60))
     await load.learn()
     striker = Striker(cluster, load, random.Random(11))
@@ -86,7 +86,8 @@ async def test_no_stream_ends_or_changes_while_groups_come_and_go(cluster: Chaos
 
 @pytest.mark.full
 def test_restarts_outlive_the_supervisor(cluster: ChaosCluster) -> None:
-    """The supervisor and a whole group are killed together: the next supervisor counts on from where the group was."""
+    """The supervisor and a whole group are killed together: the new supervisor continues the group's count of
+    restarts."""
     cluster.wait_whole(PATIENCE_SECONDS)
     before = _group_0(cluster)
     for pid in [*cluster.pids("supervisor"), *(rank.pid for rank in before.ranks)]:

@@ -1,4 +1,4 @@
-"""A stream that loses its router goes on at another one, which never knew the first, with the very same answer."""
+"""A stream that loses its router continues at another router with the same tokens."""
 
 import asyncio
 from pathlib import Path
@@ -17,8 +17,8 @@ from tests.workers.rank_group import RankGroup
 
 
 async def test_every_kind_of_stream_goes_on_at_another_router(tmp_path: Path) -> None:
-    """Greedy, sampled, n of 3, penalties, log-probabilities and stop strings: our client brings seed and token ids to
-    the next router by itself, and what it gets in all is what an undisturbed stream brings."""
+    """Greedy, sampled, n of 3, penalties, log-probabilities and stop strings: our client sends seed and token ids to
+    the next router, and the whole answer equals an undisturbed one."""
     model = write_model(tiny_checkpoint("llama", tmp_path, vocab_size=600, max_position_embeddings=2048))
     group = RankGroup(GroupConfig("a", str(model), "tiny", kv_memory=8 << 20, dtype="float32", device="cpu", threads=1))
     routers = [Router(RouterConfig(str(model), "tiny", name=f"router-{number}")) for number in range(2)]

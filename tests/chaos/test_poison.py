@@ -1,4 +1,4 @@
-"""A request that really crashes the ranks it runs on: two groups are lost, no third, and nobody else is harmed."""
+"""A request that crashes its ranks costs two groups, not a third, and no other request is harmed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def groups(model: Path) -> Iterator[dict[str, RankGroup]]:
-    """Three, of one rank each."""
+    """Three groups of one rank each."""
     started = {}
     for name in ("a", "b", "c"):
         config = GroupConfig(
@@ -44,14 +44,14 @@ def groups(model: Path) -> Iterator[dict[str, RankGroup]]:
 
 
 def innocent(number: int) -> pb.GenerateRequest:
-    """Long enough to be in its middle when the others come."""
+    """A stream that is long enough to run while the others come."""
     sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.9, seed=number, logprobs=1)
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[20 + number, 30, 40]), sampling=sampling)
 
 
 async def test_two_groups_are_lost_and_no_third(model: Path, groups: dict[str, RankGroup]) -> None:
-    """The request that raises in a step is refused when the second group has ended by it. The third runs on, and every
-    other stream ends as it would have, whether it lost one group, two or none."""
+    """The request that raises in a step is refused after the second group has ended by it. The third group runs on, and
+    every other stream ends as it would have, whether it lost none, one or two groups."""
     router = Router(RouterConfig(str(model), "tiny"))
     address = await router.start()
     client = AsyncClient([address])

@@ -30,7 +30,8 @@ REQUESTS, QUEUED = 600, 200
 
 
 class Group:
-    """A rank 0's engine and service; `most_held` is the most that ran and waited there after a step."""
+    """Rank 0's engine and service. `most_held`: the largest number of requests that ran or waited there after a
+    step."""
 
     def __init__(self, name: str) -> None:
         engine = Engine(SPEC, PacedRunner(BLOCKS, BLOCK), num_blocks=BLOCKS, block_size=BLOCK, max_num_seqs=SEATS)
@@ -48,7 +49,7 @@ class Group:
         self._loop.start()
 
     def stop(self) -> None:
-        """Ends both."""
+        """Stop the engine and the service."""
         self._loop.stop()
         self._service.stop()
 
@@ -59,7 +60,7 @@ class Group:
 
 @pytest.fixture
 def groups() -> Iterator[list[Group]]:
-    """Two."""
+    """Two groups."""
     with ExitStack() as ends:
         made = [Group(name) for name in ("g0", "g1")]
         for group in made:
@@ -68,8 +69,8 @@ def groups() -> Iterator[list[Group]]:
 
 
 async def test_a_burst_never_overfills_a_group(tmp_path: Path, groups: list[Group]) -> None:
-    """Of 600 requests at once no group ever holds more than its seats and its limit of waiting requests; 200 wait in
-    the router, the rest is refused, and all others are answered."""
+    """Of 600 requests at once, no group ever holds more than its seats and its limit of waiting requests. 200 wait in
+    the router, those beyond are refused, and all others are answered."""
     router = Router(RouterConfig(model="tiny", max_queued=QUEUED), TokenizerJson.load(str(write_model(tmp_path))))
     await router.start()
     try:

@@ -1,4 +1,4 @@
-"""A router whose event loop is busy says so to the supervisor, and is not taken for hung."""
+"""A router whose event loop is busy reports that to the supervisor, and is not restarted."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def _compute(over: Path) -> None:
 
 
 async def _silent(actor: Any, seconds: float, busy: float = 0.0) -> Heartbeat:
-    """Returns the heartbeat once the loop has been silent for `seconds`, `busy` of which it has computed."""
+    """Return the heartbeat once the loop has been silent for `seconds`, and has computed for `busy` seconds of them."""
     heartbeat: Heartbeat = await actor.heartbeat.remote()
     while heartbeat.silent_seconds < seconds or heartbeat.busy_seconds < busy:
         await asyncio.sleep(0.1)
@@ -43,8 +43,8 @@ class BusyRouter(_PLAIN):  # type: ignore[misc]  # as above
 
 @pytest.fixture
 def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray of this process. Unless the mode is set, Ray writes a token to the home folder and sets variables that the
-    commands of later tests inherit."""
+    """A local Ray of this process. Unless the mode is set, Ray writes a token to the home folder and sets variables
+    that the commands of later tests inherit."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray.init(
         address="local",
@@ -63,7 +63,7 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_a_busy_router_is_not_restarted(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the event loop computes it answers no call, but its heartbeat says that it is busy, so the supervisor does
+    """While the event loop computes it answers no call, but its heartbeat says that it is busy. So the supervisor does
     not restart the router."""
     monkeypatch.setattr("coatcheck.cluster.supervision.router_supervisor._WATCH_SECONDS", 0.05)
     config = RouterConfig(str(tiny_model))

@@ -1,4 +1,4 @@
-"""The host tier through the real server: two groups of two ranks, pools that hold hardly one prompt each."""
+"""The host tier in a real server: two groups of two ranks, with pools that hold little more than one prompt each."""
 
 import json
 import os
@@ -28,7 +28,7 @@ PROMPT = [(i * 37 + 11) % 590 + 5 for i in range(200)]
 
 @pytest.fixture(scope="module")
 def serving(tiny_model: Path) -> Iterator[Serving]:
-    """Pools of 42 blocks of 16 tokens, and host memory for thousands."""
+    """Pools of 42 blocks of 16 tokens, and host memory for thousands of blocks."""
     size = ["--groups", "2", "--tp", "2", "--kv-memory", "128KiB", "--host-kv-memory", str(HOST_BYTES)]
     size += ["--log-format", "json"]
     size += ["--eviction", "lru"]  # by worth, a prompt that is asked again and again outlives any flood
@@ -40,7 +40,7 @@ def serving(tiny_model: Path) -> Iterator[Serving]:
 def ask(
     serving: Serving, prompt: list[int], max_tokens: int = 6, name: str = "", salt: str = ""
 ) -> tuple[list[int], Any]:
-    """Greedy tokens, and the final word."""
+    """(greedy tokens, the Final event)."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     with grpc.insecure_channel(serving.address) as channel:
         stub: Any = GenerationStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
@@ -52,7 +52,8 @@ def ask(
 
 @contextmanager
 def all_work_for(serving: Serving, group: str) -> Iterator[None]:
-    """The other group drains meanwhile: else the router spares the group whose blocks are worth something."""
+    """Drains the other group meanwhile, because the router would send new prompts to the group whose cached blocks are
+    worth less."""
     other = {"group-0": "group-1", "group-1": "group-0"}[group]
     with grpc.insecure_channel(serving.address) as channel:
         admin: Any = AdminStub(channel)  # type: ignore[no-untyped-call]  # protoc writes no types
@@ -64,13 +65,14 @@ def all_work_for(serving: Serving, group: str) -> Iterator[None]:
 
 
 def flood(serving: Serving, start: int) -> None:
-    """Prompts that nobody repeats, until the pool holds nothing else."""
+    """Send prompts that nobody repeats, until the pool holds nothing else."""
     for i in range(4):
         ask(serving, [(start + 8 * i + 3 * j * (i + 1)) % 590 + 5 for j in range(200)], 1)
 
 
 def test_a_prefix_comes_back_from_the_host(serving: Serving) -> None:
-    """A prompt that others have driven out of the pool is answered as before, from host memory, and status says so."""
+    """A prompt that others have evicted from the pool gets the same answer, from host memory, and `status` counts
+    it."""
     first, final = ask(serving, PROMPT)
     with all_work_for(serving, final.group):
         flood(serving, 0)
@@ -87,7 +89,7 @@ def test_a_prefix_comes_back_from_the_host(serving: Serving) -> None:
 
 
 def flip_bits(pid: int, bytes_per_block: int) -> int:
-    """One bit of every block in a process's host memory that is not zero there; returns how many that are."""
+    """Flip one bit in each block of a process's host memory that is not all zeros. Returns the number of blocks."""
     flipped = 0
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         start = host_memory(pid, memory)
@@ -101,7 +103,8 @@ def flip_bits(pid: int, bytes_per_block: int) -> int:
 
 
 def host_memory(pid: int, memory: FileIO) -> int:
-    """Where it begins: with a page whose second word is the allocator's, the size of what it has mapped for this."""
+    """The address of a process's host memory. It begins with a page whose second word is the size that the allocator
+    has mapped."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         ends, *about = line.split()
         start, end = (int(end, 16) for end in ends.split("-"))
@@ -116,7 +119,7 @@ def host_memory(pid: int, memory: FileIO) -> int:
 
 
 def logged(pid: int, request_id: str) -> dict[str, Any]:
-    """What a rank has logged of a request's end."""
+    """What a rank has logged at the end of a request."""
     lines = Path(f"/proc/{pid}/fd/2").read_text().splitlines()
     ends = [json.loads(line) for line in lines if request_id in line and "submission ended" in line]
     found: dict[str, Any] = ends[-1]
@@ -124,8 +127,8 @@ def logged(pid: int, request_id: str) -> dict[str, Any]:
 
 
 def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
-    """Blocks that are not what they were when they come back are a miss: counted, told apart from others in the log,
-    computed again, and the answer stays right."""
+    """Blocks with a wrong checksum are a miss: counted, logged with that reason, and computed again. The answer stays
+    right."""
     first, final = ask(serving, PROMPT)
     with all_work_for(serving, final.group):
         flood(serving, 77)
@@ -145,8 +148,8 @@ def test_bits_that_flip_in_a_live_groups_host_memory(serving: Serving) -> None:
 
 
 def test_the_log_says_why_a_prefix_missed(serving: Serving) -> None:
-    """A prompt that is new, one of which only the beginning is known, and one that another salt alone has asked for are
-    told apart in the group's log."""
+    """The group's log tells apart a new prompt, a prompt of which only the beginning is known, and a prompt that is
+    cached under another salt."""
     prompt = [(i * 53 + 7) % 590 + 5 for i in range(200)]
     _, final = ask(serving, prompt, 1, "a-new-one")
     with all_work_for(serving, final.group):
@@ -175,7 +178,7 @@ def _found(serving: Serving) -> dict[tuple[str, ...], float]:
 
 
 def _said(group: dict[str, Any]) -> dict[tuple[str, ...], float]:
-    """The same from its status."""
+    """The same values from the group's status."""
     free = group["blocks_total"] - group["blocks_used"] - group["blocks_cached"]
     said: dict[tuple[str, ...], float] = {
         ("blocks", "device", "used"): group["blocks_used"],
@@ -199,8 +202,8 @@ def _said(group: dict[str, Any]) -> dict[tuple[str, ...], float]:
 
 
 def test_metrics_say_what_status_says(serving: Serving) -> None:
-    """Occupancy, hits by tier, evictions by reason, copies, their bytes, failures and misses: /metrics and the API
-    agree on them, and they add up."""
+    """/metrics and Status agree on occupancy, hits by tier, evictions by reason, copies, their bytes, failures and
+    misses. The numbers add up."""
     group: dict[str, Any] = {}
 
     def agree() -> bool:
@@ -214,7 +217,7 @@ def test_metrics_say_what_status_says(serving: Serving) -> None:
 
 
 def _in_flight(serving: Serving) -> float:
-    """Requests that the router has and has not answered."""
+    """The number of requests that the router has received and not answered."""
     with urlopen(f"{serving.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]
@@ -222,7 +225,7 @@ def _in_flight(serving: Serving) -> float:
 
 
 def test_a_rank_killed_while_blocks_come_back(serving: Serving) -> None:
-    """Killed in the middle of a restore, a group takes nothing with it: the other answers, and rightly."""
+    """A group is killed amid a restore: the other group gives the right answer."""
     first, final = ask(serving, PROMPT)
     answers: list[tuple[list[int], Any]] = []
     asking = threading.Thread(target=lambda: answers.append(ask(serving, PROMPT)))

@@ -1,4 +1,4 @@
-"""All that nobody should do to a whole cluster that has TLS, certificates of clients and keys, over both protocols."""
+"""Hostile clients against a whole cluster with TLS, client certificates and keys, over gRPC and HTTP."""
 
 import contextlib
 import http.client
@@ -59,7 +59,7 @@ UNCOMPILABLE = [
 
 @pytest.fixture(scope="module")
 def walls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
-    """One group of two ranks. When all is over, all of it is as it was: the same processes, every block free."""
+    """One group of two ranks. At the end the same processes run, and every block is free."""
     with fortress(str(DEMO), tmp_path_factory.mktemp("fortress"), "--tp", "2", "--kv-memory", "64MiB") as opened:
         actors = {pid for pid, command in opened.serving.descendants().items() if command.startswith("ray::")}
         yield opened
@@ -70,13 +70,13 @@ def walls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 
 def is_at_rest(walls: Fortress) -> None:
-    """Nothing is open, and no block is in use."""
+    """Wait until no request is open and no block is in use."""
     until(lambda: walls.metric("coatcheck_active_requests") == 0, "no request is open")
     until(lambda: walls.metric("coatcheck_group_blocks", tier="device", use="used") == 0, "every block is free")
 
 
 def called(walls: Fortress, data: bytes, key: str | None, method: str = GENERATE) -> grpc.RpcError | None:
-    """By gRPC with the known certificate: how it was refused, if it was."""
+    """The error of a gRPC call with the known certificate; None if it succeeds."""
     metadata = () if key is None else (("authorization", key),)
     with walls.channel(walls.known, ("grpc.max_send_message_length", -1)) as channel:
         try:
@@ -87,7 +87,8 @@ def called(walls: Fortress, data: bytes, key: str | None, method: str = GENERATE
 
 
 def test_wrong_credentials(walls: Fortress) -> None:
-    """Missing, wrong, withdrawn, of the wrong role, or a certificate that is no good: both doors keep each out."""
+    """Keys that are missing, wrong, withdrawn or of the wrong role, and certificates that are not valid, are refused
+    over gRPC and HTTP."""
     wrong = f"cc-wrong-{'x' * 30}"
     walls.secrets.add(wrong)
     tenants = yaml.safe_load(walls.keys_file.read_text())
@@ -129,7 +130,8 @@ def test_wrong_credentials(walls: Fortress) -> None:
 
 
 def test_bodies_that_nobody_reads(walls: Fortress) -> None:
-    """Too long, not JSON, compressed, of too many values: each is the client's error, and says what to change."""
+    """A body that is too long, not JSON, compressed, or has too many values is a client error that says what to
+    change."""
     long = b'{"prompt": "' + b"a" * MESSAGE_BYTES + b'"}'
     status, text = walls.ask("POST", "/v1/completions", long)
     assert status == 413 and b"send less" in text
@@ -148,7 +150,7 @@ def test_bodies_that_nobody_reads(walls: Fortress) -> None:
 
 
 def test_grammars_that_cannot_be_compiled(walls: Fortress) -> None:
-    """Each is refused with its reason before a group hears of it, and others are answered meanwhile."""
+    """Each is refused with a reason before it reaches a group, and other requests are answered meanwhile."""
     for asked in UNCOMPILABLE:
         status, text = walls.ask("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 2, **asked}))
         said = json.loads(text).get("error", {}).get("message", "")
@@ -159,7 +161,7 @@ def test_grammars_that_cannot_be_compiled(walls: Fortress) -> None:
 
 
 def test_clients_that_vanish(walls: Fortress) -> None:
-    """Two hundred streams whose clients are gone at some point of them: every request ends, every block is free."""
+    """Two hundred streams whose clients disconnect at some point: every request ends, and every block is free."""
     dice = random.Random(5)
 
     def come_and_go(number: int) -> None:
@@ -176,7 +178,8 @@ def test_clients_that_vanish(walls: Fortress) -> None:
 
 
 def test_readers_that_stop(walls: Fortress) -> None:
-    """Clients that keep their connection and take nothing lose it, and others' blocks are theirs again meanwhile."""
+    """Clients that keep their connection and read nothing are disconnected. Meanwhile their blocks are free for
+    others."""
     asked = {"prompt": "def", "max_tokens": 1800, "n": 4, "stream": True, "logprobs": 5, "ignore_eos": True}
     body = json.dumps(asked).encode()
     message = GenerateRequest(text="def", sampling=SamplingParams(max_tokens=1800, n=4, logprobs=20, ignore_eos=True))
@@ -194,8 +197,8 @@ def test_readers_that_stop(walls: Fortress) -> None:
 
 
 def test_ten_thousand_mutated_requests(walls: Fortress) -> None:
-    """No answer is our fault: 4,200 mutated bodies, 4,200 mutated messages, 2,000 that schemathesis makes of our own
-    description; the router holds no more memory for it than it may."""
+    """No answer is a server error: 4,200 mutated bodies, 4,200 mutated messages, and 2,000 requests that schemathesis
+    makes from the OpenAPI description. The router's memory stays within its limit."""
     before = walls.metric("process_resident_memory_bytes")
     with ThreadPoolExecutor(3) as threads:
         parts = [threads.submit(part, walls) for part in (over_http, over_grpc, over_schema)]
@@ -210,7 +213,7 @@ def test_ten_thousand_mutated_requests(walls: Fortress) -> None:
 
 
 def over_http(walls: Fortress) -> Counter[str]:
-    """4,200 bodies."""
+    """Send 4,200 mutated bodies."""
     dice, seen = random.Random(3), Counter[str]()
     web = walls.web()
     for _ in range(4200):
@@ -225,7 +228,7 @@ def over_http(walls: Fortress) -> Counter[str]:
 
 
 def over_grpc(walls: Fortress) -> Counter[str]:
-    """4,200 messages."""
+    """Send 4,200 mutated messages."""
     dice, seen = random.Random(4), Counter[str]()
     with walls.channel(walls.known) as channel:
         call = channel.unary_unary(GENERATE)
@@ -243,7 +246,7 @@ def over_grpc(walls: Fortress) -> Counter[str]:
 
 
 def over_schema(walls: Fortress) -> Counter[str]:
-    """2,000 of every operation, good and bad."""
+    """Send 2,000 valid and invalid requests of every operation."""
     seen, url = Counter[str](), walls.serving.url
     show = {
         "verify": str(walls.authority.ca),
@@ -271,7 +274,7 @@ def over_schema(walls: Fortress) -> Counter[str]:
 
 
 def test_no_secret_is_written(walls: Fortress) -> None:
-    """After all that: no key, no line of a private key, no token of Ray's is in a log, an argument, or a page."""
+    """After all tests of this file no log, argument or page contains a key, a line of a private key, or Ray's token."""
     texts = walls.written()
     assert len(texts) > 15 and sum(map(len, texts.values())) > 10_000
     assert [(name, secret[:3]) for name, text in texts.items() for secret in walls.secrets if secret in text] == []

@@ -1,4 +1,4 @@
-"""Grammars meant to end or to stop a process: a router refuses them in time, or a rank follows them in time."""
+"""Grammars meant to crash or block a process: the router refuses them in time, or a rank follows them in time."""
 
 import json
 import resource
@@ -23,7 +23,7 @@ _MOST_SECONDS = 20.0
 
 
 class Rank:
-    """The process of grammar_rank."""
+    """The process of grammar_rank.py."""
 
     def __init__(self, directory: Path) -> None:
         def lower_the_stack() -> None:
@@ -35,7 +35,7 @@ class Rank:
         )
 
     def follow(self, case: str) -> dict[str, Any]:
-        """What it says of the case; fails if it ends over it."""
+        """The result for one case. Fails if the process ends."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(case) + "\n")
         self.process.stdin.flush()
@@ -45,14 +45,14 @@ class Rank:
         return said
 
     def close(self) -> None:
-        """Ends it."""
+        """End the process."""
         self.process.kill()
         self.process.communicate()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rank]]:
-    """The one that runs, if any."""
+    """The process that runs, if any."""
     made: list[Rank] = []
     yield made
     for rank in made:
@@ -61,7 +61,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rank]]:
 
 @pytest.fixture
 def rank(ranks: list[Rank], tmp_path: Path) -> Rank:
-    """The same for all tests, until one ends it."""
+    """One process for all tests, until a grammar ends it."""
     if not ranks or ranks[-1].process.poll() is not None:
         ranks.append(Rank(tmp_path))
     return ranks[-1]
@@ -69,7 +69,7 @@ def rank(ranks: list[Rank], tmp_path: Path) -> Rank:
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[GrammarValidator]:
-    """A router's."""
+    """A router's grammar validator."""
     made = GrammarValidator()
     yield made
     made.close()
@@ -77,8 +77,7 @@ def check() -> Iterator[GrammarValidator]:
 
 @pytest.mark.parametrize("case", GRAMMARS)
 async def test_no_grammar_ends_or_stops_a_process(check: GrammarValidator, rank: Rank, case: str) -> None:
-    """It gets an error that says what to change, before or while it is followed, or it works; who else asks is
-    answered."""
+    """The request gets an error that says what to change, or it works. Other requests are answered."""
     try:
         await check.require(GRAMMARS[case]())
     except GrammarRefused as error:

@@ -1,4 +1,4 @@
-"""OpenAI's client against a router and a group of one rank that computes a tiny model, without Ray."""
+"""OpenAI's client against a router and a group of one rank with a tiny model, without Ray."""
 
 import asyncio
 import json
@@ -51,20 +51,20 @@ class Alarm(BaseModel):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama whose chat template knows tools."""
+    """A random llama whose chat template has tools."""
     directory = write_checkpoint(tmp_path_factory.mktemp("model") / "llama")
     return write_model(directory, TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Model:
-    """The same, loaded."""
+    """The same model, loaded."""
     return load_alone(directory)
 
 
 @asynccontextmanager
 async def served(model: Model, generation_config: str = "auto") -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of the router in front of one group."""
+    """OpenAI's client of a router in front of one group."""
     engine = engines_of(model)()
     described = public.GetModelResponse(
         name="tiny", max_model_len=256, vocab_size=600, block_size=8, fingerprint=model.spec.fingerprint,
@@ -98,7 +98,7 @@ async def served(model: Model, generation_config: str = "auto") -> AsyncIterator
 
 @pytest.mark.parametrize("choice", ["required", "Reading"])
 async def test_a_model_s_calls_fit_nested_pydantic_models(model: Model, choice: str) -> None:
-    """With a random model, a forced call to a function of nested models parses as one of these models."""
+    """With a random model, a forced call of a function with nested pydantic models parses as those models."""
     tools = [openai.pydantic_function_tool(kind) for kind in (Reading, Alarm)]
     forced: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     async with served(model) as client:
@@ -116,7 +116,7 @@ async def test_a_model_s_calls_fit_nested_pydantic_models(model: Model, choice: 
 
 
 async def test_what_is_left_unset_is_drawn_as_the_model_s_file_says(model: Model) -> None:
-    """With a greedy generation_config.json, requests that set nothing are greedy, unless --generation-config is
+    """With a greedy generation_config.json, requests that set no sampling are greedy, unless --generation-config is
     none."""
     file = model.directory / "generation_config.json"
     before = file.read_text()

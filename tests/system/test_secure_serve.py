@@ -1,4 +1,4 @@
-"""A cluster with TLS and keys, as an operator starts it: who comes in, who does not, and where no secret is found."""
+"""A cluster with TLS and keys: who is let in, who is not, and that no secret can be found."""
 
 import http.client
 import ipaddress
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ray
 
 @dataclass
 class Secure:
-    """A cluster that serves, and what opens it."""
+    """A cluster that serves, and its credentials."""
 
     serving: Serving
     ca: Path
@@ -34,14 +34,14 @@ class Secure:
     admin: str
 
     def run(self, *arguments: str, key: str = "", tls: bool = True) -> subprocess.CompletedProcess[str]:
-        """A client's command; the key goes by the environment."""
+        """Run a client command with the key in its environment."""
         environment = {"COATCHECK_API_KEY": key, **({"COATCHECK_TLS_CA": str(self.ca)} if tls else {})}
         return coatcheck(*arguments, "--address", self.serving.address, environment=environment)
 
 
 @pytest.fixture(scope="module")
 def secure(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    """One of one rank."""
+    """A cluster of one rank."""
     folder = tmp_path_factory.mktemp("secure")
     authority = TestAuthority(folder)
     leaf, keys = authority.leaf("server"), folder / "keys.yaml"
@@ -57,7 +57,7 @@ def secure(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_commands_come_in_with_a_key(secure: Secure) -> None:
-    """A user's key generates and does not administrate; an admin's does."""
+    """A user's key may generate and not administrate; an admin's key may do both."""
     done = secure.run("generate", "def main", "--max-tokens", "3", "--json", key=secure.key)
     assert done.returncode == 0 and json.loads(done.stdout)["usage"]["completion"] == 3
     bench = secure.run(
@@ -80,14 +80,14 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
     ],
 )
 def test_commands_without_one_are_told(secure: Secure, key: str, tls: bool, said: str) -> None:
-    """What to bring, in a line; never what was brought."""
+    """One line says which credential is missing, and never quotes a credential that was given."""
     done = secure.run("generate", "def main", key=key, tls=tls)
     assert done.returncode in (1, 2) and done.stderr.startswith("error: ") and said in done.stderr
     assert "cc-wrong" not in done.stderr
 
 
 def test_http_speaks_tls(secure: Secure) -> None:
-    """HTTP has the same doors as gRPC: the authority is believed, and a key lets in."""
+    """HTTP has the same certificate and the same keys as gRPC."""
     assert secure.serving.url.startswith("https://")
     context = ssl.create_default_context(cafile=str(secure.ca))
     for key, status in ((secure.key, 200), ("cc-wrong", 401)):
@@ -98,7 +98,7 @@ def test_http_speaks_tls(secure: Secure) -> None:
 
 
 async def test_an_operator_watches(secure: Secure) -> None:
-    """The page in a browser and `top` in a terminal show the cluster to who has a key, through TLS."""
+    """The dashboard and `top` show the cluster, through TLS, to an operator who has a key."""
     done = secure.run("top", "--once", "--json", key=secure.admin)
     assert done.returncode == 0 and json.loads(done.stdout)["groups"][0]["state"] == "serving"
     denied = secure.run("top", "--once", key=secure.key)
@@ -110,14 +110,14 @@ async def test_an_operator_watches(secure: Secure) -> None:
 
 
 def test_nothing_of_it_listens_beyond_this_host(secure: Secure) -> None:
-    """Neither the router nor a rank, nor any process of its Ray."""
+    """The router, the ranks and all processes of Ray listen on loopback only."""
     found = {ipaddress.ip_address(address) for address in listening(secure.serving.descendants())}
     plain = {getattr(address, "ipv4_mapped", None) or address for address in found}
     assert plain and all(address.is_loopback for address in plain), plain
 
 
 def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
-    """Rank 0's port takes neither plain connections, nor TLS without a certificate, nor a stranger's."""
+    """Rank 0's port refuses plain connections, TLS without a certificate, and a certificate of another authority."""
     status = secure.run("status", "--json", key=secure.admin)
     (group,) = json.loads(status.stdout)["groups"]
     stranger = ClusterCA().sign_router_certificate()
@@ -138,13 +138,13 @@ def test_a_group_speaks_to_its_routers_alone(secure: Secure) -> None:
 
 
 def _token(secure: Secure) -> str:
-    """Ray's own, which its processes have in their environment."""
+    """Ray's token, from the environment of its processes."""
     environment = Path(f"/proc/{secure.serving.actor('RouterActor')}/environ").read_bytes().split(b"\0")
     return next(part for part in environment if part.startswith(b"RAY_AUTH_TOKEN=")).partition(b"=")[2].decode()
 
 
 def test_ray_admits_nobody_without_its_token(secure: Secure) -> None:
-    """Its head answers who has the token, and neither who has none nor who has made one up."""
+    """Ray's head answers calls with its token only, not calls with none or another."""
     found = re.search(r"--gcs-address=(\S+)", " ".join(secure.serving.descendants().values()))
     assert found
     with grpc.insecure_channel(found[1]) as channel:
@@ -160,7 +160,7 @@ def test_ray_admits_nobody_without_its_token(secure: Secure) -> None:
 
 
 def test_no_secret_is_found_beside_the_cluster(secure: Secure) -> None:
-    """Neither keys, nor Ray's token, nor a private key is in an argument, a log, or a status."""
+    """No argument, log or status contains a key, Ray's token, or a private key."""
     mine = secure.serving.descendants()
     token = _token(secure)
     secure.run("generate", "def main", "--max-tokens", "2", key=secure.key)

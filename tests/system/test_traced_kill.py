@@ -1,4 +1,4 @@
-"""A stream whose group is killed, as the traces and the logs of a whole cluster tell it."""
+"""Traces and logs of a whole cluster for a stream whose group is killed."""
 
 import asyncio
 import json
@@ -20,8 +20,8 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 async def test_one_trace_and_one_id_from_client_to_both_groups() -> None:
-    """Below the client's span are the router's, and below each of its submissions what that group did; each process
-    logs the id that the client gave."""
+    """The router's spans are below the client's span, and each group's spans below the router's submission to it. Each
+    process logs the request id that the client gave."""
     async with Collector() as collector:
         flags = "--groups 2 --kv-memory 8MiB --grpc-port 0 --http-port none --log-format json --max-batch-tokens 16"
         with Serving(str(DEMO), *flags.split(), "--otlp-endpoint", collector.endpoint) as serving:
@@ -61,7 +61,7 @@ async def test_one_trace_and_one_id_from_client_to_both_groups() -> None:
 
 
 def logged(serving: Serving, request_id: str) -> list[dict[str, Any]]:
-    """What all processes have logged of a request."""
+    """What all processes have logged about a request."""
     found = re.search(r"--session[-_]dir=(\S+)", " ".join(serving.descendants().values()))
     assert found
     lines = []

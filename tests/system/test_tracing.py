@@ -1,4 +1,4 @@
-"""Traces from a client's span to the engine's, through real gRPC and HTTP, to a real collector's port."""
+"""Traces from a client's span to the engine's, through real gRPC and HTTP, to a real collector."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ ENGINE = ("engine.queue", "engine.prefill", "engine.decode")
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerJson:
-    """A small one."""
+    """A small tokenizer."""
     directory: Path = write_model(tmp_path_factory.mktemp("tokenizer"))
     return TokenizerJson.load(str(directory))
 
@@ -38,7 +38,7 @@ def question(**more: object) -> GenerateRequest:
 
 
 def check_tree(collector: Collector, trace: str, parent: str) -> dict[str, Seen]:
-    """Of one request: every span once, each below the one that it is part of and within its time."""
+    """Check the spans of one request: each exists once, below its parent and within the parent's time."""
     assert sorted(span.name for span in collector.spans) == sorted((*ROUTER, *ENGINE))
     spans = {span.name: span for span in collector.spans}
     assert {span.trace for span in spans.values()} == {trace}
@@ -58,7 +58,8 @@ def check_tree(collector: Collector, trace: str, parent: str) -> dict[str, Seen]
 
 
 async def test_from_a_grpc_client_to_the_engine(tokenizer: TokenizerJson) -> None:
-    """The client's own span is the parent of the router's, and the router's of the group's, across the stream."""
+    """The client's span is the parent of the router's span, and the router's is the parent of the group's, across the
+    stream."""
     async with Collector() as collector:
         async with (
             observed(tokenizer, collector.endpoint) as (_, address),
@@ -79,7 +80,7 @@ async def test_from_a_grpc_client_to_the_engine(tokenizer: TokenizerJson) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_from_an_http_client_to_the_engine(tokenizer: TokenizerJson, stream: bool) -> None:
-    """OpenAI's client sends the header of W3C trace context, and the spans are below it."""
+    """With a W3C traceparent header from OpenAI's client, the spans are below the client's span."""
     async with Collector() as collector:
         async with observed(tokenizer, collector.endpoint) as (router, _):
             async with openai.AsyncOpenAI(base_url=f"http://{router.http_address}/v1", api_key="none") as client:
@@ -97,8 +98,8 @@ async def test_from_an_http_client_to_the_engine(tokenizer: TokenizerJson, strea
 
 
 async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog: pytest.LogCaptureFixture) -> None:
-    """A stream whose group dies goes on elsewhere below the client's same span, each group's spans below its own
-    submission; and one id is in the logs of the router and of both groups."""
+    """A stream whose group dies continues elsewhere below the same client span, with each group's spans below its own
+    submission. The router and both groups log the same request id."""
     caplog.set_level(logging.INFO)
     async with Collector() as collector:
         runner = MortalRunner(steps=3)
@@ -147,7 +148,7 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
 
 
 async def test_a_request_without_context_begins_a_trace(tokenizer: TokenizerJson) -> None:
-    """Without a parent, or with one that is malformed, the router's span is the first."""
+    """Without a trace context, or with a malformed one, the router's span is the root."""
     async with Collector() as collector:
         async with (
             observed(tokenizer, collector.endpoint) as (_, address),
@@ -158,7 +159,7 @@ async def test_a_request_without_context_begins_a_trace(tokenizer: TokenizerJson
 
 
 async def test_what_is_refused_is_a_span_that_failed(tokenizer: TokenizerJson) -> None:
-    """A bad request has no group's span, and its own says why."""
+    """A refused request has no group span, and the router's span has the error."""
     async with Collector() as collector:
         async with (
             observed(tokenizer, collector.endpoint) as (_, address),
@@ -171,7 +172,8 @@ async def test_what_is_refused_is_a_span_that_failed(tokenizer: TokenizerJson) -
 
 
 async def test_nobody_traces_unless_asked(tokenizer: TokenizerJson) -> None:
-    """Without an endpoint nothing is sent, the group gets no context, and the libraries are not even loaded."""
+    """Without an endpoint nothing is sent, the group gets no trace context, and the OpenTelemetry libraries are not
+    imported."""
     async with observed(tokenizer, None) as (router, address), grpc.aio.insecure_channel(address) as channel:
         await GenerationStub(channel).Generate(question(), metadata=(("traceparent", PARENT),))
         assert router.traffic.active == 0
@@ -184,7 +186,7 @@ async def test_nobody_traces_unless_asked(tokenizer: TokenizerJson) -> None:
 
 
 def test_an_endpoint_is_an_address() -> None:
-    """What is no address is refused with what to write instead; none is no tracing."""
+    """An endpoint that is not an address is refused with what to write; no endpoint means no tracing."""
     with pytest.raises(InvalidConfig, match=r"such as http://127\.0\.0\.1:4317"):
         check_endpoint("127.0.0.1:4317")
     assert Tracing.to(None, "a", "b") is None

@@ -25,7 +25,7 @@ MODEL = str(Path(__file__).parents[3] / "demo" / "model")
 
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """(exit code, stderr) of a command, run in this process; it prints nothing else."""
+    """(exit code, stderr) of a command, run in this process. The command prints nothing to stdout."""
     done = CliRunner().invoke(build_app(arguments), list(arguments), env=environment)
     assert done.stdout == ""
     return done.exit_code, done.stderr

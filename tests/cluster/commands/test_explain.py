@@ -1,4 +1,4 @@
-"""`coatcheck explain`: a router's dry run, for people and for scripts."""
+"""`coatcheck explain`: its table, its JSON and its errors."""
 
 import json
 import re
@@ -25,7 +25,7 @@ TOLD = pb.Explanation(
 
 
 class Explaining(AdminServicer):
-    """Answers with TOLD, or refuses."""
+    """A router that answers with TOLD, or refuses."""
 
     def __init__(self) -> None:
         self.asked: list[pb.GenerateRequest] = []
@@ -40,7 +40,7 @@ class Explaining(AdminServicer):
 
 @pytest.fixture
 def router() -> Iterator[Explaining]:
-    """One that listens."""
+    """A router that listens."""
     service = Explaining()
     server = grpc.server(ThreadPoolExecutor(1))
     add_AdminServicer_to_server(service, server)
@@ -51,14 +51,14 @@ def router() -> Iterator[Explaining]:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Exit status and all that is printed."""
+    """(exit code, output) of `coatcheck explain`."""
     done = CliRunner().invoke(build_app(["explain"]), ["explain", *arguments])
     return done.exit_code, done.output
 
 
 def test_people_get_a_row_per_group(router: Explaining) -> None:
-    """The reason, then each group's terms, cheapest first, without those that are nothing; the prompt goes as it was
-    given."""
+    """The reason, then a row for each group with its cost terms, cheapest first, without terms that are zero
+    everywhere. The prompt is sent as given."""
     status, printed = run("hello", "--address", router.address, "--cache-salt", "mine", "--max-tokens", "9")
     assert status == 0 and printed.startswith("group-1: 0.250 s")
     assert printed.index("group-1 ", 9) < printed.index("group-0 ")
@@ -70,7 +70,7 @@ def test_people_get_a_row_per_group(router: Explaining) -> None:
 
 
 def test_scripts_get_every_field(router: Explaining) -> None:
-    """One JSON object, zeros too."""
+    """--json prints one object with every field, also zeros."""
     status, printed = run("1,2,3", "--token-ids", "--json", "--address", router.address)
     told = json.loads(printed)
     assert status == 0 and list(router.asked[0].token_ids.ids) == [1, 2, 3]
@@ -78,13 +78,13 @@ def test_scripts_get_every_field(router: Explaining) -> None:
 
 
 def test_a_refusal_is_one_line(router: Explaining) -> None:
-    """What the router says of a bad request, and exit 1."""
+    """A bad request ends with the router's message in one line."""
     status, printed = run("", "--address", router.address)
     assert (status, printed) == (2, "error: the prompt is empty; give at least one token\n")
 
 
 def test_nobody_there_is_one_line() -> None:
-    """Where no router listens the address is named."""
+    """If no router listens, the error names the address."""
     status, printed = run("hello", "--address", "127.0.0.1:1")
     refusal = "error: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?\n"
     assert (status, printed) == (1, refusal)

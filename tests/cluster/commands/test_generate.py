@@ -43,7 +43,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 
 async def test_text_goes_to_stdout_and_usage_to_stderr(router: FakeRouter) -> None:
-    """The text alone is on stdout; who answered and what it took is one line on stderr."""
+    """stdout has the text alone; stderr has one line with the group and the usage."""
     ran = await run("a b c d", "--address", router.address, "--seed", "3")
     assert (ran.code, ran.out) == (0, words(3, 0, 5) + "\n")
     line = r"group-0: 4 prompt tokens, 2 cached; 5 generated, the first after \d+ ms, then \d+ a second\n"
@@ -65,7 +65,7 @@ async def test_json_object(router: FakeRouter) -> None:
 
 
 async def test_several_answers(router: FakeRouter) -> None:
-    """With --n the answers come labelled at the end, and in `choices` in JSON, each with its log-probabilities."""
+    """With --n the choices are printed at the end with their indices. In JSON each has its log-probabilities."""
     ran = await run("a", "--address", router.address, "--n", "2", "--seed", "3")
     assert ran.out == f"[0] {words(3, 0, 5)}\n[1] {words(3, 1, 5)}\n"
     arguments = ("--n", "2", "--logprobs", "1", "--prompt-logprobs", "0")
@@ -79,7 +79,7 @@ async def test_several_answers(router: FakeRouter) -> None:
 
 
 async def test_every_flag_reaches_the_request(router: FakeRouter) -> None:
-    """Each flag sets its field and nothing else is set, so that the server's defaults stay the server's."""
+    """Each flag sets its field. All other fields stay unset, so that the server's defaults apply."""
     await run("x", "--address", router.address)
     assert router.requests[0] == pb.GenerateRequest(text="x", sampling=pb.SamplingParams())
     flags = (
@@ -109,7 +109,7 @@ async def test_chat_and_standard_input(router: FakeRouter) -> None:
 
 
 async def test_router_lost_in_mid_stream(router: FakeRouter) -> None:
-    """With a second address the text goes on as if nothing had happened."""
+    """With a second address the text continues without a gap when the first router is lost."""
     async with FakeRouter("group-1", losses=[3]) as first:
         ran = await run("a", "--address", first.address, "--address", router.address, "--seed", "3")
     assert (ran.code, ran.out) == (0, words(3, 0, 5) + "\n")
@@ -117,7 +117,7 @@ async def test_router_lost_in_mid_stream(router: FakeRouter) -> None:
 
 
 async def test_a_router_that_restarts_leaves_no_noise() -> None:
-    """A router that ends with the stream open and comes back, ten times over, puts nothing of gRPC's on stderr."""
+    """A router that restarts ten times amid a stream makes gRPC print nothing to stderr."""
     async with FakeRouter() as router:
         router.stalls_after = 3
         command = [*COMMAND, "generate", "a", "--address", router.address, "--seed", "3", "--max-tokens", "60"]
@@ -137,7 +137,7 @@ async def test_a_router_that_restarts_leaves_no_noise() -> None:
 
 
 async def test_refusal_is_one_line(router: FakeRouter) -> None:
-    """What the server refuses comes out as its own message, no traceback; 2, since the request is wrong as written."""
+    """A request that the server refuses ends with the server's message, without a traceback, and exit code 2."""
     router.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is empty; send at least one token")
     ran = await run("", "--address", router.address)
     assert (ran.code, ran.out) == (2, "")
@@ -153,7 +153,7 @@ async def test_refusal_is_one_line(router: FakeRouter) -> None:
     ],
 )
 async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
-    """A bad value is one clear line and exit code 2, before any server is asked."""
+    """A bad value ends with one line and exit code 2 before any server is called."""
     ran = await run("x", *arguments, "--address", "127.0.0.1:1")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert ran.err.startswith(f"error: {message}")
@@ -176,7 +176,7 @@ async def test_mistakes_are_one_line(arguments: list[str], message: str) -> None
     ],
 )
 async def test_wrong_usage(arguments: list[str], message: str) -> None:
-    """A command line that makes no sense is refused with exit code 2, before any server is asked."""
+    """A contradictory command line ends with exit code 2 before any server is called."""
     ran = await run(*arguments)
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err.lower() or message in ran.err
@@ -184,7 +184,7 @@ async def test_wrong_usage(arguments: list[str], message: str) -> None:
 
 
 def test_summary_of_a_moved_answer() -> None:
-    """The summary counts moves, gives the rate of the tokens after the first, and says what came from host memory."""
+    """The summary counts failovers, and gives the token rate after the first token and the tokens from host memory."""
     answer = GenerationResult(began=10.0)
     usage = pb.Usage(prompt_tokens=3, completion_tokens=11, cached_device_tokens=1, cached_host_tokens=1)
     final: dict[str, Any] = dict(usage=usage, group="group-1", routed_by="group-1: alone", moves=2)

@@ -1,4 +1,4 @@
-"""`coatcheck keys`: a key is shown once, and the file that a router reads has its hash alone."""
+"""`coatcheck keys`: a key is printed once, and the key file has only its hash."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.cluster.serving import coatcheck
 
 
 def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
-    """Each is printed alone, so that a script can take it; the file keeps what else stood there."""
+    """stdout has the key alone, so that a script can read it. The file keeps its other entries."""
     file = tmp_path / "keys.yaml"
     old = hash_key("cc-old")
     file.write_text(f"tenants:\n- name: search\n  keys: ['{old}']\n  max_streams: 3\n")
@@ -22,7 +22,8 @@ def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    """A role that is none, another role than the tenant has, and a file with a mistake in it."""
+    """An unknown role, another role than the tenant has, and a damaged file are refused, and the file is not
+    changed."""
     file = tmp_path / "keys.yaml"
     coatcheck("keys", "new", "search", "--file", str(file))
     before = file.read_text()
@@ -36,7 +37,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_link_in_an_open_folder_harms_no_file(tmp_path: Path) -> None:
-    """Where others may write beside the file of keys, no link that they have put there beforehand is followed."""
+    """A link that another user has put beside the key file is not followed."""
     (victim := tmp_path / "victim").write_text("precious")
     (tmp_path / f".keys.yaml.{os.getpid()}").symlink_to(victim)
     keys("new", "search", tmp_path / "keys.yaml", None)

@@ -1,4 +1,4 @@
-"""`coatcheck scale` on a cluster that serves: groups come and go, and no stream notices."""
+"""`coatcheck scale` on a cluster that serves: groups are added and removed, and no stream is affected."""
 
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,14 +20,14 @@ _STREAMS = 2
 
 
 def test_nothing_to_scale_is_said_at_once() -> None:
-    """No Ray at the address, and no groups at all, are each one line that says so."""
+    """Without a Ray at the address, and with zero groups, the command fails at once with one line."""
     done = coatcheck("scale", "--groups", "2", "--ray-address", "127.0.0.1:1")
     assert done.returncode == 1 and done.stderr.startswith("error: no Ray cluster answers at 127.0.0.1:1")
     assert coatcheck("scale", "--groups", "0").returncode == 2
 
 
 class Clients:
-    """Clients that know one address and retry nothing: each asks again as soon as it has its answer."""
+    """Clients that know one address and retry nothing. Each sends the next request as soon as one is answered."""
 
     def __init__(self, address: str, pool: ThreadPoolExecutor) -> None:
         channel = grpc.insecure_channel(address)
@@ -36,11 +36,12 @@ class Clients:
         self._undisturbed = [self._ask(seed) for seed in range(_STREAMS)]
 
     def ask_while(self, *running: "Future[Any]") -> "list[Future[int]]":
-        """All ask until what runs is done, at least once; each gives how often it did."""
+        """Send requests from every client until all of `running` are done. Each future returns its number of requests,
+        at least one."""
         return [self._pool.submit(self._ask_while, seed, running) for seed in range(_STREAMS)]
 
     def states(self) -> dict[str, str]:
-        """The router's groups."""
+        """The state of each group, as the router reports it."""
         return {group.name: group.state for group in self._admin.Status(StatusRequest()).groups}
 
     def _ask(self, seed: int) -> list[int]:
@@ -57,7 +58,7 @@ class Clients:
 
 
 class Scaled:
-    """A cluster on a Ray of two CPUs, which begins with so many groups of one rank, and what scales it."""
+    """A cluster of one-rank groups on a Ray of two logical CPUs, and `coatcheck scale` for it."""
 
     def __init__(self, head: RayHead, model: Path, groups: int, pool: ThreadPoolExecutor) -> None:
         self._head = head
@@ -65,24 +66,24 @@ class Scaled:
         self._serve = [str(model), "--groups", str(groups), "--grpc-port", "0", "--kv-memory", "4MiB"]
 
     def serving(self) -> Serving:
-        """`coatcheck serve`, the first one or another."""
+        """Runs `coatcheck serve`, to start the cluster or to join it."""
         return Serving(*self._serve, "--ray-address", self._head.address, environment=ENVIRONMENT)
 
     def scale(self, groups: int, *options: str) -> "Future[Any]":
-        """The command, as it runs."""
+        """Runs `coatcheck scale`."""
         asked = ["scale", "--groups", str(groups), "--ray-address", self._head.address, *options]
         return self._pool.submit(coatcheck, *asked, environment=ENVIRONMENT)
 
 
 def require_done(scaling: "Future[Any]", streams: "list[Future[int]]") -> None:
-    """It went well, and so did the streams beside it."""
+    """Check that the command succeeded and that every stream beside it got the right tokens."""
     assert scaling.result().returncode == 0, scaling.result().stderr
     assert all(stream.result() for stream in streams)
 
 
 def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
-    """From one group to two and back with streams running: all end as they would have undisturbed; what does not fit is
-    refused with what is missing, and changes nothing."""
+    """From one group to two and back while streams run: all streams end as they would have undisturbed. A third group
+    is refused with what is missing, and nothing changes."""
     with ray_head(2) as head, ThreadPoolExecutor(_STREAMS + 1) as pool:
         scaled = Scaled(head, tiny_model, 1, pool)
         with scaled.serving() as serving:
@@ -106,8 +107,8 @@ def test_groups_come_and_go_under_streams(tiny_model: Path) -> None:
 
 @pytest.mark.full
 def test_scaling_outlives_what_happens_meanwhile(tiny_model: Path) -> None:
-    """A supervisor that is killed, and the command run again, keep the number; the group that goes is killed before it
-    has gone; two commands come at once, of which one waits for the other: no stream notices any of it."""
+    """The supervisor is killed during a scaling and the command is run again; a group that is being removed is killed;
+    two commands run at once, of which one waits. No stream is affected."""
     with ray_head(2) as head, ThreadPoolExecutor(_STREAMS + 2) as pool:
         scaled = Scaled(head, tiny_model, 1, pool)
         with scaled.serving() as serving:

@@ -1,4 +1,4 @@
-"""The whole path as an operator and a client see it: real Ray, real ranks over gloo, real gRPC, kill -9."""
+"""A whole cluster as operators and clients see it: real Ray, real ranks over gloo, real gRPC, kill -9."""
 
 import json
 import os
@@ -26,14 +26,14 @@ PROMPT = "def main() -> None: print('hello, world') and the quick brown fox jump
 
 @pytest.fixture(scope="module")
 def ray_folder() -> Iterator[Path]:
-    """Where the shared server's Ray has its sessions; a short name, for the sake of sockets."""
+    """The folder of the shared server's Ray. Its path is short because it contains sockets."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def serving(tiny_model: Path, ray_folder: Path) -> Iterator[Serving]:
-    """Two groups of two ranks, shared by the tests of this file; the last one ends it."""
+    """Two groups of two ranks, shared by the tests of this file. The last test that uses it ends it."""
     flags = ["--groups", "2", "--tp", "2", "--grpc-port", "0", "--kv-memory", "8MiB", "--log-format", "json"]
     with Serving(str(tiny_model), *flags, environment={"RAY_TMPDIR": str(ray_folder)}) as serving:
         line = serving.wait_ready()
@@ -67,14 +67,14 @@ def test_one_request_is_followed_through_the_logs(serving: Serving) -> None:
 
 
 def test_too_small_a_pool_is_said(tiny_model: Path) -> None:
-    """A pool that shortens what the model could do says so in the ready line, with both lengths."""
+    """If the KV pool limits the sequence length, the ready line says so with both lengths."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "16KiB") as serving:
         line = serving.wait_ready()
     assert re.search(r"too few: no sequence can be longer than \d+ tokens, and the model goes to \d+; raise --kv", line)
 
 
 def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
-    """A follow-up that shares the prompt finds it in the cache, on the group that has it."""
+    """A prompt that extends an earlier one goes to the same group and finds its prefix cached."""
     first = serving.generate(PROMPT, "--max-tokens", "8", "--temperature", "0")
     assert len(first["token_ids"]) == 8 and first["usage"]["completion"] == 8
     after = serving.generate(PROMPT + first["text"], "--max-tokens", "8", "--temperature", "0")
@@ -83,7 +83,8 @@ def test_a_prompt_is_answered_and_its_prefix_reused(serving: Serving) -> None:
 
 
 def test_a_plan_says_what_the_groups_report(serving: Serving, tiny_model: Path) -> None:
-    """From config.json alone come the number of blocks and the kv dtype that the running groups have."""
+    """`coatcheck plan` computes from config.json the number of blocks and the KV dtype that the running groups
+    report."""
     done = coatcheck("plan", str(tiny_model), "--tp", "2", "--kv-memory", "8MiB", "--json")
     planned, reported = json.loads(done.stdout), serving.status()
     assert [group["blocks_total"] for group in reported["groups"]] == [planned["num_blocks"]] * 2
@@ -92,7 +93,7 @@ def test_a_plan_says_what_the_groups_report(serving: Serving, tiny_model: Path) 
 
 
 def test_openai_clients_get_the_same_answer(serving: Serving) -> None:
-    """The address in the ready line answers OpenAI's client with what gRPC gives, streamed too."""
+    """OpenAI's client, at the address in the ready line, gets the text that gRPC gives, also streamed."""
     sampling = ["--max-tokens", "12", "--seed", "11"]
     wanted = serving.generate(PROMPT, *sampling)
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
@@ -104,7 +105,7 @@ def test_openai_clients_get_the_same_answer(serving: Serving) -> None:
 
 
 def test_status_shows_every_rank(serving: Serving) -> None:
-    """Status names groups and ranks with their processes, for people and for scripts."""
+    """`status` shows groups and ranks with their process ids, as tables and as JSON."""
     status = json.loads(coatcheck("status", "--address", serving.address, "--json").stdout)
     assert status["state"] == "serving" and status["hit_ratio"] > 0
     assert [len(group["ranks"]) for group in status["groups"]] == [2, 2]
@@ -136,7 +137,7 @@ def test_a_killed_rank_costs_no_request(serving: Serving, rank: int) -> None:
 
 
 def test_structured_output_outlives_a_killed_rank(serving: Serving) -> None:
-    """kill -9 amid a stream that is held to a pattern: over HTTP too the text is the undisturbed one, and fits it."""
+    """kill -9 amid an HTTP stream with a guided regex: the text equals the undisturbed one and matches the regex."""
     rank = serving.group("group-0")["ranks"][1]["pid"]
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
         asked: dict[str, Any] = dict(
@@ -172,8 +173,8 @@ def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
 
 
 def test_restart_reaches_a_ray_that_serve_has_started(serving: Serving, ray_folder: Path, tmp_path: Path) -> None:
-    """`coatcheck restart` of the same user on the same host finds it and its token; nobody else can read that, and
-    without it the command says what is missing."""
+    """`coatcheck restart` of the same user on the same host finds the local Ray and its token. Other users cannot read
+    the token, and without it the command says what is missing."""
     (token,) = (ray_folder / "ray").glob("*.token")
     assert token.stat().st_mode & 0o777 == 0o600
     address = f"127.0.0.1:{token.stem.rpartition('-')[2]}"
@@ -208,7 +209,7 @@ def test_a_drained_group_gets_no_more_work(serving: Serving) -> None:
 
 
 def test_a_drain_is_undone(serving: Serving) -> None:
-    """`coatcheck drain --undo` has a group, or the whole router, take work again."""
+    """After `coatcheck drain --undo` a group, or the whole router, accepts requests again."""
     assert coatcheck("drain", "group-1", "--address", serving.address).returncode == 0
     assert coatcheck("drain", "group-1", "--undo", "--address", serving.address).returncode == 0
     assert serving.group("group-1")["state"] == "serving"
@@ -220,8 +221,8 @@ def test_a_drain_is_undone(serving: Serving) -> None:
 
 
 def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: Path) -> None:
-    """On SIGTERM the running stream ends whole, a new request is turned away, then every process is gone, and Ray's
-    token; exit 0."""
+    """On SIGTERM the running stream completes, new requests are refused, then every process and the token file are
+    gone, and the exit code is 0."""
     command = [
         *COMMAND,
         "generate",
@@ -250,7 +251,7 @@ def test_sigterm_drains_and_leaves_nothing_behind(serving: Serving, ray_folder: 
 
 
 def test_a_second_signal_stops_at_once(tiny_model: Path) -> None:
-    """Ctrl-C twice while a stream runs: the command ends before the stream does, non-zero, and nothing stays behind."""
+    """Ctrl-C twice while a stream runs: the command exits with 130 before the stream ends, and no process is left."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "64MiB") as serving:
         serving.wait_ready()
         endless = [

@@ -1,4 +1,4 @@
-"""`coatcheck serve` before it serves: what cannot be, a Ray that is not there, and Ctrl-C at every stage."""
+"""`coatcheck serve` before it serves: invalid settings, a Ray that does not answer, and Ctrl-C at every stage."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], 
 
 
 def test_a_taken_port_is_named(tiny_model: Path) -> None:
-    """A port that somebody else holds is refused with its number, before Ray starts."""
+    """A port that is in use is refused with its number before Ray starts."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = coatcheck("serve", str(tiny_model), "--grpc-port", str(port))
@@ -46,14 +46,15 @@ def test_a_taken_port_is_named(tiny_model: Path) -> None:
 
 
 def test_missing_gpus_are_refused(tiny_model: Path) -> None:
-    """GPUs on a machine that has none are refused before Ray starts, not waited for."""
+    """--device cuda without a GPU is refused before Ray starts."""
     done = coatcheck("serve", str(tiny_model), "--grpc-port", "0", "--device", "cuda", "--groups", "2", "--tp", "2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: device is cuda, and this machine has no GPU")
 
 
 def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
-    """What only a rank can find ends the command with the rank's own reason; before it comes a line for each stage."""
+    """An error that only a rank can find ends the command with the rank's own message, after a line for each stage of
+    the start."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "900TiB") as serving:
         *lines, last = serving.rest().splitlines()
         stages = [line for line in lines if not line.startswith("still starting Ray")]  # as a busy machine has it
@@ -64,7 +65,7 @@ def test_what_a_rank_refuses_is_said_as_it_says_it(tiny_model: Path) -> None:
 
 
 def test_a_cluster_that_has_ended_is_no_cluster(tmp_path: Path) -> None:
-    """`auto` that names a cluster of yesterday is refused without asking Ray, with where the address comes from."""
+    """If `auto` names a cluster that has ended, the error says where the address comes from. Ray is not called."""
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
     done = coatcheck("serve", "m/m", "--ray-address", "auto", environment={"RAY_TMPDIR": str(tmp_path)})
@@ -83,14 +84,14 @@ def test_a_cluster_that_has_ended_is_no_cluster(tmp_path: Path) -> None:
     ],
 )
 def test_an_address_without_a_cluster(tmp_path: Path, address: str, environment: dict[str, str], message: str) -> None:
-    """Every address that leads to no cluster is one line that says what to write."""
+    """Every address without a cluster gives one line that says what to write."""
     environment = {"RAY_TMPDIR": str(tmp_path), **environment}
     done = coatcheck("serve", "m/m", "--ray-address", address, environment=environment)
     assert done.returncode != 0 and done.stderr.count("\n") == 1 and message in done.stderr
 
 
 def test_what_listens_and_is_no_ray_is_refused() -> None:
-    """A port where something else listens is refused before Ray itself, which says less, tries for minutes."""
+    """A port where another program listens is refused at once; Ray would try for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         done = coatcheck("serve", "m/m", "--ray-address", address)
@@ -99,7 +100,7 @@ def test_what_listens_and_is_no_ray_is_refused() -> None:
 
 @pytest.fixture
 def no_ray() -> Iterator[str]:
-    """A gRPC server that knows nothing of Ray."""
+    """A gRPC server that is not a Ray head."""
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -117,7 +118,7 @@ def test_a_signal_ends_a_connection_that_hangs(no_ray: str, number: signal.Signa
 
 
 def test_a_connection_that_hangs_ends_in_time(no_ray: str) -> None:
-    """A head that never lets the command in is given up with one line once the time is up, and exit code 1."""
+    """If a head never answers, the command ends after --ray-start-timeout with one line and exit code 1."""
     done = coatcheck("serve", "m/m", "--ray-address", no_ray, "--ray-start-timeout", "3")
     progress, last = done.stderr.splitlines()
     assert done.returncode == 1 and progress == f"connecting to Ray at {no_ray}"
@@ -129,7 +130,7 @@ def test_a_connection_that_hangs_ends_in_time(no_ray: str) -> None:
     "stage", [pytest.param("starting Ray", marks=pytest.mark.full), "starting 1 group of 1 rank"]
 )  # the next test is one of the first stage
 def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> None:
-    """Ctrl-C before anything serves ends the command, and nothing stays behind."""
+    """Ctrl-C before anything serves ends the command, and no process is left."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB") as serving:
         serving.wait_line(stage)
         processes = serving.descendants()
@@ -141,7 +142,7 @@ def test_a_signal_ends_a_start_at_every_stage(tiny_model: Path, stage: str) -> N
 
 
 def test_a_signal_leaves_nothing_of_a_ray_that_is_half_there(tiny_model: Path) -> None:
-    """Ray's agents, which by themselves try for a minute to tell a head that is gone, end with the command too."""
+    """Ctrl-C also ends Ray's agents, which by themselves would try for a minute to reach the head that has ended."""
     with Serving(str(tiny_model), "--grpc-port", "0", "--kv-memory", "4MiB") as serving:
         serving.wait_line("starting Ray")
         until(lambda: serving.actor("RuntimeEnvAgent") > 0, "Ray's agents run")

@@ -1,4 +1,4 @@
-"""`coatcheck top`: what it draws of a status, and that it follows a router in a terminal."""
+"""`coatcheck top`: what it draws of a status, and how it updates in a terminal."""
 
 import json
 import os
@@ -51,7 +51,7 @@ STATUS = pb.StatusResponse(
 
 
 class Admin(AdminServicer):
-    """Answers with STATUS, a hundred tokens further each time; a real service on a real port."""
+    """A real service on a real port that answers with STATUS, with a hundred more generated tokens each time."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -66,7 +66,7 @@ class Admin(AdminServicer):
 
 @pytest.fixture
 def router() -> Iterator[tuple[str, Admin]]:
-    """(address, what answers there)."""
+    """(address, service) of a router."""
     admin, server = Admin(), grpc.server(futures.ThreadPoolExecutor(2))
     add_AdminServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -83,7 +83,8 @@ def drawn(status: pb.StatusResponse, history: History, width: int = 120) -> str:
 
 
 def test_one_look_has_everything() -> None:
-    """Groups, ranks, blocks by tier, hits, queue and every latency; what a group says is shown as it says it."""
+    """The screen shows groups, ranks, blocks by tier, hits, queue and every latency, and the groups' reasons as they
+    are."""
     history = History()
     history.add_sample(STATUS, 10.0)
     later = pb.StatusResponse()
@@ -100,14 +101,15 @@ def test_one_look_has_everything() -> None:
 
 
 def test_eighty_columns_are_enough() -> None:
-    """In a terminal of the usual width every column keeps its name and its figures; only the bars are shorter."""
+    """In a terminal of 80 columns every column keeps its title and its figures; only the bars are shorter."""
     text = drawn(STATUS, History(), 80)
     for part in ("state", "ranks", "runs", "waits", "hits", "12.0 ms", "lost", "30/64"):
         assert part in text, (part, text)
 
 
 def test_bars_are_to_scale() -> None:
-    """What is held at all is seen, nothing is drawn beyond the whole, and no tier is said to be off."""
+    """A number above zero has at least one cell, no bar is longer than the width, and a missing tier is shown as
+    off."""
     assert str(draw_bar(0, 0, 0, 28)) == "off"
     for used, cached, total in ((1, 0, 10_000), (0, 1, 10_000), (5, 5, 10), (9999, 1, 10_000), (0, 0, 7)):
         drawn_bar = str(draw_bar(used, cached, total, 28)).split(" ")[0]
@@ -118,7 +120,7 @@ def test_bars_are_to_scale() -> None:
 
 
 def test_a_group_that_began_anew_is_no_negative_rate() -> None:
-    """A counter that fell gives a rate of none."""
+    """If the token counter of a restarted group falls, the rate is zero."""
     history = History()
     history.add_sample(STATUS, 1.0)
     history.add_sample(pb.StatusResponse(), 2.0)
@@ -126,7 +128,7 @@ def test_a_group_that_began_anew_is_no_negative_rate() -> None:
 
 
 def test_once_and_json(router: tuple[str, Admin]) -> None:
-    """--once ends after two looks, which give a rate; with --json it is one object with every field."""
+    """--once ends after two samples, which give a rate. With --json it prints one object with every field."""
     address, admin = router
     shown = coatcheck("top", "--address", address, "--once", "--every", "0.1", environment={"COLUMNS": "130"})
     assert shown.returncode == 0 and "group-0" in shown.stdout and "30/64" in shown.stdout
@@ -137,7 +139,7 @@ def test_once_and_json(router: tuple[str, Admin]) -> None:
 
 
 def test_it_follows_in_a_terminal(router: tuple[str, Admin]) -> None:
-    """In a terminal it draws again and again, the rate among it, until Ctrl-C, and leaves the terminal as it was."""
+    """In a terminal it draws again and again, with the rate, until Ctrl-C, and then restores the terminal."""
     address, _ = router
     primary, secondary = pty.openpty()
     command = [*COMMAND, "top", "--address", address, "--every", "0.1"]

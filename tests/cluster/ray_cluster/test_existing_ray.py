@@ -1,4 +1,4 @@
-"""`coatcheck serve --ray-address`: on a Ray that was there before, the command only watches."""
+"""`coatcheck serve --ray-address` on a Ray cluster that runs already: the command only watches the cluster."""
 
 import os
 import secrets
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def head() -> Iterator[RayHead]:
-    """A Ray with two CPUs."""
+    """A Ray head with two logical CPUs."""
     with ray_head(2) as head:
         yield head
 
@@ -57,8 +57,8 @@ def test_a_cluster_outlives_its_command(head: RayHead, tiny_model: Path) -> None
 
 
 def test_the_users_token_is_shown_to_a_ray_of_this_host(tmp_path: Path) -> None:
-    """`ray start` asks for the token in ~/.ray/auth_token where there is one. `--ray-address auto` shows that token, as
-    Ray's own client does; with an address the command says which variables to set."""
+    """A Ray that `ray start` has started asks for the token in ~/.ray/auth_token, if there is one. With `--ray-address
+    auto` the command sends it, as Ray's own client does; with an address it says which variables to set."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, for the sake of Ray's sockets
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(secrets.token_hex(32))
@@ -79,6 +79,6 @@ def test_the_users_token_is_shown_to_a_ray_of_this_host(tmp_path: Path) -> None:
 
 
 def test_no_cluster_at_the_address_is_said_at_once() -> None:
-    """An address where no Ray answers is one line and exit 1."""
+    """If no Ray answers at the address, the command prints one line and exits with 1."""
     done = coatcheck("serve", "some/model", "--ray-address", "127.0.0.1:1")
     assert done.returncode == 1 and done.stderr.startswith("error: no Ray cluster answers at 127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""The Ray head's process is killed and comes back, its state kept by Redis: requests do not notice."""
+"""The Ray head is killed and started again, with its state in Redis: requests are not affected."""
 
 import threading
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ray
 
 
 class Asking:
-    """Short requests one after another, in a thread, from entering to leaving."""
+    """Sends short requests one after another, in a thread, while the context is open."""
 
     def __init__(self, serving: Serving) -> None:
         self.answers = 0

@@ -1,4 +1,4 @@
-"""A Ray of our own: its token is for the same user on the same host."""
+"""The token of a local Ray is found by commands of the same user on the same host, and by nobody else."""
 
 import os
 import socket
@@ -14,7 +14,8 @@ _ADDRESS = "127.0.0.1:4711"
 
 
 def test_it_is_found_while_it_runs(tmp_path: Path) -> None:
-    """By its address, however this host is written there, and among those that were started; then no more."""
+    """While the context is open, the token is found by each spelling of the address, and the Ray is listed; afterwards
+    neither."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
         assert read_token(tmp_path, _ADDRESS) == read_token(tmp_path, "localhost:4711") == "secret"
         assert [address for _, address in find_local_rays(tmp_path)] == [_ADDRESS]
@@ -23,14 +24,14 @@ def test_it_is_found_while_it_runs(tmp_path: Path) -> None:
 
 
 def test_another_host_is_not_shown_it(tmp_path: Path) -> None:
-    """A cluster elsewhere whose head has the same port is somebody else's."""
+    """No token is found for a cluster on another host whose head has the same port."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
         assert read_token(tmp_path, "10.0.0.1:4711") is None
 
 
 def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> None:
-    """A link, and a file that others may read, are no token; a new one takes their place and leaves what a link names
-    alone."""
+    """A link, or a file that other users may read, is not accepted as a token. A new token file replaces it and leaves
+    the link's target alone."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     victim.chmod(0o600)
@@ -44,7 +45,8 @@ def test_what_others_could_have_put_there_is_not_believed(tmp_path: Path) -> Non
 
 
 def test_what_a_killed_command_has_left_goes(tmp_path: Path) -> None:
-    """Where nobody listens any more the token goes; one of a Ray that listens stays, and what is no token of ours."""
+    """A token file is deleted if nothing listens at its port. Token files of a Ray that listens, and other files,
+    stay."""
     (note := tmp_path / "coatcheck-notes.token").write_text("of something else")
     note.chmod(0o600)
     (strange := tmp_path / "coatcheck-4712.token").symlink_to(note)
@@ -61,8 +63,8 @@ def test_what_a_killed_command_has_left_goes(tmp_path: Path) -> None:
 
 
 def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
-    """`coatcheck scale` without an address touches none of two that listen, and names both; with one of them it goes
-    there. One that has ended by kill -9 does not count."""
+    """If two local Rays listen, `coatcheck scale` without an address contacts neither and names both. If one listens,
+    it contacts that one. A Ray that was ended by kill -9 does not count."""
     (folder := tmp_path / "ray").mkdir()
     environment = {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
     with (
@@ -80,15 +82,14 @@ def test_of_several_that_run_one_must_be_named(tmp_path: Path) -> None:
 
 
 def test_a_token_is_shown_at_its_own_port_alone(tmp_path: Path) -> None:
-    """Another user who renames the token's file in Ray's open folder does not get the token shown at a port of
-    theirs."""
+    """If another user renames the token file to the name of another port, the token is not sent to that port."""
     with publish_token(tmp_path, _ADDRESS, "secret"):
         (tmp_path / "coatcheck-4711.token").rename(tmp_path / "coatcheck-4712.token")
         assert read_token(tmp_path, "127.0.0.1:4712") is None and find_local_rays(tmp_path) == []
 
 
 def test_a_fifo_in_rays_folder_holds_no_command_up(tmp_path: Path) -> None:
-    """A FIFO or a link where Ray notes the newest cluster is not read, and the command ends with what it lacks."""
+    """A FIFO or a link in place of ray_current_cluster is not read, and the command ends with its usual error."""
     (folder := tmp_path / "ray").mkdir()
     note = folder / "ray_current_cluster"
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
@@ -102,7 +103,7 @@ def test_a_fifo_in_rays_folder_holds_no_command_up(tmp_path: Path) -> None:
 def test_a_token_is_made_if_ray_will_ask_for_one(
     monkeypatch: pytest.MonkeyPatch, mode: str | None, has_token: bool
 ) -> None:
-    """RAY_AUTH_MODE counts in upper and lower case, as Ray reads it; without the variable Ray asks for a token."""
+    """RAY_AUTH_MODE is read without regard to case, as Ray does. Without the variable, Ray asks for a token."""
     monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": mode} if mode else {})
     configure_local_ray()
     assert ("RAY_AUTH_TOKEN" in os.environ) is has_token and bool(environment_token()) is has_token

@@ -1,4 +1,4 @@
-"""The processes below one, and their end."""
+"""The processes below a process are found, killed and reaped."""
 
 import os
 import subprocess
@@ -34,8 +34,8 @@ print(inner, soon.wait(), flush=True)
 
 
 def test_orphans_end_too_and_who_ends_in_time_is_not_killed() -> None:
-    """A process whose parent has ended is killed with the others after the grace; one that ends within it ends as it
-    would have."""
+    """A process whose parent has ended is killed with the others after the grace period. One that ends within that
+    period keeps its own exit code."""
     family = _FAMILY.format(middle=_PARENT.format(child=_SLEEPER))
     done = subprocess.run([sys.executable, "-c", family], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,8 @@ def test_orphans_end_too_and_who_ends_in_time_is_not_killed() -> None:
 
 
 def test_a_process_is_told_with_its_command(tmp_path: Path) -> None:
-    """Children and theirs are found, others are not, and one that has ended is gone though nobody has asked for it."""
+    """Children and grandchildren are found with their command lines. Processes that have ended are not, even if nobody
+    has reaped them."""
     parent = _PARENT.format(child=_SLEEPER)
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path
@@ -60,7 +61,7 @@ def test_a_process_is_told_with_its_command(tmp_path: Path) -> None:
 
 
 def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
-    """One whose name and arguments are no text is found like others."""
+    """A process whose name and arguments are not UTF-8 is found like others."""
     named = "from pathlib import Path; Path('/proc/self/comm').write_bytes(b'\\xc3'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", named, b"\xff"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path

@@ -1,4 +1,4 @@
-"""Where ranks go, and what is said when there is no room."""
+"""Placement of ranks, the error if there is no room, and names of nodes."""
 
 import pickle
 
@@ -29,7 +29,8 @@ CPU_NODE = {"CPU": 4.0}
 def test_a_group_stays_on_one_node_where_one_can_hold_it(
     device: str, groups: int, tp: int, nodes: list[dict[str, float]], placed: tuple[str, dict[str, float], str]
 ) -> None:
-    """GPUs are taken where there are any, one per rank; groups that no node can hold any more are spread, last."""
+    """Device auto uses GPUs if there are any. Each group is packed on one node as long as a node has room; the last
+    groups are spread."""
     placement = choose_placement(device, groups, tp, named(nodes))
     initials = "".join(strategy[0] for strategy in placement.strategies)
     assert (placement.device, placement.bundle, initials) == placed
@@ -37,7 +38,7 @@ def test_a_group_stays_on_one_node_where_one_can_hold_it(
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), groups=st.integers(1, 6), tp=st.integers(1, 8))
 def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], groups: int, tp: int) -> None:
-    """There is a place for every group if the ranks are no more than the CPUs, and as many whole ones as can be."""
+    """Groups fit if there are as many CPUs as ranks. As many groups as possible are packed on one node each."""
     nodes = named([{"CPU": float(size)} for size in sizes])
     if sum(sizes) < groups * tp:
         with pytest.raises(InvalidConfig, match=f": {groups * tp - sum(sizes)} missing"):
@@ -61,7 +62,7 @@ def test_what_fits_is_placed_and_what_does_not_is_refused(sizes: list[int], grou
     ],
 )
 def test_too_small_a_cluster_is_refused(device: str, nodes: list[dict[str, float]], message: str) -> None:
-    """What is missing is said in numbers, and where the rest is."""
+    """The error gives the missing amount, and what is free on which node."""
     with pytest.raises(InvalidConfig, match=message):
         choose_placement(device, 2, 4, named(nodes))
 
@@ -76,7 +77,8 @@ def test_too_small_a_cluster_is_refused(device: str, nodes: list[dict[str, float
     ],
 )
 def test_what_helps_depends_on_who_asks(device: str, own_ray: bool, at_start: str, at_growth: str) -> None:
-    """To `serve` and to `scale` the same lack is said with what each can change; it outlives the way through Ray."""
+    """`serve` and `scale` give different advice for the same lack of resources. The error survives pickling, as Ray
+    does it."""
     with pytest.raises(InsufficientResources) as raised:
         choose_placement(device, 1, 2, named([{"CPU": 1.0, "GPU": 1.0}]))
     lack = pickle.loads(pickle.dumps(raised.value))
@@ -92,7 +94,8 @@ def named(nodes: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
-    """A group is told of all ranks on the fullest of its nodes, and of a group that moves no more where it was."""
+    """A group is told the number of ranks, of all groups, on the fullest of its nodes. A group that is gone counts no
+    more."""
     hosts = RankHosts()
     hosts.set_hosts("a", ["x", "y"])
     hosts.set_hosts("b", ["y", "y"])
@@ -102,7 +105,7 @@ def test_ranks_beside_a_group_are_counted_where_most_are() -> None:
 
 
 def test_a_name_that_others_have_too_comes_with_a_bit_of_the_id() -> None:
-    """Six digits tell them apart; more where they must, as for ids that somebody has chosen."""
+    """Nodes with the same name get six digits of their ids, or more if the first six are equal."""
     assert node_names({"0" * 9: "a", "1" * 9: "b", "2" * 9: "b"}) == {
         "0" * 9: "a",
         "1" * 9: "b (111111)",
@@ -121,8 +124,7 @@ def test_a_name_that_others_have_too_comes_with_a_bit_of_the_id() -> None:
     )
 )
 def test_no_two_nodes_are_called_alike(names: dict[str, str]) -> None:
-    """Every node has a name, which begins with its own, and no other node has it: what is counted by name is counted
-    once."""
+    """Every node has a distinct name, which begins with Ray's name of the node."""
     told = node_names(names)
     assert told.keys() == names.keys() and len(set(told.values())) == len(names)
     assert all(told[id].startswith(name) for id, name in names.items())

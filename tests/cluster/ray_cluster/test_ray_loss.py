@@ -1,4 +1,4 @@
-"""`coatcheck serve` when the Ray below it is lost: one error line, a timely end, and nothing left behind."""
+"""`coatcheck serve` when its Ray is lost: one error line, a timely end, and no process left."""
 
 import os
 import signal
@@ -21,14 +21,14 @@ _FLAGS = ["--grpc-port", "0", "--http-port", "none", "--kv-memory", "4MiB"]
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Ray's folder; its path is short because it contains sockets."""
+    """Ray's folder. Its path is short because it contains sockets."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def serving(folder: Path, tiny_model: Path) -> Iterator[Serving]:
-    """On a Ray of its own."""
+    """`coatcheck serve` with a local Ray."""
     with Serving(str(tiny_model), *_FLAGS, environment={"RAY_TMPDIR": str(folder)}) as serving:
         serving.wait_ready()
         yield serving
@@ -51,8 +51,8 @@ def process_of(serving: Serving, program: str) -> int:
     ],
 )
 def test_a_ray_of_our_own_that_is_lost_ends_serve(serving: Serving, folder: Path, program: str, said: str) -> None:
-    """kill -9 of its GCS or raylet: `serve` says so in its only line, ends with 1 long before Ray would have noticed,
-    and every process and Ray's token are gone."""
+    """kill -9 of the GCS or the raylet: `serve` prints one line and exits with 1, long before Ray would have noticed.
+    Every process and the token file are gone."""
     processes = serving.descendants()
     kill(process_of(serving, program))
     until(lambda: serving.process.poll() is not None, "serve ends", _SECONDS)
@@ -65,7 +65,7 @@ def test_a_ray_of_our_own_that_is_lost_ends_serve(serving: Serving, folder: Path
 
 @pytest.mark.timeout(300)
 def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
-    """SIGINT that arrives together with the raylet's end: the command does not wait for a drain that cannot finish."""
+    """If SIGINT arrives together with the raylet's end, the command does not wait for a drain that cannot finish."""
     processes = serving.descendants()
     os.kill(serving.process.pid, signal.SIGSTOP)
     kill(process_of(serving, "raylet"))
@@ -79,8 +79,8 @@ def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("patience", "signalled"), [("5", False), pytest.param("600", True, marks=pytest.mark.full)])
 def test_the_head_of_a_cluster_that_was_there_is_waited_for(tiny_model: Path, patience: str, signalled: bool) -> None:
-    """kill -9 of its GCS: `serve` says that it waits, and ends with one error line and 1 when the head has been away
-    for as long as Ray's setting says, or at once when it is told to stop."""
+    """kill -9 of a joined cluster's GCS: `serve` says that it waits, and exits with 1 and one error line once the head
+    has been gone for as long as Ray's setting says, or at once after a signal."""
     with ray_head(2) as head:
         environment = {**ENVIRONMENT, "RAY_gcs_rpc_server_reconnect_timeout_s": patience}
         with Serving(str(tiny_model), *_FLAGS, "--ray-address", head.address, environment=environment) as serving:
@@ -99,7 +99,7 @@ def test_the_head_of_a_cluster_that_was_there_is_waited_for(tiny_model: Path, pa
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """One of 64 MiB."""
+    """A disk of 64 MiB."""
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], capture_output=True, text=True)
     if made.returncode != 0:
         pytest.skip("only root can mount a small disk")
@@ -110,8 +110,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
 @pytest.mark.full  # tests/workers/host/test_disk_space.py has the message
 @pytest.mark.timeout(300)
 def test_a_full_disk_is_told(small_disk: Path, tiny_model: Path) -> None:
-    """A rank that cannot be started again, since Ray's disk is full, has `serve` and `status` say so; with room again
-    its group serves without anybody's help."""
+    """If a rank cannot be restarted because Ray's disk is full, `serve` and `status` say so. Once there is room, its
+    group serves again by itself."""
     with Serving(str(tiny_model), *_FLAGS, environment={"RAY_TMPDIR": str(small_disk)}) as serving:
         serving.wait_ready()
         rank = serving.group("group-0")["ranks"][0]["pid"]

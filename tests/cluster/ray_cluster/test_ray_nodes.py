@@ -1,4 +1,5 @@
-"""A Ray of several nodes: where groups go, and what a node's death, another version or too small a cluster come to."""
+"""A Ray cluster of several nodes: where groups go, and what happens when a node dies, has another version, or lacks
+room."""
 
 import re
 from collections.abc import Iterator
@@ -16,26 +17,26 @@ _FLAGS = ["--groups", "2", "--tp", "2", "--grpc-port", "0", "--http-port", "none
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[RayNodes]:
-    """A head with one CPU."""
+    """A head with one logical CPU."""
     with RayNodes(tmp_path, head_cpus=1) as nodes:
         yield nodes
 
 
 def node_of(nodes: list[RayNode], pid: int) -> int:
-    """Which of them a process runs on."""
+    """The node that a process runs on."""
     return next(number for number, node in enumerate(nodes) if pid in node.processes())
 
 
 def supervisor_of(node: RayNode) -> int:
-    """Its process; 0 where it runs elsewhere."""
+    """The process id of the supervisor on this node; 0 if it runs elsewhere."""
     return next((pid for pid, command in node.processes().items() if command.startswith("ray::Supervisor")), 0)
 
 
 @pytest.mark.full  # a minute on two cores, most of it a dozen processes that import Ray and torch
 def test_groups_and_routers_follow_the_nodes(nodes: RayNodes, tiny_model: Path) -> None:
-    """One group is packed, one spread, each node has a router, and the supervisor is at the head. A dead node takes its
-    group and its router along, the other group serves on, also under the next supervisor; a new node brings both back.
-    """
+    """One group is packed, one is spread, each node has a router, and the supervisor is at the head. When a node dies,
+    its group and its router are lost and the other group serves on, also after a restart of the supervisor. A new node
+    brings both back."""
     command = [str(tiny_model), *_FLAGS, "--ray-address", nodes.address, "--router-per-node"]
     whole, half = nodes.add(2), nodes.add(1)
     until(lambda: nodes.count() == 3, "all nodes have joined")
@@ -65,13 +66,13 @@ def test_groups_and_routers_follow_the_nodes(nodes: RayNodes, tiny_model: Path) 
 
 
 def answers(router: str) -> bool:
-    """Whether it does."""
+    """Whether a router answers at this address."""
     return coatcheck("status", "--address", router, "--json").returncode == 0
 
 
 def test_what_cannot_serve_is_refused(nodes: RayNodes, tiny_model: Path) -> None:
-    """Too small a cluster is refused with what is missing and where there is room; one that another version of Ray or
-    Python has started at once, with both versions, and so is a node that joins it."""
+    """A cluster without enough room is refused with what is missing and what is free. A cluster, or a node, with
+    another version of Ray or Python is refused at once with both versions."""
     small = coatcheck("serve", str(tiny_model), *_FLAGS, "--ray-address", nodes.address, environment=nodes.environment)
     assert small.returncode == 2
     assert re.search(r"has 1 free on 1 node \(1 on .*\): 3 missing; .* or add nodes", small.stderr)

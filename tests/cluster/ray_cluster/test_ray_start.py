@@ -114,7 +114,7 @@ def test_the_cause_is_found_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_log_that_others_put_there_is_not_read(tmp_path: Path) -> None:
-    """A link is not followed, and a FIFO does not hold the command up."""
+    """A link in place of a log is not followed, and a FIFO does not block the command."""
     (logs := tmp_path / "logs").mkdir()
     (tmp_path / "secret").write_text(_RAYLET)
     (logs / "raylet.err").symlink_to(tmp_path / "secret")

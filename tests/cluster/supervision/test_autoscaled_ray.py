@@ -1,4 +1,4 @@
-"""`--max-groups` with Ray's own autoscaler: a queue brings a node and a group on it, idleness takes both away."""
+"""`--max-groups` with Ray's own autoscaler: a queue adds a node and a group on it, idleness removes both."""
 
 import signal
 import threading
@@ -20,7 +20,8 @@ _CLIENTS = 12  # one is answered, four are ready behind it, the others wait in l
 
 
 class Clients:
-    """Each asks again as soon as it has its answer, and retries nothing; `answers` counts them by group."""
+    """Clients that send the next request as soon as one is answered, and retry nothing. `answers` counts the answers of
+    each group."""
 
     def __init__(self, address: str) -> None:
         channel = grpc.insecure_channel(address)
@@ -30,7 +31,7 @@ class Clients:
         self.answers: Counter[str] = Counter()
 
     def ask_on(self, seed: int) -> None:
-        """Until `stopped`."""
+        """Send requests until `stopped` is set."""
         sampling = SamplingParams(max_tokens=200, ignore_eos=True, seed=seed)
         while not self.stopped.is_set():
             answer = self._generation.Generate(GenerateRequest(text=f"prompt {seed}", sampling=sampling))
@@ -39,20 +40,20 @@ class Clients:
                 self.answers[answer.final.group] += 1
 
     def states(self) -> dict[str, str]:
-        """The router's groups."""
+        """The state of each group, as the router reports it."""
         return {group.name: group.state for group in self._admin.Status(StatusRequest()).groups}
 
     def story(self, ray: AutoscaledRay) -> str:
-        """How far everything is: answers, groups, nodes, and what the supervisor has said of it."""
+        """Answers, groups, nodes and the supervisor's last log lines, for a failed assertion."""
         return f"{dict(self.answers)} {self.states()}, {ray.nodes()} nodes; supervisor:{ray.last_words('Supervisor')}"
 
 
 @pytest.mark.ray
 @pytest.mark.full  # a minute: ten seconds of queue, a node, a group, and all of it back
 def test_a_queue_brings_a_node_and_idleness_takes_it_away(tiny_model: Path, tmp_path: Path) -> None:
-    """One group on a head with room for no more; twelve clients wait for each other. Ray is asked for a node, brings
-    one, a second group starts there and answers; with one client left it goes again, and the node with it. Nobody is
-    refused, nothing fails."""
+    """One group on a head without room for a second; twelve clients queue. Ray adds a node, and a second group
+    starts there and answers. With one client left, the second group and its node are removed. No request is refused
+    or fails."""
     with AutoscaledRay(tmp_path, head_cpus=1, most=1) as ray, ThreadPoolExecutor(_CLIENTS) as pool:
         flags = "--groups 1 --max-groups 2 --queue-target 0.05 --scale-in-after 5 --max-num-seqs 1 --kv-memory 4MiB"
         where = f"--grpc-port 0 --http-port none --ray-address {ray.address}"

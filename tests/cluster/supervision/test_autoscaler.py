@@ -1,4 +1,4 @@
-"""When another group is wanted, and when one fewer does."""
+"""When a group is added, and when one is removed."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ RULE = AutoscaleRule(min_groups=1, max_groups=3, target_seconds=2.0, grow_hold_s
 
 
 def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[QueueSample]:
-    """The same at every second, from 0 on."""
+    """`count` equal samples, one a second, from time 0 on."""
     return [QueueSample(float(time), queue_seconds, busy) for time in range(count)]
 
 
@@ -43,7 +43,7 @@ def each_second(count: int, queue_seconds: float, busy: int = 2) -> list[QueueSa
     ],
 )
 def test_the_number_follows_a_queue_that_lasts(samples: list[QueueSample], groups: int, wished: int) -> None:
-    """One more when all of ten seconds were above the target, one fewer when all of a minute had an idle group."""
+    """One group more after ten seconds above the target, one fewer after a minute with an idle group."""
     assert RULE.choose_size(samples, groups, samples[-1].time if samples else 0.0) == wished
 
 
@@ -52,7 +52,7 @@ def test_the_number_follows_a_queue_that_lasts(samples: list[QueueSample], group
     groups=st.integers(1, 6),
 )
 def test_it_moves_by_one_within_its_bounds(waits: list[tuple[float, int]], groups: int) -> None:
-    """Whatever was seen, the wish is at most one away, and never leads out of the bounds."""
+    """Whatever the samples, the size changes by at most one and stays within the bounds."""
     samples = [QueueSample(float(time), seconds, busy) for time, (seconds, busy) in enumerate(waits)]
     wished = RULE.choose_size(samples, groups, float(len(waits)))
     assert abs(wished - groups) <= 1
@@ -60,7 +60,7 @@ def test_it_moves_by_one_within_its_bounds(waits: list[tuple[float, int]], group
 
 
 def test_bounds_that_cannot_be_are_refused() -> None:
-    """Fewer at most than at first is refused with both numbers."""
+    """A maximum below the number of groups is refused with both numbers."""
     with pytest.raises(InvalidConfig, match="max-groups is 1, and groups 2; it must be at least that"):
         ServeConfig.build({"model": "m", "groups": 2, "max_groups": 1})
     with pytest.raises(InvalidConfig, match="queue-target is 0"):
@@ -75,9 +75,9 @@ def test_bounds_that_cannot_be_are_refused() -> None:
     ],
 )
 async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tried: list[float]) -> None:
-    """While requests wait Ray is asked once for one group more, and it is added at the first look that finds room (or,
-    where a start has failed, a while later); then the request is taken back, so that nothing keeps its node once it is
-    idle for long enough and goes."""
+    """While requests wait, Ray is asked once for room for one group more. The group is added at the first sample
+    that finds room or, after a failed start, 15 s later. Then the request is withdrawn, so that an idle node can be
+    removed."""
     asked: list[int] = []
     tries: list[tuple[float, int]] = []
     clock, groups, free, queue = 0.0, 2, False, 5.0
@@ -104,8 +104,8 @@ async def test_room_is_asked_for_until_there_is_some(failure: CoatcheckError, tr
 
 
 async def test_idleness_may_be_shorter_than_a_queue() -> None:
-    """A group that is to go soon after it has nothing to do still comes when requests wait: neither forgets the
-    other's time."""
+    """With a shrink period shorter than the grow period, both still work: the samples reach back far enough for
+    each."""
     groups, queue = 2, 5.0
 
     async def measure_queue() -> tuple[float, int]:
@@ -130,7 +130,7 @@ async def test_idleness_may_be_shorter_than_a_queue() -> None:
 
 @pytest.mark.parametrize("apart", [0.9, 2.4, 4.5, 7.0, 61.0])
 async def test_looks_may_be_far_apart(apart: float) -> None:
-    """A group that has nothing to do goes at the first look after its minute, however seldom a busy machine looks."""
+    """An idle group is removed at the first sample after its minute, however seldom a busy machine takes samples."""
     wanted: list[float] = []
     clock = 0.0
 

@@ -1,4 +1,4 @@
-"""A group is held up: what its starts are called, what is learned of its ends, and when it is given up."""
+"""A group is kept running: the names of its starts, what is learned of its ends, and when it is given up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +28,7 @@ class Kept:
         self.task = asyncio.create_task(self._keep())
 
     async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
-        """Waits until its state is so."""
+        """Wait until `holds` is true for the group's state, and return the state."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not holds(self.supervisor.state):
                 self._changed.clear()
@@ -49,7 +49,7 @@ Keep = Callable[..., Kept]
 
 @pytest.fixture
 async def keep() -> AsyncIterator[Keep]:
-    """Starts one for such ranks; it ends with the test."""
+    """Supervises FakeRanks until the test ends."""
     kept: list[Kept] = []
 
     def started(ranks: FakeRanks, *, has_served: bool = False) -> Kept:
@@ -68,8 +68,8 @@ def serves(start: int) -> Callable[[GroupState], bool]:
 
 @pytest.mark.parametrize("crash", [FAULT, ""], ids=["crash", "killed"])
 async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(keep: Keep, crash: str) -> None:
-    """The ranks of two starts end before they run, as where a name is taken: the third says how the incarnation has
-    ended that requests were lost with, and routers count it as that one's."""
+    """Two starts fail before their ranks run, as if an actor's name were taken. The third still learns how the
+    incarnation ended that requests were lost with, and routers assign it to that incarnation."""
     kept = keep(FakeRanks(["serves", "ends early", "ends early"]))
     lost = await kept.until(serves(0))
     failures = GroupFailures()
@@ -83,8 +83,8 @@ async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(kee
 
 
 async def test_a_start_that_fails_late_is_an_incarnation(keep: Keep) -> None:
-    """Ranks that end while they load leave a record of their own: before, they have said how those before them ended,
-    and the next ones say how they did."""
+    """Ranks that end while they load are an incarnation: they report how their predecessors ended, and their successors
+    report how they did."""
     kept = keep(FakeRanks(["serves", "ends late"]))
     await kept.until(serves(0))
     kept.ranks.crash(FAULT)
@@ -97,7 +97,8 @@ async def test_a_start_that_fails_late_is_an_incarnation(keep: Keep) -> None:
 
 @pytest.mark.parametrize("how", ["ends early", "ends late"])
 async def test_only_one_that_has_served_is_tried_again(keep: Keep, how: str) -> None:
-    """A group whose first start fails is given up with the reason; one that served before this supervisor is not."""
+    """A group whose first start fails is given up with the reason. A group that served under a former supervisor is
+    not."""
     new = keep(FakeRanks([how]))
     await new.task
     assert new.supervisor.state.state == "failed" and new.supervisor.state.reason
@@ -107,7 +108,7 @@ async def test_only_one_that_has_served_is_tried_again(keep: Keep, how: str) -> 
 
 
 async def test_a_renewal_is_no_failure(keep: Keep) -> None:
-    """New processes that somebody asked for come after the old ones have had a word, and are another incarnation."""
+    """A requested restart stops the old ranks gracefully; the new ranks are another incarnation."""
     kept = keep(FakeRanks())
     await kept.until(serves(0))
     await kept.supervisor.restart_group()
@@ -120,7 +121,7 @@ async def test_a_renewal_is_no_failure(keep: Keep) -> None:
 
 
 async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
-    """Whoever asked for new processes hears why they do not come up; the group is tried again."""
+    """If the ranks of a requested restart do not start, the caller gets the reason, and the group is started again."""
     kept = keep(FakeRanks(["serves", "ends late"]))
     await kept.until(serves(0))
     with pytest.raises(Unavailable, match="g does not start again: rank 0 has ended: out of memory"):
@@ -129,7 +130,7 @@ async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
 
 
 async def test_ranks_that_serve_are_adopted(keep: Keep) -> None:
-    """What a former supervisor has started goes on serving under its number; what was left of others is counted."""
+    """Ranks that serve are taken over with their start number. If none are left, the next start has the next number."""
     kept = keep(FakeRanks(adopted=(4, (SERVING, SERVING))), has_served=True)
     state = await kept.until(serves(4))
     assert not kept.ranks.starts and (state.incarnation, state.address) == (4, SERVING.address)
@@ -139,6 +140,6 @@ async def test_ranks_that_serve_are_adopted(keep: Keep) -> None:
 
 
 def test_restarts_come_soon_and_then_slower() -> None:
-    """The first restart waits half a second, each further one twice as long, none longer than half a minute."""
+    """The backoff begins at half a second, doubles with each failure, and ends at half a minute."""
     waits = [backoff_seconds(failures) for failures in range(1, 12)]
     assert waits[0] == 0.5 and waits == sorted(waits) and waits[-1] == 30.0

@@ -1,4 +1,4 @@
-"""A group that is slow and not silent: its process gets a tenth of its time."""
+"""A group that is slow but answers: its process gets a tenth of the CPU time."""
 
 import asyncio
 import os
@@ -25,14 +25,14 @@ _STREAMS = 8
 
 
 class Streams:
-    """So many at a time, each of whose answers is known."""
+    """Eight streams at a time, each with a known answer."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self.moves = 0
 
     async def keep(self, until: asyncio.Event) -> None:
-        """One after the other."""
+        """Run the streams until the event `until` is set."""
         async with asyncio.TaskGroup() as tasks:
             for lane in range(_STREAMS):
                 tasks.create_task(self._keep(lane, until))
@@ -51,7 +51,7 @@ class Streams:
 
 @pytest.fixture
 def groups() -> Iterator[dict[str, tuple[int, str]]]:
-    """Two, each with its process and where it listens."""
+    """Two groups: the process id and the address of each, by name."""
     with ExitStack() as ends:
         found = {}
         for name in ("group-0", "group-1"):
@@ -68,8 +68,8 @@ def groups() -> Iterator[dict[str, tuple[int, str]]]:
 async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     tmp_path: Path, groups: dict[str, tuple[int, str]]
 ) -> None:
-    """Stopped for nine tenths of its time it is ejected within half a minute with what its steps take; its streams go
-    on at the other, token for token, and none fails."""
+    """A group that is suspended for nine tenths of the time is ejected within half a minute, because of its step times.
+    Its streams continue at the other group token for token, and none fails."""
     router = Router(RouterConfig(model="tiny"), TokenizerJson.load(str(write_model(tmp_path))))
     await router.start()
     await router.set_groups([GroupEndpoint(name, address) for name, (_, address) in groups.items()])

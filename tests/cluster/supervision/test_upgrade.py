@@ -1,4 +1,4 @@
-"""An upgrade of a cluster that serves: groups of a new version beside routers of the old one, and the way back."""
+"""A rolling upgrade: groups of a new version beside routers of the old one, and the way back."""
 
 import re
 import shutil
@@ -29,16 +29,15 @@ _EVOLUTION = (
 
 
 class Installed:
-    """A folder that comes first on the path of every process, and holds one version at a time."""
+    """A folder that comes first on the path of every process, and holds one version of coatcheck at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
 
     def install(self, version: str, contract: int = 0, *, changed: Sequence[tuple[str, str, str]] = ()) -> None:
-        """In the place of the one before, as pip does it: what runs goes on with what it has read. `changed`: (file,
-        pattern, what stands there). In an evolved one settings and what ranks are told have a field that was not there
-        before, and is used."""
+        """Replace the installed version, as pip does: running processes keep the code that they have loaded. `changed`
+        has (file, pattern, replacement); _EVOLUTION adds a setting and a field of GroupConfig, and uses both."""
         made = self.folder.with_name(f"coatcheck-{version}")
         made.mkdir()
         for room in _ROOMS:
@@ -62,8 +61,9 @@ def _rewrite(source: Path, target: Path, pattern: str, text: str) -> None:
 @pytest.mark.ray
 @pytest.mark.full  # a minute or two on two cores: seven starts of processes that import torch
 def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> None:
-    """Groups of a new version with the same contract serve beside an old router, which is renewed last. A version with
-    another contract is refused by the router at the first group, the others serve on, and the way back is the same."""
+    """Groups of a new version with the same contract serve beside an old router, which is restarted last. A group of
+    another contract is refused by the router, the other groups serve on, and installing the old contract again brings
+    it back."""
     installed = Installed(tmp_path / "installed")
     installed.install("0.0.1")
     with RayNodes(tmp_path, head_cpus=2, environment={"PYTHONPATH": str(installed.folder)}) as nodes:
@@ -119,21 +119,21 @@ def test_serve_refuses_a_supervisor_of_another_contract(tmp_path: Path, tiny_mod
 
 
 def supervisors(nodes: RayNodes) -> list[int]:
-    """Their processes."""
+    """The process ids of the supervisors."""
     return [pid for pid, command in nodes.processes().items() if command.startswith("ray::Supervisor")]
 
 
 def versions(serving: Serving) -> list[str]:
-    """The router's, then each group's."""
+    """The version of the router, then of each group."""
     status = serving.status()
     return [status["version"], *(group.get("version", "") for group in status["groups"])]
 
 
 def test_another_version_can_be_made(tmp_path: Path) -> None:
-    """What the long test here changes in a version is still there to be changed, each in one place."""
+    """The patterns of _EVOLUTION each match in exactly one place."""
     Installed(tmp_path / "installed").install("0.0.1", changed=_EVOLUTION)
 
 
 def test_the_version_is_one() -> None:
-    """What `coatcheck --version` prints is what the package is installed as."""
+    """`coatcheck.__version__` is the version in pyproject.toml."""
     assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
