@@ -99,7 +99,8 @@ def test_versions_mix_within_a_contract(tmp_path: Path, tiny_model: Path) -> Non
             until(lambda: versions(serving) == ["0.0.2", "0.0.4", "0.0.2"], "the group is back")
 
 
-@pytest.mark.full  # two starts for what no other version has shown yet
+@pytest.mark.ray
+@pytest.mark.full  # two starts for one refusal
 def test_serve_refuses_a_supervisor_of_another_contract(tmp_path: Path, tiny_model: Path) -> None:
     """`serve` asks a supervisor that runs already for its contract. Another one is refused with both numbers, and the
     cluster serves on."""
