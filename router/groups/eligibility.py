@@ -1,4 +1,4 @@
-"""Eligibility: which groups can take a request at all; their cost is the policy's matter. Pure."""
+"""Which groups can answer a request at all, whatever it costs there. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self
@@ -10,27 +10,30 @@ from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
 
+# A group that takes new requests.
+ServingGroup = tuple[GroupConnection, Registration]
+
 
 class EligibleGroups(NamedTuple):
-    """The names of the groups that can take a request; the admission queue's scheduling class of the request.
+    """The names of the groups that can answer a request: the request's scheduling class in the admission queue.
 
-    If the first of several requests with equal values finds no room, the others find none either, so the queue tries
-    only the first. `has_begun`: the request was running on a group that was lost. Such a request waits until an equal
-    group serves; one that has not begun is refused if no group can ever hold it.
+    If the first of several requests of one class finds no room, the others find none either, so the queue tries only
+    the first. `has_begun`: the request was running on a group that was lost. Such a request waits until a group serves
+    that computes the same tokens; one that has not begun is refused if no group can ever hold it.
     """
 
     names: frozenset[str]
     has_begun: bool = False
 
     @classmethod
-    def of(cls, groups: Iterable[tuple[GroupConnection, Registration]], *, has_begun: bool = False) -> Self:
-        """The value for a request that every one of `groups` can take."""
-        return cls(frozenset(link.name for link, _ in groups), has_begun)
+    def of(cls, groups: Iterable[ServingGroup], *, has_begun: bool = False) -> Self:
+        """The class of a request that all of `groups` can answer."""
+        return cls(frozenset(connection.name for connection, _ in groups), has_begun)
 
 
-def require_time(request: Request, decision: Decision, now: float) -> None:
-    """Raises DeadlineExceeded if no group can begin to answer in time. The least time is the number of steps for the
-    prompts ahead and for its own, each as quick as a decode step."""
+def require_deadline(request: Request, decision: Decision, now: float) -> None:
+    """Raises DeadlineExceeded if no group can send the first token in time. The least time is that of the steps which
+    compute the prompts ahead and its own, each as fast as a decode step."""
     if request.deadline is None:
         return
     soonest = min(term.decode for term in decision.terms)
@@ -41,19 +44,17 @@ def require_time(request: Request, decision: Decision, now: float) -> None:
         )
 
 
-def capacity(registration: Registration) -> int:
-    """Most tokens that one sequence can come to on a group."""
+def max_sequence_tokens(registration: Registration) -> int:
+    """Max tokens of one sequence on a group: the model's context, or the KV pool if that is smaller."""
     model = registration.model
     return min(model.max_model_len, registration.num_blocks * model.block_size)
 
 
-def able_to_hold(
-    serving: list[tuple[GroupConnection, Registration]], request: Request
-) -> list[tuple[GroupConnection, Registration]]:
-    """The groups of `serving` that can hold the request; raises ContextLengthExceeded if none can."""
-    able = [(link, registration) for link, registration in serving if holds(registration, request)]
+def groups_that_can_hold(serving: list[ServingGroup], request: Request) -> list[ServingGroup]:
+    """The groups of `serving`, at least one, that can hold the request. Raises ContextLengthExceeded if none can."""
+    able = [group for group in serving if can_hold(group[1], request)]
     if not able:
-        most = max(capacity(registration) for _, registration in serving)
+        most = max(max_sequence_tokens(registration) for _, registration in serving)
         raise ContextLengthExceeded.of(
             most,
             f"you requested {request.max_len} tokens, prompt and max_tokens together: shorten the prompt or lower "
@@ -62,16 +63,16 @@ def able_to_hold(
     return able
 
 
-def holds(registration: Registration, request: Request) -> bool:
-    """Whether a group can hold it, all else being gone."""
-    return request.max_len <= capacity(registration)
+def can_hold(registration: Registration, request: Request) -> bool:
+    """Whether an empty group can hold the request."""
+    return request.max_len <= max_sequence_tokens(registration)
 
 
-def kind(model: GetModelResponse) -> tuple[str, str, str, str, int]:
-    """What groups must have in common that compute the same tokens."""
+def compatibility_key(model: GetModelResponse) -> tuple[str, str, str, str, int]:
+    """Equal for groups that compute the same tokens."""
     return model.name, model.fingerprint, model.dtype, model.kv_dtype, model.block_size
 
 
-def equal(one: GetModelResponse, other: GetModelResponse) -> bool:
-    """Whether a stream may move from one group to another: both then compute the same tokens."""
-    return kind(one) == kind(other)
+def compute_same_tokens(one: GetModelResponse, other: GetModelResponse) -> bool:
+    """Whether a stream may move from one group to the other."""
+    return compatibility_key(one) == compatibility_key(other)

@@ -52,7 +52,7 @@ class GroupConnection:
 
     def __init__(
         self,
-        address: GroupEndpoint,
+        endpoint: GroupEndpoint,
         config: RouterConfig,
         index: PrefixIndex,
         failures: GroupFailures,
@@ -61,12 +61,12 @@ class GroupConnection:
         on_room: Callable[[], None],
         detect_outlier: Callable[["GroupConnection"], Ejected | None],
     ) -> None:
-        self.address = address
+        self.endpoint = endpoint
         self.registration: Registration | None = None
         self.load = GroupLoad(Registration())
         self.index = index
         self.submissions = OutputDelivery()
-        self.reason = address.reason  # why the group is not attached
+        self.reason = endpoint.reason  # why the group is not attached
         self.ejections = 0
         self.ejected = ""  # reason of the last ejection
         self.notify_change = on_change
@@ -82,12 +82,12 @@ class GroupConnection:
         self._recalled = asyncio.Event()
         self._stream = self._new_stream()
         self._last_id = 0
-        self._task = asyncio.create_task(self._run(), name=f"connection to {address.name}")
+        self._task = asyncio.create_task(self._run(), name=f"connection to {endpoint.name}")
 
     @property
     def name(self) -> str:
         """The group's name."""
-        return self.address.name
+        return self.endpoint.name
 
     def submit(
         self,
@@ -179,7 +179,7 @@ class GroupConnection:
         return attached
 
     def _new_stream(self) -> GroupStream:
-        return GroupStream(self.address, self._plane, self._silence_seconds)
+        return GroupStream(self.endpoint, self._plane, self._silence_seconds)
 
     def _receive(self, message: FromGroup) -> None:
         match message.WhichOneof("message"):
@@ -204,7 +204,7 @@ class GroupConnection:
     def _register(self, registration: Registration) -> None:
         size = registration.model.block_size
         other_size = self.index.other_block_size(self.name, size)
-        if reason := registration_problem(registration, self.address, self._model_name, other_size):
+        if reason := registration_problem(registration, self.endpoint, self._model_name, other_size):
             raise Ejected(reason)
         self.registration = registration
         self.reason = ""
@@ -243,7 +243,7 @@ class GroupConnection:
         self.index.remove_group(self.name)
         if attached:
             reason = f"group {self.name} is lost: {self.reason}"
-            loss = self._failures.record_loss(self.name, self.address.incarnation, reason, self._failure_cause())
+            loss = self._failures.record_loss(self.name, self.endpoint.incarnation, reason, self._failure_cause())
             self.submissions.fail_all(loss, self._last_word.waiting if self._last_word else ())
             self.notify_change()
         return attached
@@ -251,18 +251,18 @@ class GroupConnection:
     def _failure_cause(self) -> FailureCause:
         if self._last_word is not None:
             return FailureCause.CRASH
-        if self._is_slow or self.address.state == "draining":  # a group that drains is about to be ended
+        if self._is_slow or self.endpoint.state == "draining":  # a group that drains is about to be ended
             return FailureCause.WANTED
         return FailureCause.UNKNOWN
 
 
 def registration_problem(
-    registration: Registration, address: GroupEndpoint, model_name: str, other_block_size: int
+    registration: Registration, endpoint: GroupEndpoint, model_name: str, other_block_size: int
 ) -> str:
     """Why a group that has registered cannot be used; "" if it can. `other_block_size`: the block size of the other
     groups if it differs from this group's, else 0."""
-    if registration.group != address.name:
-        return f"{address.address} is group {registration.group!r}, not {address.name!r}"
+    if registration.group != endpoint.name:
+        return f"{endpoint.address} is group {registration.group!r}, not {endpoint.name!r}"
     if reason := disagreement("the group", registration.contract, registration.version):
         return reason
     if registration.model.name != model_name:

@@ -1,7 +1,4 @@
-"""GroupEndpoint: what a supervisor tells a router about one group.
-
-Plain and frozen, so that it crosses process borders. It does not know whether the group answers: a link finds out.
-"""
+"""GroupEndpoint: what the supervisor tells routers about one group; it is pickled between processes."""
 
 from dataclasses import dataclass
 
@@ -10,11 +7,11 @@ STATES = ("starting", "serving", "draining", "lost")
 
 @dataclass(frozen=True)
 class GroupEndpoint:
-    """A group by name, where its rank 0 listens ("" while it has no address), and its state as its owner sees it.
+    """`address`: HOST:PORT of the group's rank 0, "" while it has none. `state`: as the supervisor sees the group.
 
-    `restarts`: how often it was started again. `incarnation`: in how many of its starts before this one its ranks came
-    to run. `predecessor`: how the incarnation before this one has ended: in words where it did so by itself, "" where
-    it was ended from outside, None where that is not known.
+    `restarts`: number of starts after the first. `incarnation`: number of earlier starts in which the ranks came to
+    run. `predecessor`: how the incarnation before this one ended: its error if it crashed, "" if it was ended from
+    outside, None if that is not known.
     """
 
     name: str

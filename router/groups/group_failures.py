@@ -1,7 +1,7 @@
-"""GroupFailures: groups that were lost, and why, as far as it is known: at once, a moment later, or never.
+"""GroupFailures: the groups that were lost, and the causes, which may become known later or never.
 
-A group that ends by itself mostly says so with its last breath; where it cannot, its supervisor learns it when the next
-incarnation starts where the former has left its record. It does not know requests, nor what is concluded of them.
+A group that crashes mostly says so in a last message. If it cannot, its supervisor learns the cause when the next
+incarnation starts, from a record that the group has left.
 """
 
 import asyncio
@@ -11,42 +11,42 @@ from weakref import WeakValueDictionary
 
 
 class FailureCause(Enum):
-    """What ended a group, as it is counted."""
+    """Why a group was lost; the values are metric labels."""
 
-    WANTED = "wanted"  # it was drained, or is slow: no sign against anything that ran there
-    CRASH = "crash"  # it ended by itself: an error in a step, or a fault in one of its processes
-    KILLED = "killed"  # from outside, by whomever: the kernel too may do so, for memory that a request has taken
-    UNKNOWN = "unknown"  # its node is gone, it hangs, or nothing has been learned yet
+    WANTED = "wanted"  # drained, or ejected because it is slow: says nothing about its requests
+    CRASH = "crash"  # the group ended by itself: an error in a step, or a fault in one of its processes
+    KILLED = "killed"  # ended from outside, perhaps by the kernel for the memory that a request has taken
+    UNKNOWN = "unknown"  # the node is gone, the group hangs, or the cause is not known yet
 
 
 class GroupFailure:
-    """One incarnation of a group is lost."""
+    """The loss of one incarnation of a group."""
 
     def __init__(self, group: str, reason: str, cause: FailureCause) -> None:
         self.group = group
         self.reason = reason
         self.cause = cause
-        self._learned = asyncio.Event()
+        self._is_known = asyncio.Event()
         if cause is not FailureCause.UNKNOWN:
-            self._learned.set()
+            self._is_known.set()
 
     def set_cause(self, cause: FailureCause, reason: str) -> None:
-        """The cause has become known."""
+        """The cause has become known; `reason` is for users."""
         self.cause = cause
         self.reason = reason
-        self._learned.set()
+        self._is_known.set()
 
     async def wait_for_cause(self) -> None:
-        """Waits until it is."""
-        await self._learned.wait()
+        """Waits until the cause is known."""
+        await self._is_known.wait()
 
 
 class GroupLost(Exception):
     """The stream to a group has ended; the request can continue on another. `apart`: no other suspect ran there."""
 
-    def __init__(self, loss: GroupFailure, *, apart: bool) -> None:
-        super().__init__(loss.reason)
-        self.loss = loss
+    def __init__(self, failure: GroupFailure, *, apart: bool) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
         self.apart = apart
 
 
@@ -62,20 +62,22 @@ class Ejected(Exception):
 
 
 class GroupFailures:
-    """Of one router. A loss is kept for as long as a request remembers it. `counts` has each once, by what was known
-    when it was noticed; `learned` those that were unknown then, by what became known."""
+    """One for a router. `counts`: losses by the cause known at that time. `explained`: losses of unknown cause, by the
+    cause that became known later."""
 
     def __init__(self) -> None:
         self.counts: Counter[FailureCause] = Counter()
         self.explained: Counter[FailureCause] = Counter()
-        self._unknown: set[tuple[str, int]] = set()  # of each group the last
-        self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = WeakValueDictionary()
+        self._unknown: set[tuple[str, int]] = set()  # (group, incarnation), the last of each group
+        self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = (
+            WeakValueDictionary()
+        )  # while a request holds them
 
     def record_loss(self, group: str, incarnation: int, reason: str, cause: FailureCause) -> GroupFailure:
-        """That incarnation of a group is lost."""
+        """The router has lost the stream to an incarnation of a group."""
         self.counts[cause] += 1
         loss = GroupFailure(group, reason, cause)
-        # One that was lost from sight before, and attached again, has not ended then: how it ends now says nothing.
+        # An incarnation that was lost before and attached again had not ended then: how it ends now explains only this.
         self._unknown.discard((group, incarnation))
         self._open.pop((group, incarnation), None)
         if cause is FailureCause.UNKNOWN:
@@ -84,7 +86,8 @@ class GroupFailures:
         return loss
 
     def record_cause(self, group: str, incarnation: int, crash: str) -> None:
-        """How it has ended: by itself, in words, or "", since it was ended from outside."""
+        """The supervisor knows how an incarnation ended. `crash`: its error if it crashed, "" if it was ended from
+        outside."""
         if (group, incarnation) not in self._unknown:
             return
         self._unknown.remove((group, incarnation))

@@ -1,16 +1,14 @@
-"""GroupRegistry: the groups that this router knows, their links, and the prefix index that they feed.
+"""GroupRegistry: the groups that this router knows, their connections, and the prefix index that they feed.
 
-The supervisor says which exist, the links find out which answer: together that is who takes new work. It does not know
-requests, nor what sends them.
+The supervisor says which groups exist, and the connections find out which of them answer.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from coatcheck.proto.stubs.coatcheck_pb2 import GetModelResponse
-from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.router.config import RouterConfig
-from coatcheck.router.groups.eligibility import equal
+from coatcheck.router.groups.eligibility import ServingGroup, compute_same_tokens
 from coatcheck.router.groups.group_connection import GroupConnection
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.groups.group_failures import Ejected, GroupFailures
@@ -19,20 +17,20 @@ from coatcheck.router.routing.prefix_index import PrefixIndex
 
 
 class GroupRegistry:
-    """Owns the connections and the prefix index."""
+    """Owns the connections, the prefix index and the record of failures."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.index = PrefixIndex()
         self.failures = GroupFailures()
-        self.model: GetModelResponse | None = None  # of the last group that registered; it outlives the group
-        # By name, so that a group that is lost and started again stays drained.
+        self.model: GetModelResponse | None = None  # of the last group that registered, even after it is lost
+        # Names, so that a group that is lost and started again stays drained.
         self.draining: set[str] = set()
         self._config = config
         self._on_room: Callable[[], None] = lambda: None
         self._on_groups_changed: Callable[[], None] = lambda: None
         self._connections: dict[str, GroupConnection] = {}
-        self._absent: dict[str, GroupEndpoint] = {}  # known, but with nothing to attach to
-        self._serving_before: list[tuple[GroupConnection, Registration]] = []
+        self._absent: dict[str, GroupEndpoint] = {}  # groups without an address
+        self._serving_before: list[ServingGroup] = []
         self._version = 0  # of the newest list
         self._changed = asyncio.Event()
         self._outliers = OutlierDetection()
@@ -45,7 +43,7 @@ class GroupRegistry:
 
     @property
     def connections(self) -> Iterable[GroupConnection]:
-        """One per group that has an address, attached or not."""
+        """One for each group that has an address, attached or not."""
         return self._connections.values()
 
     @property
@@ -54,31 +52,30 @@ class GroupRegistry:
         return self._absent.values()
 
     def find_connection(self, name: str) -> GroupConnection | None:
-        """By name; None for a group that has no connection."""
+        """The connection to a group; None if the group is unknown or has no address."""
         return self._connections.get(name)
 
-    async def set_endpoints(self, addresses: Sequence[GroupEndpoint], version: int = 0) -> None:
-        """Replaces what the supervisor knows: links to new groups open, links to groups gone or lost close at once.
+    async def set_endpoints(self, endpoints: Sequence[GroupEndpoint], version: int = 0) -> None:
+        """Replaces the list of groups: connections to new groups open, those to groups that are gone or lost close.
 
-        A list older than the newest is ignored, since lists may overtake each other: versions grow, over a
-        supervisor's restart too. 0 is always taken.
+        Lists may overtake each other, so a list with a lower `version` than the newest is ignored; version 0 never is.
         """
         if version and version < self._version:
             return
         self._version = max(version, self._version)
-        wanted = {address.name: address for address in addresses if address.address and address.state != "lost"}
-        self._absent = {address.name: address for address in addresses if address.name not in wanted}
+        wanted = {endpoint.name: endpoint for endpoint in endpoints if endpoint.address and endpoint.state != "lost"}
+        self._absent = {endpoint.name: endpoint for endpoint in endpoints if endpoint.name not in wanted}
         self.draining &= {*wanted, *self._absent}
         closing = []
         for name, connection in list(self._connections.items()):
-            if name not in wanted or wanted[name].address != connection.address.address:
+            if name not in wanted or wanted[name].address != connection.endpoint.address:
                 closing.append(self._connections.pop(name).close("its supervisor has taken it away"))
-        for name, address in wanted.items():
+        for name, endpoint in wanted.items():
             if name in self._connections:
-                self._connections[name].address = address
+                self._connections[name].endpoint = endpoint
             else:
                 self._connections[name] = GroupConnection(
-                    address,
+                    endpoint,
                     self._config,
                     self.index,
                     self.failures,
@@ -87,9 +84,9 @@ class GroupRegistry:
                     detect_outlier=self._detect_outlier,
                 )
         await asyncio.gather(*closing)
-        for address in addresses:
-            if address.predecessor is not None:
-                self.failures.record_cause(address.name, address.incarnation - 1, address.predecessor)
+        for endpoint in endpoints:
+            if endpoint.predecessor is not None:
+                self.failures.record_cause(endpoint.name, endpoint.incarnation - 1, endpoint.predecessor)
         self.notify()
 
     async def close(self) -> None:
@@ -98,22 +95,22 @@ class GroupRegistry:
 
     @property
     def next_change(self) -> asyncio.Event:
-        """Set once, when next a group comes or goes, somebody begins to drain, or a request is less of a suspect. Look
-        after taking it, then wait."""
+        """Set when a group next attaches, is lost or is drained, and when a request becomes less suspect. Get the event
+        first, then look at the groups, then wait for it."""
         return self._changed
 
-    def serving(self) -> list[tuple[GroupConnection, Registration]]:
-        """Groups that take new work."""
+    def serving(self) -> list[ServingGroup]:
+        """The groups that take new requests."""
         return [
             (connection, connection.registration)
             for connection in self._connections.values()
             if connection.registration is not None
             and connection.name not in self.draining
-            and connection.address.state != "draining"
+            and connection.endpoint.state != "draining"
         ]
 
     def notify(self) -> None:
-        """Something about who takes new work has changed; wakes whoever waits for that."""
+        """The groups that take new requests may have changed: sets `next_change` and tells the listener."""
         serving = self.serving()
         for _, registration in serving:
             self.model = registration.model
@@ -122,7 +119,7 @@ class GroupRegistry:
         if not serving:
             for connection in self._connections.values():
                 connection.recall()
-        # A request whose suspicion falls notifies too, hundreds of them at once; the groups are the same then.
+        # Hundreds of requests may become less suspect at once; the groups are the same then.
         same = serving == self._serving_before
         self._serving_before = serving
         (self._on_room if same else self._on_groups_changed)()
@@ -131,7 +128,7 @@ class GroupRegistry:
         self._on_room()
 
     def _detect_outlier(self, connection: GroupConnection) -> Ejected | None:
-        """Whether it is too slow, now that it has reported, to be kept beside the others."""
+        """Called after each load report; returns an Ejected if the group is much slower than its peers."""
         status = connection.load.last.status
         if (
             connection.registration is None
@@ -142,6 +139,6 @@ class GroupRegistry:
         peers = [
             other.load.last.status.slowness
             for other, registration in self.serving()
-            if other is not connection and equal(registration.model, connection.registration.model)
+            if other is not connection and compute_same_tokens(registration.model, connection.registration.model)
         ]
         return self._outliers.detect(connection.name, status.slowness, peers, asyncio.get_running_loop().time())

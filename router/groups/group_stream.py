@@ -1,7 +1,6 @@
 """GroupStream: one Attach stream to a group, from its beginning to its end.
 
-It writes what is sent, hands on what comes, and notices a group that has fallen silent: a stopped process keeps its
-connections. It does not know what messages mean.
+It also detects a group that has fallen silent, because a stopped process keeps its TCP connections.
 """
 
 import asyncio
@@ -19,48 +18,48 @@ from coatcheck.router.groups.group_endpoint import GroupEndpoint
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", GROUP_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", GROUP_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # so that a new attempt does not inherit the last one's backoff
+    ("grpc.use_local_subchannel_pool", 1),  # else a new stream inherits the backoff of the last one
 ]
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[ToGroup, FromGroup]"
 
 
 class GroupSilent(Exception):
-    """Nothing has come for too long."""
+    """The group has sent nothing for too long."""
 
 
 class GroupStream:
-    """Made inside an event loop; `read` is called once."""
+    """Create it inside an event loop, and call `read` once."""
 
-    def __init__(self, address: GroupEndpoint, plane: PlaneCertificate | None, silence_seconds: float) -> None:
-        self._address = address
+    def __init__(self, endpoint: GroupEndpoint, plane: PlaneCertificate | None, silence_seconds: float) -> None:
+        self._endpoint = endpoint
         self._plane = plane
         self._silence = silence_seconds
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
         self._heard = 0.0
 
     def send(self, message: ToGroup) -> None:
-        """It is written in its turn, if the stream lives for so long."""
+        """Queues a message; it is dropped if the stream ends first."""
         self._outbox.put_nowait(message)
 
     async def read(self, receive: Callable[[FromGroup], None]) -> None:
-        """Hands on each message, and returns when the group has ended the stream. Raises AioRpcError where it broke,
-        Silent, and what `receive` raises."""
-        async with plane_channel(self._address.address, self._plane, _CHANNEL_OPTIONS) as channel:
+        """Calls `receive` with each message until the group ends the stream. Raises AioRpcError if the stream breaks,
+        GroupSilent, and whatever `receive` raises."""
+        async with plane_channel(self._endpoint.address, self._plane, _CHANNEL_OPTIONS) as channel:
             call: _Call = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
             clock = asyncio.get_running_loop().time
             self._heard = clock()
             helpers = [
                 asyncio.create_task(self._write(call)),
-                asyncio.create_task(self._watch(call), name=f"watch over {self._address.name}"),
+                asyncio.create_task(self._watch(call), name=f"watch over {self._endpoint.name}"),
             ]
             try:
-                while isinstance(message := await call.read(), FromGroup):  # else it is EOF
+                while isinstance(message := await call.read(), FromGroup):  # anything else is EOF
                     self._heard = clock()
                     receive(message)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():  # by its owner, perhaps just as the watch gave up
+                if task is not None and task.cancelling():  # close() was called, perhaps at the same moment
                     raise
                 raise GroupSilent from None
             finally:
@@ -78,7 +77,7 @@ class GroupStream:
         while True:
             before = clock()
             await asyncio.sleep(self._silence / 5)
-            late = clock() - before - self._silence / 5  # of which we ourselves were too busy to listen
+            late = clock() - before - self._silence / 5  # this router was too busy to read
             if clock() - self._heard - late > self._silence:
                 call.cancel()
                 return

@@ -1,12 +1,12 @@
-"""OutlierDetection: which groups are too slow to be given work, though they answer, and for how long.
+"""OutlierDetection: which groups are ejected because they are slow, and for how long.
 
-    slow = its steps take at least 5 times as long as usual, and 5 times as much above usual as its peers' do
+    A group is slow if its steps take at least 5 times as long as its own usual steps, and the factor is at least
+    5 times that of its peers.
 
-Each group measures its own slowness over seconds of steps, against what such steps took it before (see `slowness` in
-GroupStatus); so work that is merely large is not slow, nor is hardware that was always slower, which the cost of
-routing knows, nor whatever slows all groups down alike. Compared is the lower median of the peers: there is always one
-that is not slow. Who was put out is let in again after a pause, which doubles each time. Pure: it knows neither links
-nor clocks.
+Each group measures this factor over seconds of steps (`slowness` in GroupStatus). So large requests do not make a group
+slow, nor does hardware that was always slower (routing costs cover that), nor a cause that slows all groups alike. The
+factor of the peers is their lower median, so at least one group is never slow. An ejected group may attach again after
+a pause, which doubles each time. Pure.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,25 @@ from typing import Final
 from coatcheck.router.groups.group_failures import Ejected
 
 _TIMES: Final = 5.0
-_FIRST_PAUSE: Final = 30.0
+_FIRST_PAUSE: Final = 30.0  # seconds
 _LONGEST_PAUSE: Final = 480.0
-_FORGIVEN_SECONDS: Final = 3600.0  # after the last pause, the next one is a first one
+_FORGIVEN_SECONDS: Final = 3600.0  # after the last pause; then the next pause is a first one
 
 
 class OutlierDetection:
-    """`judge` each report of a group that has work."""
+    """Call `detect` for each load report of a group that runs requests."""
 
     def __init__(self) -> None:
-        self._pauses: dict[str, tuple[float, float]] = {}  # group -> how long the last one was, and when it began
+        self._pauses: dict[str, tuple[float, float]] = {}  # group -> length and beginning of its last pause
 
     @staticmethod
     def is_far_beyond_usual(slowness: float) -> bool:
-        """Whether it is worth a look at its peers."""
+        """Whether the group is slow compared with its own past. Cheap; call it before `detect`."""
         return slowness >= _TIMES
 
     def detect(self, group: str, slowness: float, peers: Sequence[float], now: float) -> Ejected | None:
-        """What it is to be ejected with, if it is. `peers`: the slowness of the others that could do its work."""
+        """An Ejected if the group is slow, else None. `peers`: slowness of the other groups that compute the same
+        tokens. `now`: seconds."""
         if not peers:
             return None
         beside = max(median_low(peers), 1.0)

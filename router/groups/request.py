@@ -1,7 +1,4 @@
-"""Request: what a client asked, checked and in token ids, as it is sent to whichever group answers it.
-
-It does not know groups, streams or text.
-"""
+"""Request: a validated client request in token ids, as it is sent to a group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,19 +29,18 @@ class Request:
     session_id: str = ""
     retention: Retention | None = None
     tenant: Tenant = ANYONE
-    deadline: float | None = None  # when its client gives up, by the event loop's clock
-    _chains: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
+    deadline: float | None = None  # when the client gives up, in the event loop's time
+    _block_hashes: dict[tuple[str, str, int], list[bytes]] = field(default_factory=dict, repr=False)
 
-    _packed_prompt: list[bytes] = field(
-        default_factory=list, repr=False
-    )  # empty, or one serialised Submit that has only the token ids
+    # Empty, or one serialised Submit with only the prompt's token ids.
+    _packed_prompt: list[bytes] = field(default_factory=list, repr=False)
 
-    def prepare(self, model: GetModelResponse) -> None:
-        """Hashes and serialises a long prompt in advance, so that `chain` and `submit` are quick. Call it in a thread.
+    def prepare_long_prompt(self, model: GetModelResponse) -> None:
+        """Hashes and serialises a long prompt, so that `block_hashes` and `to_submit` are fast. Call it in a thread.
 
         One call for a million ids holds the GIL for 40 ms, so the ids are serialised in slices.
         """
-        self.chain(model)
+        self.block_hashes(model)
         prompt = Submit()
         for start in range(0, len(self.prompt_token_ids), _SLICE):
             prompt.prompt_token_ids.extend(self.prompt_token_ids[start : start + _SLICE])
@@ -52,17 +48,17 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Most tokens that one choice can come to, prompt included."""
+        """Max tokens of one choice, with the prompt."""
         return len(self.prompt_token_ids) + (self.sampling.max_tokens or 1)
 
-    def chain(self, model: GetModelResponse) -> list[bytes]:
-        """The names of the prompt's blocks on a group of this model, without its last token: that one is always
-        computed, since its logits give the first output. Computed once, for it may take long."""
+    def block_hashes(self, model: GetModelResponse) -> list[bytes]:
+        """The hashes of the prompt's full blocks on a group with this model, computed once. The last token is left out:
+        it is always computed, because its logits give the first output."""
         kind = (model.name, model.fingerprint, model.block_size)
-        if kind not in self._chains:
+        if kind not in self._block_hashes:
             key = block_key(salt=self.cache_salt, model=model.name, fingerprint=model.fingerprint)
-            self._chains[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
-        return self._chains[kind]
+            self._block_hashes[kind] = hash_chain(key, self.prompt_token_ids[:-1], model.block_size)
+        return self._block_hashes[kind]
 
     def to_submit(
         self,
@@ -82,7 +78,7 @@ class Request:
             id=id,
             attempt=attempt,
             request_id=self.request_id,
-            prompt_token_ids=(),  # says to mypy that the carrier's fields are others
+            prompt_token_ids=(),  # tells mypy that trace_context does not contain this field
             sampling=self._group_sampling(),
             resume=[Resumed(choice=choice, token_ids=ids) for choice, ids in delivered.items() if ids],
             cache_salt=self.cache_salt,

@@ -1,23 +1,22 @@
-"""RetryBudget: how many requests that have lost their group this router sends again at once; the others wait a little.
+"""RetryBudget: how many requests that have lost their group are sent again at once; the others wait a little.
 
-Without it groups that come and go would have everything computed again and again, and the more is lost, the more is
-computed. It does not know what is sent, nor why.
+Without it, groups that come and go would make the others compute all streams again and again.
 """
 
 import time
 from collections.abc import Callable
 from typing import Final
 
-_EACH: Final = 2.0  # retries that there is room for, for each open request
-_SECONDS: Final = 10.0  # in which what was spent comes back
-_LEAST: Final = 20.0  # for a router with little to do
+_EACH: Final = 2.0  # retries for each open request
+_SECONDS: Final = 10.0  # in which an empty bucket fills
+_LEAST: Final = 20.0  # retries of a router without requests
 
 
 class RetryBudget:
-    """A bucket that holds two retries for each open request, and fills in ten seconds.
+    """A token bucket: it holds two retries for each open request, and fills in ten seconds.
 
-    So all streams of all groups may be lost at once, and again before any is answered, and each is sent on at once.
-    More than that is spread over time: a retry beyond the budget waits for its turn.
+    So all streams of all groups may be lost at once, and then once more, and each is sent again at once. Further
+    retries are spread over time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,18 +28,18 @@ class RetryBudget:
         self.delayed = 0
 
     def open_request(self) -> None:
-        """A request has begun, and brings its share."""
+        """A request has begun; it adds two retries to the bucket."""
         self._open += 1
         self._level += _EACH
 
     def close_request(self) -> None:
-        """It is over, and what is left of its share is gone. If it waited, nobody waits behind it any more."""
+        """A request has ended; its retries leave the bucket. If it waited for a retry, no other waits for it."""
         left, self._filled = self.left, self._clock()
         self._open -= 1
         self._level = min(max(left, -float(self._open)), self._size)
 
     def spend_retry(self) -> float:
-        """Spends one retry; returns in how many seconds it may be sent: mostly 0, and never more than ten."""
+        """Spends one retry. Returns the seconds to wait before it: mostly 0, at most 10."""
         self._level, self._filled = self.left - 1, self._clock()
         self.spent += 1
         if self._level >= 0:
@@ -50,7 +49,7 @@ class RetryBudget:
 
     @property
     def left(self) -> float:
-        """Retries that would be sent at once now; below 0: as many wait."""
+        """Retries that are left now; below 0, that many wait."""
         earned = (self._clock() - self._filled) / _SECONDS * self._size
         return min(self._size, self._level + earned)
 

@@ -104,7 +104,7 @@ class Submission:
         self._load_number = self._load.add_submission(self.uncached_tokens, self.choices)
         self._open_choices = (1 << self.choices) - 1  # a bit for each choice that has not ended
         self._is_pending = True  # the index counts the prompt's blocks as pending
-        connection.index.add_pending(self.group, self, request.chain(model))
+        connection.index.add_pending(self.group, self, request.block_hashes(model))
         self._outputs: list[SequenceOutput] = []
         self._failure: GroupLost | CoatcheckError | None = None
         self._waiter: asyncio.Future[None] | None = None

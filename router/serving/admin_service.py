@@ -143,7 +143,7 @@ class AdminService:
 
 
 def _link_status(link: GroupConnection, draining: bool) -> GroupStatus:
-    address = link.address
+    address = link.endpoint
     if link.registration is None:
         # A supervisor that says "serving" does not know yet what this router has just found out.
         state = "lost" if address.state == "serving" and link.reason else "starting"

@@ -11,11 +11,17 @@ from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
 from coatcheck.proto.errors import DeadlineExceeded, Unavailable
-from coatcheck.proto.stubs.worker_pb2 import Registration
 from coatcheck.proto.tracing import NO_PARENT
 from coatcheck.router.access.tenant import Tenant
-from coatcheck.router.groups.eligibility import EligibleGroups, able_to_hold, equal, holds, kind, require_time
-from coatcheck.router.groups.group_connection import GroupConnection
+from coatcheck.router.groups.eligibility import (
+    EligibleGroups,
+    ServingGroup,
+    can_hold,
+    compatibility_key,
+    compute_same_tokens,
+    groups_that_can_hold,
+    require_deadline,
+)
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.groups.retry_budget import RetryBudget
@@ -28,7 +34,6 @@ from coatcheck.router.serving.poison_quarantine import PoisonQuarantine, places_
 
 _NO_GROUP = "no worker group is serving; try again shortly"
 _NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is serving; try again shortly"
-Groups = list[tuple[GroupConnection, Registration]]
 
 
 class Dispatcher:
@@ -115,7 +120,7 @@ class Dispatcher:
         serving = self._groups.serving()
         if not serving:
             raise Unavailable(_NO_GROUP)
-        return self._decide(request, able_to_hold(serving, request))
+        return self._decide(request, groups_that_can_hold(serving, request))
 
     async def _wait_for_group(self, wait_seconds: float) -> None:
         try:
@@ -125,12 +130,12 @@ class Dispatcher:
         except TimeoutError:
             raise Unavailable(_NO_GROUP) from None
 
-    async def _wait_in_quarantine(self, attempt: Attempt) -> Groups:
+    async def _wait_in_quarantine(self, attempt: Attempt) -> list[ServingGroup]:
         """Waits until a suspect may run somewhere, and returns the groups where it may; they are valid until the caller
         next awaits. Empty if none of the groups that serve can continue the request."""
         model = attempt.only_compatible_with
-        same_kind = kind(model) if model is not None else None
-        with self._quarantine.take_turn(attempt.suspicion, attempt.delivered_tokens, same_kind) as is_next:
+        key = compatibility_key(model) if model is not None else None
+        with self._quarantine.take_turn(attempt.suspicion, attempt.delivered_tokens, key) as is_next:
             while True:
                 await is_next.wait()
                 change = self._groups.next_change
@@ -154,14 +159,14 @@ class Dispatcher:
             return None
         return self._send(attempt, able, {connection.name for connection, _ in able if connection.load.is_full})
 
-    def _send(self, attempt: Attempt, able: Groups, exclude_groups: AbstractSet[str]) -> Submission:
+    def _send(self, attempt: Attempt, able: list[ServingGroup], exclude_groups: AbstractSet[str]) -> Submission:
         request, lifecycle = attempt.request, attempt.lifecycle
         if lifecycle is not None:
             lifecycle.record_routing()
         preferred = [group for group in able if group[0].name not in exclude_groups] or able
         decision = self._decide(request, preferred)
         if not attempt.number and not attempt.delivered:
-            require_time(request, decision, asyncio.get_running_loop().time())
+            require_deadline(request, decision, asyncio.get_running_loop().time())
         if lifecycle is not None:
             lifecycle.record_sent(decision, attempt.number)
         connection = next(connection for connection, _ in able if connection.name == decision.group)
@@ -170,20 +175,24 @@ class Dispatcher:
         submission.suspicion = attempt.suspicion
         return submission
 
-    def _able_groups(self, attempt: Attempt) -> Groups:
+    def _able_groups(self, attempt: Attempt) -> list[ServingGroup]:
         """The groups that serve and can hold the request. Raises ContextLengthExceeded if groups serve and none of them
         can hold it, unless it has begun: then one that can may come back."""
         serving, model = self._groups.serving(), attempt.only_compatible_with
         if model is not None:
-            return [(link, reg) for link, reg in serving if equal(model, reg.model) and holds(reg, attempt.request)]
-        return able_to_hold(serving, attempt.request) if serving else []
+            return [
+                group
+                for group in serving
+                if compute_same_tokens(model, group[1].model) and can_hold(group[1], attempt.request)
+            ]
+        return groups_that_can_hold(serving, attempt.request) if serving else []
 
     def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
         model = attempt.only_compatible_with
         able = [
-            (link, reg)
-            for link, reg in self._groups.serving()
-            if holds(reg, attempt.request) and (model is None or equal(model, reg.model))
+            group
+            for group in self._groups.serving()
+            if can_hold(group[1], attempt.request) and (model is None or compute_same_tokens(model, group[1].model))
         ]
         return EligibleGroups.of(able, has_begun=model is not None)
 
@@ -194,7 +203,7 @@ class Dispatcher:
             return 0.0
         return min(terms.prefill + terms.restore for terms in self._decide(attempt.request, able).terms)
 
-    def _decide(self, request: Request, groups: Groups) -> Decision:
+    def _decide(self, request: Request, groups: list[ServingGroup]) -> Decision:
         # Groups of one model have the same block hashes; one walk along the chain matches them all.
         matched: dict[tuple[str, str, int], dict[str, PrefixMatch]] = {}
         candidates: list[Candidate] = []
@@ -204,7 +213,7 @@ class Dispatcher:
             if hashed_as not in matched:
                 # A prompt whose log-probabilities are wanted is computed whole, whatever is cached.
                 is_scored = request.sampling.prompt_logprobs is not None
-                matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.chain(model))
+                matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.block_hashes(model))
             candidates.append(
                 connection.load.candidate(connection.name, matched[hashed_as].get(connection.name, NOTHING))
             )

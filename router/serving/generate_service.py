@@ -38,7 +38,7 @@ from coatcheck.router.config import RouterConfig
 from coatcheck.router.event_loop.grammar_validator import GrammarValidator
 from coatcheck.router.event_loop.message_limits import LONG_BYTES, check_chat, check_parts, has_long_prompt
 from coatcheck.router.event_loop.side_process import SideProcesses
-from coatcheck.router.groups.eligibility import capacity
+from coatcheck.router.groups.eligibility import max_sequence_tokens
 from coatcheck.router.groups.group_registry import GroupRegistry
 from coatcheck.router.groups.request import Request
 from coatcheck.router.routing.routing_cost import Decision
@@ -261,7 +261,7 @@ class GenerateService:
         if request.sampling.structured is not None:
             await self._grammars.require(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:
-            await self._in_thread(lambda: request.prepare(model))
+            await self._in_thread(lambda: request.prepare_long_prompt(model))
         return request
 
     async def _check_parts(self, message: Message) -> None:
@@ -293,7 +293,7 @@ class GenerateService:
         return await self._in_thread(lambda: prompt_token_ids(message, self._tokenizer, at_most))
 
     def _capacity(self, model: GetModelResponse) -> int:
-        rooms = [capacity(registration) for _, registration in self._groups.serving()]
+        rooms = [max_sequence_tokens(registration) for _, registration in self._groups.serving()]
         return max(rooms, default=model.max_model_len)
 
     def _model(self) -> GetModelResponse:

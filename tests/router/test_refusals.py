@@ -120,7 +120,7 @@ async def test_the_largest_group_says_how_long_a_prompt_may_be(start_router: Sta
     small.model.max_model_len = 16
     router = await start_router(large)
     router.groups.append(small)
-    address = next(iter(router.server.groups.connections)).address
+    address = next(iter(router.server.groups.connections)).endpoint
     await router.server.set_groups([address, await small.start()])
     await router.wait_for_groups(2)
     request = GenerateRequest(token_ids=TokenIds(ids=[5] * 32), sampling=SamplingParams(max_tokens=2))

@@ -113,7 +113,7 @@ async def test_a_drained_group_stays_so_when_it_is_started_again(start_router: S
     assert (await router.admin.Drain(DrainRequest(group="a"))).drained
     await router.server.set_groups([GroupEndpoint("a", "", "lost", "it was killed")])
     assert not router.server.groups.find_connection("a")
-    await router.server.set_groups([link.address])
+    await router.server.set_groups([link.endpoint])
     async with asyncio.timeout(PATIENCE_SECONDS):
         while next(iter(router.server.groups.connections)).registration is None:
             await router.server.groups.next_change.wait()
@@ -166,7 +166,7 @@ async def test_status_tells_what_groups_report(start_router: StartRouter) -> Non
     router = await start_router(group)
     await router.generation.Generate(ask())
     absent = GroupEndpoint("g1", "", "starting", "loading weights", restarts=2)
-    await router.server.set_groups([*(link.address for link in router.server.groups.connections), absent])
+    await router.server.set_groups([*(link.endpoint for link in router.server.groups.connections), absent])
     status = await router.admin.Status(StatusRequest())
     assert (status.router, status.state, status.model.name) == ("router-0", "serving", "tiny")
     assert (status.ttft.count, status.tpot.count) == (1, 1) and status.ttft.p99_seconds > 0

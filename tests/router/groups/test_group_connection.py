@@ -69,7 +69,7 @@ async def test_a_group_with_another_block_size_does_not_serve_beside_the_first(s
     second.model.block_size = 8
     router = await start_router(first)
     router.groups.append(second)
-    await router.server.set_groups([router.server.groups.find_connection("g0").address, await second.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("g0").endpoint, await second.start()])  # type: ignore[union-attr]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while (status := (await router.admin.Status(StatusRequest())).groups[1]).state == "starting":
             pass  # it is still being asked

@@ -191,7 +191,9 @@ async def test_a_stream_survives_its_group(start_http_router: StartHttpRouter) -
     stream = await router.openai.completions.create(**asked, stream=True)
     text = (await anext(stream)).choices[0].text
     router.groups.append(second)
-    await router.server.set_groups([*[link.address for link in router.server.groups.connections], await second.start()])
+    await router.server.set_groups(
+        [*[link.endpoint for link in router.server.groups.connections], await second.start()]
+    )
     await router.wait_for_groups(2)
     await first.kill()
     async for chunk in stream:

@@ -117,7 +117,7 @@ async def test_a_stream_of_any_age_waits_for_a_full_group(start_router: StartRou
     stream = Stream(router, ask())
     while len(stream.ids[0]) < 3:
         await stream.read()
-    address = router.server.groups.find_connection("a").address  # type: ignore[union-attr]  # it is attached
+    address = router.server.groups.find_connection("a").endpoint  # type: ignore[union-attr]  # it is attached
     router.groups.append(second)
     await router.server.set_groups([address, await second.start()])
     await router.wait_for_groups(2)
@@ -181,7 +181,7 @@ async def test_groups_that_are_taken_away_are_no_sign_of_poison(start_router: St
     stream = Stream(router, ask())
     name = (await stream.read()).started.group
     while len(groups) > 1:
-        there = {link.name: link.address for link in router.server.groups.connections}
+        there = {link.name: link.endpoint for link in router.server.groups.connections}
         await router.server.set_groups(
             [replace(there[name], state="draining"), *(there[g] for g in groups if g != name)]
         )
@@ -212,7 +212,7 @@ async def test_streams_move_only_among_equals(start_router: StartRouter) -> None
     router = await start_router(first, move_wait_seconds=0.05)
     stream = Stream(router, ask())
     await stream.read()
-    address = router.server.groups.find_connection("a").address  # type: ignore[union-attr]  # it is attached
+    address = router.server.groups.find_connection("a").endpoint  # type: ignore[union-attr]  # it is attached
     router.groups.append(second)
     await router.server.set_groups([address, await second.start()])
     await router.wait_for_groups(2)
@@ -271,7 +271,7 @@ async def test_a_group_taken_away_fails_over_at_once(start_router: StartRouter) 
     first = groups.pop((await stream.read()).started.group)
     (second,) = groups.values()
     second.go()
-    addresses = [link.address for link in router.server.groups.connections]
+    addresses = [link.endpoint for link in router.server.groups.connections]
     lost = [replace(a, state="lost", reason="rank 1 died") if a.name == first.name else a for a in addresses]
     await router.server.set_groups(lost)
     final = await stream.finish()

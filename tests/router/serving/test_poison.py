@@ -57,7 +57,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(
     find, and is refused then; where those were ended from outside it takes a third."""
     groups = [FakeGroup(name, die_on_submit=True) for name in ("a", "b", "c")]
     router = await start_router(*groups, cause_wait_seconds=60.0)
-    addresses = {link.name: link.address for link in router.server.groups.connections}
+    addresses = {link.name: link.endpoint for link in router.server.groups.connections}
     asking = asyncio.ensure_future(router.generation.Generate(ask()))
     lost: list[FakeGroup] = []
     while len(lost) < sent:

@@ -288,7 +288,7 @@ async def test_a_prompt_that_no_group_has_room_for_holds_up_nobody_else(start_ro
         group.load.status.prefill_tokens_per_second = 1e9  # so that nobody is due much later for its length
     router = await open_full(start_router, large)
     router.groups.append(small)
-    await router.server.set_groups([router.server.groups.find_connection("large").address, await small.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
     one, other = Tenant("one"), Tenant("other")
     long = send(router, ask_long(100), one)
@@ -321,7 +321,7 @@ async def test_a_waiting_request_goes_to_a_new_group_that_can_hold_it(start_rout
     short = send(router, ask(7))
     await waiting(router, 2)
     router.groups.append(small)
-    await router.server.set_groups([router.server.groups.find_connection("large").address, await small.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
     async with asyncio.timeout(10):
         await short
     assert len(small.submits) == 1 and not long.done()
@@ -341,7 +341,7 @@ async def test_a_deadline_is_not_judged_by_those_that_wait_for_other_groups(star
     with pytest.raises(DeadlineExceeded, match="12 requests wait before it"):
         line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     router.groups.append(small)
-    await router.server.set_groups([router.server.groups.find_connection("large").address, await small.start()])  # type: ignore[union-attr]
+    await router.server.set_groups([router.server.groups.find_connection("large").endpoint, await small.start()])  # type: ignore[union-attr]
     await router.wait_for_groups(2)
     line.require_room(ANYONE, 0, now, now + 1, EligibleGroups.of(router.server.groups.serving()))
     large.go()
