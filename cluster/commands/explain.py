@@ -1,4 +1,4 @@
-"""`coatcheck explain`: prints which group a router would choose for a prompt, and the cost of each group."""
+"""`coatcheck explain`: prints which group a router would choose for a prompt, and what every group would cost."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def explain(
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show which group would get PROMPT, and the cost of each group in seconds, term by term. Sends no request."""
+    """Show which group would get PROMPT, and every group's cost in seconds, term by term. Sends no request."""
     request = pb.GenerateRequest(cache_salt=cache_salt, sampling=build_sampling({"max_tokens": max_tokens}))
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     access = access_of(tls_ca, tls_cert, tls_key, api_key)

@@ -1,7 +1,7 @@
-"""`coatcheck serve`: brings a cluster up, shows how far it is, and ends it when told.
+"""`coatcheck serve`: checks the settings, then starts a cluster, shows its progress, and stops it after a signal.
 
-It only watches: on a cluster of its own choosing the supervisor goes on without it, and the same command finds it
-again. A Ray that it started ends with it. Ray is imported once the settings are known to make sense.
+With --ray-address the cluster runs on without this command, and the same command finds it again. Without, the command
+starts a local Ray that ends with it. Ray is imported only after all settings are checked.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="A YAML file of these settings. Flags override it.")] = None,
     **flags: Any,
 ) -> None:
-    """Serve MODEL until SIGINT or SIGTERM. The first lets running requests end; a second one ends them at once."""
+    """Serve MODEL until SIGINT or SIGTERM. The first signal drains, so that running requests end; a second one stops."""
     signals = StopSignals()
     settings = ServeConfig.build(flags, config)
     settings.check_model_directory()

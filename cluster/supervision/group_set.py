@@ -94,7 +94,7 @@ class GroupSet:
                 self._supervise(supervisor)
 
     async def restart_group(self, group: str, drain_seconds: float) -> None:
-        """See Supervisor.restart_group."""
+        """Drain a group, replace its ranks, and wait until every router uses it; see Supervisor.restart_group."""
         async with self._change_lock:
             supervisor = self._find_supervisor(group)
             if supervisor is None:
@@ -108,7 +108,7 @@ class GroupSet:
             await self._routers.wait_until_used(group)
 
     async def scale_groups(self, groups: int, drain_seconds: float) -> None:
-        """See Supervisor.scale_groups."""
+        """Add or remove groups until there are `groups`; see Supervisor.scale_groups."""
         if groups < 1:
             raise InvalidConfig(f"groups is {groups}; it must be at least 1 (to stop, end `coatcheck serve`)")
         async with self._change_lock:

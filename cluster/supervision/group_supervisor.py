@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class RestartRequested(Exception):
-    """Somebody called `restart_group`."""
+    """Raised in `supervise_group` after a call of `restart_group`. The group itself is well."""
 
 
 def backoff_seconds(failures: int) -> float:

@@ -1,8 +1,6 @@
-"""FakeRouter: the public service in this process, with made-up tokens. The one seam of the client's tests.
-
-A token depends on (seed, choice, position) alone, as the real one's do, so that a resumed stream can be compared with
-an undisturbed one. What it was asked stays in `requests`.
-"""
+"""FakeRouter: the public gRPC service in this process, with made-up tokens, for the tests of the client. A token
+depends on (seed, choice, position) alone, as a real one does, so that a resumed stream can be compared with an
+undisturbed one. `requests` has every request that came."""
 
 import asyncio
 import hashlib
@@ -18,12 +16,12 @@ PIECES = [" one", " two", " drei", " vier", " ☂", " six", " sept", " acht"]
 
 
 def token(seed: int, choice: int, position: int) -> int:
-    """The token at a position of a choice."""
+    """The token at `position` of a choice."""
     return hashlib.blake2b(f"{seed}/{choice}/{position}".encode(), digest_size=2).digest()[0] % len(PIECES)
 
 
 class FakeRouter(GenerationServicer):
-    """Answers at `address`. `losses` scripts what its next streams do: the number of events until one breaks."""
+    """Answers at `address`. `losses`: for each of the next streams, the number of events until it breaks."""
 
     def __init__(self, name: str = "group-0", *, losses: list[int] | None = None, port: int = 0) -> None:
         self.name = name
@@ -31,15 +29,15 @@ class FakeRouter(GenerationServicer):
         self.losses = losses or []
         self.requests: list[pb.GenerateRequest] = []
         self.running = self.most_at_once = 0
-        # No stream says anything before so many run at once.
+        # No stream sends an event before this many run at once.
         self.crowd = 1
         self._crowded = asyncio.Event()
         self._arrived = asyncio.Event()
-        # Set once a caller has left a stream before its end.
+        # Set once a caller has cancelled a stream.
         self.left = asyncio.Event()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.breaks_with = grpc.StatusCode.UNAVAILABLE
-        # After this many events a stream says nothing more until its caller leaves.
+        # After this many events a stream sends nothing more until it is cancelled.
         self.stalls_after: int | None = None
         self._port = port
 
@@ -58,7 +56,7 @@ class FakeRouter(GenerationServicer):
         return f"127.0.0.1:{self._port}"
 
     async def crowded(self, count: int) -> None:
-        """Waits until so many streams run."""
+        """Wait until `count` streams run."""
         while self.running < count:
             await self._arrived.wait()
             self._arrived.clear()
@@ -84,7 +82,7 @@ class FakeRouter(GenerationServicer):
                 if sent == self.stalls_after:
                     await asyncio.Event().wait()
                 yield event
-        except (asyncio.CancelledError, GeneratorExit):  # the latter when it is lost amid an event's sending
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: cancelled while an event is being sent
             self.left.set()
             raise
         finally:

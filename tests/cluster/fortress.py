@@ -1,7 +1,4 @@
-"""Fortress: a cluster with everything that keeps people out (TLS, certificates, keys), and ways to come to it.
-
-It does not know what its visitors want.
-"""
+"""Fortress: a cluster with TLS, client certificates and keys, and clients that attack it."""
 
 import contextlib
 import http.client
@@ -24,8 +21,8 @@ from tests.router.certificates import Leaf, TestAuthority
 
 @dataclass
 class Fortress:
-    """`keys` by tenant; `known` is a client's certificate, `bad` those that open nothing. Nothing that `secrets` holds
-    may be written anywhere."""
+    """`keys`: a key for each tenant. `known`: a client certificate that is accepted; `bad`: certificates that are
+    refused. `secrets`: texts that must not be written anywhere."""
 
     serving: Serving
     authority: TestAuthority
@@ -36,45 +33,45 @@ class Fortress:
     secrets: set[str] = field(default_factory=set)
 
     def context(self, leaf: Leaf | None) -> ssl.SSLContext:
-        """Of a client that shows this certificate."""
+        """The TLS context of a client with this certificate."""
         context = ssl.create_default_context(cafile=str(self.authority.ca))
         if leaf is not None:
             context.load_cert_chain(leaf.cert, leaf.key)
         return context
 
     def headers(self, tenant: str = "search", **more: str) -> dict[str, str]:
-        """With that tenant's key."""
+        """HTTP headers with that tenant's key."""
         return {"content-type": "application/json", "authorization": f"Bearer {self.keys[tenant]}", **more}
 
     def web(self, leaf: Leaf | None = None, seconds: float = PATIENCE_SECONDS) -> http.client.HTTPSConnection:
-        """A connection with the known certificate, or another."""
+        """An HTTPS connection with the known certificate, or another one."""
         where = self.serving.url.removeprefix("https://")
         return http.client.HTTPSConnection(where, timeout=seconds, context=self.context(leaf or self.known))
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-        """One request on a connection of its own."""
+        """Send one request on a connection of its own."""
         with contextlib.closing(self.web()) as web:
             web.request(method, path, body, self.headers() if headers is None else headers)
             answer = web.getresponse()
             return answer.status, answer.read()
 
     def channel(self, leaf: Leaf | None, *options: tuple[str, int]) -> grpc.Channel:
-        """With that certificate."""
+        """A gRPC channel with that certificate."""
         pair = (leaf.key.read_bytes(), leaf.cert.read_bytes()) if leaf else (None, None)
         credentials = grpc.ssl_channel_credentials(self.authority.ca.read_bytes(), *pair)
         return grpc.secure_channel(self.serving.address, credentials, [("grpc.use_local_subchannel_pool", 1), *options])
 
     def metadata(self, tenant: str = "search") -> tuple[tuple[str, str], ...]:
-        """gRPC's, with that tenant's key."""
+        """gRPC metadata with that tenant's key."""
         return (("authorization", f"Bearer {self.keys[tenant]}"),)
 
     def plain(self) -> socket.socket:
-        """A TCP connection that speaks no TLS yet."""
+        """A TCP connection without TLS."""
         host, _, port = self.serving.url.removeprefix("https://").rpartition(":")
         return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
 
     def sender(self, body: bytes, *, tenant: str = "search", buffer: int = 0) -> ssl.SSLSocket:
-        """Has sent a streaming completion, and reads nothing by itself."""
+        """A connection that has sent a streaming completion and reads nothing by itself."""
         plain = self.plain()
         if buffer:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -85,7 +82,7 @@ class Fortress:
         return wrapped
 
     def metric(self, name: str, **labels: str) -> float:
-        """Of one scrape; the sum over the labels that are not given."""
+        """The value of a metric, from one scrape: the sum over all labels that are not given."""
         status, page = self.ask("GET", "/metrics", headers=self.headers("eyes"))
         assert status == 200, page
         families = text_string_to_metric_families(page.decode())
@@ -94,7 +91,7 @@ class Fortress:
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def written(self) -> dict[str, str]:
-        """All that the cluster has written or shows, by where: logs, what it prints, arguments, state, metrics."""
+        """Everything that the cluster has written or shows, by place: logs, output, arguments, state, metrics."""
         mine = self.serving.descendants()
         texts = {f"arguments of {pid}": command for pid, command in mine.items()}
         found = re.search(r"--session[-_]dir=(\S+)", " ".join(mine.values()))
@@ -109,14 +106,14 @@ class Fortress:
 
 
 def vanish(connection: socket.socket) -> None:
-    """Ends without a word: what is on its way either way is lost."""
+    """Reset the connection: what is on its way in either direction is lost."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 @contextlib.contextmanager
 def fortress(model: str, folder: Path, *arguments: str) -> Iterator[Fortress]:
-    """Serves it, on ports of its own."""
+    """A running Fortress, on ports of its own."""
     authority = TestAuthority(folder)
     server, file = authority.leaf("server"), folder / "keys.yaml"
     keys = {}

@@ -1,4 +1,4 @@
-"""The `coatcheck` command as a whole: what it says of itself, and to those who know another one's words."""
+"""The `coatcheck` command as a whole: its help, its errors, and hints for flags of other engines."""
 
 import importlib.metadata
 import re
@@ -28,7 +28,7 @@ def test_version() -> None:
 
 
 def test_help_is_for_people() -> None:
-    """Help names arguments in capitals, flags without a type, and every command."""
+    """Help shows arguments in capitals, flags without a type, and every command."""
     wide = {"COLUMNS": "120"}
     whole, one = (coatcheck(*words, "--help", environment=wide).stdout for words in ((), ("generate",)))
     assert "<bool>" not in whole + one and "{" not in one
@@ -37,7 +37,7 @@ def test_help_is_for_people() -> None:
 
 
 def test_help_is_in_parts() -> None:
-    """The many options of `serve` are under headings, and examples end its help."""
+    """The options of `serve` are grouped under headings, and examples end its help."""
     said = coatcheck("serve", "--help", environment={"COLUMNS": "120"}).stdout
     headings = re.findall(r"╭─ ([\w ]+) ─", said)
     assert headings == [
@@ -62,14 +62,14 @@ def test_help_is_in_parts() -> None:
     ],
 )
 def test_words_of_other_engines(arguments: list[str], hint: str | None) -> None:
-    """A flag that another engine has is answered with ours; ours are left alone."""
+    """A flag of another engine gives an error that names our flag. Our own flags give none."""
     found = find_hint(arguments)
     assert found is None if hint is None else found is not None and hint in found
 
 
 @pytest.mark.parametrize("command", [["status"], ["top"], ["drain"], ["bench"], ["generate", "x"], ["explain", "x"]])
 def test_nobody_there_is_said_alike(command: list[str]) -> None:
-    """Every command says in the same words that no server answers."""
+    """Every command has the same error if no server answers."""
     done = coatcheck(*command, "--address", "127.0.0.1:1")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "error: no server answers at 127.0.0.1:1; is `coatcheck serve` running there?" in done.stderr
@@ -89,7 +89,7 @@ def test_nobody_there_is_said_alike(command: list[str]) -> None:
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
-    """Whoever finds what is written wrongly, it is said in one line that begins alike, and the exit status is 2."""
+    """A usage error is one line that begins with `error: `, with exit code 2, whichever library finds it."""
     done = coatcheck(*arguments)
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     assert done.stderr.startswith(f"error: {said}")
@@ -104,7 +104,7 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_first(tmp_path: Path, code: str | None, said: str) -> None:
-    """Where the hub cannot be reached, or refuses, `serve` and `plan` say so alike, before Ray is started."""
+    """If the hub cannot be reached, or refuses, `serve` and `plan` print the same error before Ray is started."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, code)) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{hub.server_port if code else 1}"
@@ -117,7 +117,7 @@ def test_a_model_that_the_hub_does_not_give_is_refused_first(tmp_path: Path, cod
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Refuses whatever it is asked for, by the hub's own name for it."""
+    """A hub that refuses every request with its own error code."""
 
     def __init__(self, code: str, *handed: Any) -> None:
         self._code = code
@@ -143,7 +143,7 @@ def test_no_word_at_all_is_a_wish_for_help() -> None:
 
 @pytest.mark.parametrize("command", [["status"], ["drain"], ["bench"], ["explain", "x"]])
 def test_an_address_is_host_and_port(command: list[str]) -> None:
-    """Every command refuses an address that is none as wrong usage."""
+    """Every command refuses an invalid address as a usage error."""
     done = coatcheck(*command, "--address", "http://127.0.0.1:1")
     assert done.returncode == 2 and "scheme" in done.stderr
 
@@ -158,7 +158,7 @@ def test_addresses() -> None:
 
 
 def test_a_signal_leaves_no_traceback() -> None:
-    """Ctrl-C while a command waits for an answer ends it without a word."""
+    """Ctrl-C while a command waits for an answer ends it without a traceback."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with subprocess.Popen([*COMMAND, "generate", "x", "--address", address], stderr=subprocess.PIPE) as process:
