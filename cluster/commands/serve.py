@@ -39,7 +39,7 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="A YAML file of these settings. Flags override it.")] = None,
     **flags: Any,
 ) -> None:
-    """Serve MODEL until SIGINT or SIGTERM. The first signal drains (running requests end), a second one stops at once."""
+    """Serve MODEL until SIGINT or SIGTERM. The first one drains (running requests end), a second one stops at once."""
     signals = StopSignals()
     settings = ServeConfig.build(flags, config)
     settings.check_model_directory()
