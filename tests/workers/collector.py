@@ -1,4 +1,4 @@
-"""Collector: an engine over FakeRunner, stepped to its end, and what every choice of its requests said."""
+"""Collector: steps an engine over FakeRunner to its end, and collects the tokens of every choice."""
 
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.request import EngineRequest
@@ -31,7 +31,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **changes: object
 
 
 class Collector:
-    """Runs an engine and keeps what each choice said."""
+    """Steps an engine and collects the tokens of each choice."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -40,7 +40,7 @@ class Collector:
         self.first: dict[tuple[str, int], SequenceOutput] = {}
 
     def step(self) -> None:
-        """One step, with every invariant checked after it."""
+        """Step once, and check every invariant."""
         for output in self.engine.step().outputs:
             key = (output.request_id, output.choice)
             assert key not in self.ends, "an ended choice goes on"
@@ -51,7 +51,7 @@ class Collector:
         self.engine.check()
 
     def run(self) -> "Collector":
-        """Steps until nothing is left."""
+        """Step until the engine has no work."""
         for _ in range(5000):
             if not self.engine.has_work:
                 return self

@@ -11,7 +11,7 @@ from tests.workers.served_group import Group, start_group
 
 @pytest.fixture(scope="session")
 def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny checkpoints lie, written on first use."""
+    """The folder of tiny checkpoints, which are written on first use."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
@@ -23,7 +23,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    """One that serves, for one test."""
+    """A group that serves, for one test."""
     group = start_group()
     yield group
     group.loop.stop()

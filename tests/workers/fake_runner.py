@@ -1,4 +1,4 @@
-"""FakeRunner: stands where the ranks' model does, and catches every way in which a plan could be wrong.
+"""FakeRunner: takes the place of the ranks' model, and fails on a wrong plan.
 
 It keeps the same mirror as a rank, but a slot of its pool holds the (token, position, hash of all before) that was
 stored there. Each row reads back its whole context through its block table and fails if anything but its own tokens
@@ -32,13 +32,13 @@ SPEC = ModelSpec(
 
 
 def next_token(context: list[int], choice: int, seed: int = 0) -> int:
-    """What the fake model says after `context`; 0 (end of sequence) one time in 61."""
+    """The fake model's token after `context`: 0 (end of sequence) one time in 61."""
     value = zlib.crc32(repr((context, choice, seed)).encode())
     return 0 if value % 61 == 0 else 1 + value % 999
 
 
 def answer(prompt: list[int], max_tokens: int, choice: int = 0, seed: int = 0) -> list[int]:
-    """All that the fake model says to a prompt."""
+    """All tokens that the fake model generates after a prompt."""
     said: list[int] = []
     while len(said) < max_tokens and (not said or said[-1] != 0):
         said.append(next_token(prompt + said, choice, seed))
@@ -47,12 +47,11 @@ def answer(prompt: list[int], max_tokens: int, choice: int = 0, seed: int = 0) -
 
 @dataclass
 class FakeStep:
-    """A step that is computed when it is launched, as on CPU."""
+    """A LaunchedStep that was computed when it was launched, as on a CPU."""
 
     result: StepResult
 
     def wait(self) -> StepResult:
-        """The step's tokens."""
         return self.result
 
 
@@ -89,7 +88,7 @@ class FakeRunner:
         self.computed = 0
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        """Carries out the plan as it comes off the wire."""
+        """Carry out the plan, encoded and decoded as between ranks."""
         plan = StepPlan.decode(plan.encode())
         self.plans += 1
         for block, slot in plan.demotes:

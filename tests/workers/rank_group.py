@@ -17,7 +17,7 @@ _context.set_forkserver_preload(["coatcheck.workers.rank"])
 
 
 class RankGroup:
-    """The processes of one group; `kind` of rank."""
+    """The processes of one group. `kind`: the class of its ranks."""
 
     def __init__(self, config: GroupConfig, kind: type[Rank] = Rank, record_base: str = "") -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ class RankGroup:
             self.processes.append(process)
 
     def wait_ready(self) -> str:
-        """The address, once every rank serves."""
+        """Wait until every rank serves. Return rank 0's address."""
         addresses = []
         for pipe in self.pipes:
             while True:
@@ -49,7 +49,7 @@ class RankGroup:
         return addresses[0]
 
     def failures(self) -> list[str]:
-        """What each rank says when it cannot start."""
+        """The error of each rank that could not start."""
         found = []
         for pipe in self.pipes:
             while isinstance(said := pipe.recv(), RankProgress):
@@ -71,7 +71,7 @@ class RankGroup:
 def _live(
     config: GroupConfig, number: int, rendezvous: str, pipe: Connection, kind: type[Rank], record_base: str
 ) -> None:
-    """A process: the rank's phases go into the pipe; a word from it stops the group."""
+    """The process of a rank: sends its progress into the pipe, and stops the group when the pipe has a message."""
     rank = kind(config, number, record_base=record_base)
 
     def report() -> None:

@@ -21,7 +21,7 @@ Work = Callable[[Communicator, Any], Any]
 
 
 def free_address() -> str:
-    """Where nobody listens yet."""
+    """An address with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A group as routers meet it: the real engine and service over a fake runner, and a router's end of a stream."""
+"""A group with the real engine and service over a fake runner, and a router's end of a stream."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ BLOCK = 8
 
 
 class PacedRunner(FakeRunner):
-    """The fake runner, whose steps take `step_seconds`."""
+    """A FakeRunner whose steps take `step_seconds`."""
 
     step_seconds = 0.0005
 

@@ -1,4 +1,4 @@
-"""How a group that ends by itself says so, and what it leaves behind: real processes that really crash."""
+"""A group that fails: the last word to its routers and the crash records, with real processes that crash."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ Start = Callable[..., tuple[RankGroup, str]]
 
 @pytest.fixture
 def start(checkpoint_directory: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a group that certain prompts end, and returns where its records begin."""
+    """Start a group of CrashingRanks. Return the group and the prefix of its crash records."""
     groups: list[RankGroup] = []
     path = str(tiny_checkpoint("llama", checkpoint_directory))
 
@@ -42,7 +42,7 @@ def start(checkpoint_directory: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def last_word(address: str, *prompts: int) -> wire.LastWord | None:
-    """What a router hears of a group that these submissions end; None where the stream just breaks."""
+    """The last word of a group that these submissions end, or None if the stream breaks without one."""
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     submits = [
         wire.Submit(id=number, prompt_token_ids=[token, 5, 6], sampling=sampling)
@@ -79,9 +79,11 @@ def _then_wait(messages: list[wire.ToGroup], ended: threading.Event) -> Iterator
         (2, LAST_IS_KILLED, None, ""),
     ],
 )
-def test_who_ends_by_itself_says_so(start: Start, tp: int, token: int, word: str | None, record: str) -> None:
-    """A router hears why a group ends by itself, whichever rank it was; of a rank 0 that faults the record tells; and a
-    rank that was killed is held against nobody."""
+def test_a_failing_group_tells_its_routers_why(
+    start: Start, tp: int, token: int, word: str | None, record: str
+) -> None:
+    """A router gets the reason, whichever rank failed. A fault of rank 0 is only in its crash record. A killed rank
+    gives no reason."""
     group, base = start(tp)
     said = last_word(group.wait_ready(), token)
     assert (said.reason if said else None) == word
@@ -90,15 +92,15 @@ def test_who_ends_by_itself_says_so(start: Start, tp: int, token: int, word: str
     assert read_crash(f"{base}9", list(range(tp)), tp) is None, "on another host nothing is known"
 
 
-def test_what_only_waited_is_named(start: Start) -> None:
-    """With room for one sequence at a time, the submission behind the one that ends the group has no part in it."""
+def test_the_last_word_names_unstarted_requests(start: Start) -> None:
+    """With room for one sequence, the submission behind the one that ends the group has not started."""
     group, _ = start(1, max_num_seqs=1)
-    said = last_word(group.wait_ready(), 5, RAISES, 5)  # both are there before the first has ended
+    said = last_word(group.wait_ready(), 5, RAISES, 5)  # all three arrive before the first ends
     assert said is not None and list(said.waiting) == [3]
 
 
-def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
-    """torch aborts a rank whose NCCL peer is gone: only alone is it a sign of what ran."""
+def test_an_abort_of_one_of_several_ranks_is_no_crash(tmp_path: Path) -> None:
+    """torch aborts a rank whose NCCL peer is gone, so SIGABRT counts as a crash in a group of one rank only."""
     (folder := tmp_path / "records").mkdir(mode=0o700)
     base = f"{folder}/g.0"
     for rank in (0, 1):
@@ -108,7 +110,7 @@ def test_an_abort_among_several_ranks_tells_nothing(tmp_path: Path) -> None:
 
 
 def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
-    """Who reads the log of a rank that has faulted finds the file there that says where in its code that was."""
+    """The log names the file that has the stack trace of a fault."""
     code = (
         "import ctypes, logging, sys; from coatcheck.workers.host.crash_record import CrashRecord\n"
         "def at_fault(): ctypes.string_at(0)\n"

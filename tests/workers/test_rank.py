@@ -1,4 +1,4 @@
-"""A group's ranks as real processes over gloo, on a tiny checkpoint: they serve, they end, they die together."""
+"""A group's ranks as real processes over gloo, on a tiny checkpoint: they serve and end together."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.workers.rank_group import RankGroup
 
 
 def group_of(checkpoints: Path, **settings: object) -> RankGroup:
-    """One that starts, with a pool of a megabyte where `settings` say nothing else."""
+    """Start a group on a tiny llama. `settings` of GroupConfig; by default a pool of one megabyte."""
     path = str(tiny_checkpoint("llama", checkpoints))
     settings = {"kv_memory": 1 << 20, "dtype": "float32", "device": "cpu", "threads": 1, **settings}
     return RankGroup(GroupConfig("g", path, "tiny", **settings))  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def plain(checkpoint_directory: Path) -> Iterator[str]:
 
 @pytest.fixture
 def start(checkpoint_directory: Path) -> Iterator[Callable[..., RankGroup]]:
-    """Starts groups, and leaves none behind."""
+    """Starts groups, and kills them after the test."""
     groups: list[RankGroup] = []
 
     def start(**settings: object) -> RankGroup:
@@ -56,7 +56,7 @@ def test_two_ranks_answer_as_one_and_end_when_told(start: Callable[..., RankGrou
 
 
 def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., RankGroup]) -> None:
-    """Once it serves, a group can say each rank's process, its memory, and that all have run a step."""
+    """A group that serves reports each rank's process and memory."""
     group = start(tp=2)
     with grpc.insecure_channel(group.wait_ready()) as channel:
         registration, status = read_registration(channel), read_load(channel).status
@@ -64,7 +64,7 @@ def test_every_rank_reports_itself_before_the_group_serves(start: Callable[..., 
     assert all(rank.healthy and rank.peak_memory_bytes > 1 << 20 for rank in status.ranks)
     assert registration.model.name == "tiny" and registration.tp == 2
     assert registration.num_blocks == status.blocks_total > 0
-    assert status.blocks_used == status.prompt_tokens == 0  # the first steps left no trace
+    assert status.blocks_used == status.prompt_tokens == 0  # the warm-up is not counted
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -79,8 +79,8 @@ def test_a_killed_rank_ends_its_group(start: Callable[..., RankGroup], victim: i
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
-def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], plain: str, kv_dtype: str) -> None:
-    """From the same memory come more blocks; the registration names the dtype, so that no other kind takes over."""
+def test_a_quantised_pool_serves_and_is_registered(start: Callable[..., RankGroup], plain: str, kv_dtype: str) -> None:
+    """The same memory holds more blocks. The registration has the dtype: streams fail over to equal groups only."""
     registrations = []
     for address in (plain, start(kv_dtype=kv_dtype, tp=2).wait_ready()):
         assert len(generate(address, list(range(3, 43)), 12)) == 12
@@ -90,28 +90,28 @@ def test_a_quantised_pool_serves_and_says_so(start: Callable[..., RankGroup], pl
     assert registrations[1].num_blocks > 3 * registrations[0].num_blocks  # float32 beside eight bits, over two ranks
 
 
-def test_a_kv_dtype_that_cannot_be_is_refused_at_start(checkpoint_directory: Path) -> None:
-    """An unknown one where the settings are made; int4 with an odd head_dim once the model is known."""
+def test_an_unknown_kv_dtype_is_refused() -> None:
+    """An unknown kv-dtype is an InvalidConfig that names the known ones."""
     with pytest.raises(InvalidConfig, match="kv-dtype is 'int3'; use auto, bf16, fp16, fp8, int8, int4"):
         GroupConfig("g", "m", "m", kv_dtype="int3")
 
 
-def test_a_setting_that_cannot_be_is_said_by_every_rank(start: Callable[..., RankGroup]) -> None:
+def test_a_pool_too_small_is_refused_by_every_rank(start: Callable[..., RankGroup]) -> None:
     """A pool too small for a block is an InvalidConfig with what to change, not a crash."""
     for failure in start(tp=2, kv_memory=100).failures():
         assert failure.startswith("InvalidConfig: kv-memory gives 100 bytes a rank")
 
 
-def test_host_memory_that_cannot_be_is_refused(start: Callable[..., RankGroup]) -> None:
+def test_more_host_memory_than_the_machine_has_is_refused(start: Callable[..., RankGroup]) -> None:
     """More host memory than the machine has is an InvalidConfig with what to change, before anything is allocated."""
     (failure,) = start(host_kv_memory=float(1 << 50)).failures()
     assert failure.startswith("InvalidConfig: host-kv-memory asks for 1,125,899,906,842,624 bytes")
     assert failure.endswith("lower host-kv-memory, or set it to 0")
 
 
-def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[..., RankGroup]) -> None:
-    """A rank's memory is larger than that of one without pools by just their bytes, within 1%, and stays so under
-    load that evicts, demotes and restores."""
+def test_memory_does_not_grow_under_load(start: Callable[..., RankGroup]) -> None:
+    """The memory of two ranks differs by the bytes of their pools, within 1%, and does not grow under load that evicts,
+    demotes and restores."""
     small, large = start(kv_memory=1 << 20), start(kv_memory=4 << 20, host_kv_memory=1 << 30)
     addresses = [group.wait_ready() for group in (small, large)]
     reserved = 0
@@ -130,6 +130,6 @@ def test_what_is_reserved_at_the_start_is_all_there_will_be(start: Callable[...,
 
 
 def resident(group: RankGroup) -> int:
-    """Bytes of memory of its own that the group's one process holds."""
+    """Resident anonymous memory of the group's one process, in bytes."""
     status = Path(f"/proc/{group.processes[0].pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))

@@ -1,4 +1,4 @@
-"""Whether a rank could serve a model, found out without its weights: the same refusals, and no others."""
+"""The check whether ranks can serve a model, without its weights, gives the same refusals as a rank."""
 
 import json
 import re
@@ -21,19 +21,19 @@ def ask(path: Path, **settings: object) -> InvalidConfig | InvalidModel | None:
 
 
 @pytest.mark.parametrize("model_type", ["cohere", "glm4_moe"])
-def test_what_ranks_serve_is_not_refused(model_type: str, checkpoint_directory: Path) -> None:
+def test_a_model_that_ranks_serve_is_not_refused(model_type: str, checkpoint_directory: Path) -> None:
     """A model that ranks serve is not refused."""
     assert ask(write(model_type, checkpoint_directory, **SERVED[model_type])) is None
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "diffllama", "nemotron", "qwen3_next"])
-def test_what_ranks_refuse_is_refused_in_their_words(model_type: str, checkpoint_directory: Path) -> None:
+def test_a_model_that_ranks_refuse_is_refused_with_the_same_reason(model_type: str, checkpoint_directory: Path) -> None:
     """A model that ranks refuse is refused with the same reason."""
     refusal = ask(write(model_type, checkpoint_directory))
     assert isinstance(refusal, InvalidModel) and re.search(REFUSED[model_type], str(refusal))
 
 
-def test_settings_are_held_against_the_model(checkpoint_directory: Path) -> None:
+def test_settings_are_checked_against_the_model(checkpoint_directory: Path) -> None:
     """tp, max-model-len and --deterministic are checked as a rank checks them."""
     path = tiny_checkpoint("qwen3", checkpoint_directory)
     assert ask(path, tp=2, max_model_len=256, deterministic_on="cpu") is None
@@ -44,7 +44,7 @@ def test_settings_are_held_against_the_model(checkpoint_directory: Path) -> None
     assert "mixture of experts" in str(ask(experts, deterministic_on="cpu"))
 
 
-def test_the_command_says_what_it_found(checkpoint_directory: Path) -> None:
+def test_the_command_prints_json(checkpoint_directory: Path) -> None:
     """The command prints one JSON object as its last line."""
     settings = _PLAIN | {"model": str(write("diffllama", checkpoint_directory))}
     command = [sys.executable, "-W", "ignore", "-m", "coatcheck.workers.servable", json.dumps(settings)]

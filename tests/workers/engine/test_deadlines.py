@@ -1,4 +1,4 @@
-"""A request that has not begun by its deadline never does, and takes nothing with it."""
+"""A request that has not started by its deadline is refused, and no other request is."""
 
 import pytest
 
@@ -10,8 +10,6 @@ from tests.workers.fake_runner import SPEC, FakeRunner
 
 
 class Clock:
-    """A clock that is set."""
-
     now = 100.0
 
     def __call__(self) -> float:
@@ -19,13 +17,13 @@ class Clock:
 
 
 def request(name: str, seconds_left: float | None = None, n: int = 1) -> EngineRequest:
-    """With a prompt of its own."""
+    """A request with a prompt that no other name has."""
     prompt = tuple(sum(map(ord, name)) % 90 + token for token in range(5))
     return EngineRequest(name, prompt, SamplingParams(max_tokens=6, n=n, seed=1), seconds_left=seconds_left)
 
 
 def run(engine: Engine, steps: int = 1000) -> tuple[set[str], dict[str, CoatcheckError]]:
-    """So many steps, or to the end: who was answered whole, and who was refused."""
+    """Step `steps` times, or to the end. Return the finished requests, and the refused ones with their errors."""
     finished: set[str] = set()
     refused: dict[str, CoatcheckError] = {}
     while engine.has_work and steps:
@@ -38,9 +36,9 @@ def run(engine: Engine, steps: int = 1000) -> tuple[set[str], dict[str, Coatchec
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_what_has_not_begun_by_its_deadline_never_does(depth: int) -> None:
-    """Of those that wait for a slot only the late ones are refused, all choices at once, and not one step sooner; what
-    has begun goes on, though its deadline passes too."""
+def test_a_request_not_started_by_its_deadline_is_refused(depth: int) -> None:
+    """Of the requests that wait for a slot only the overdue one is refused, with all its choices, in the first step
+    after its deadline. A started request goes on after its deadline."""
     clock = Clock()
     runner = FakeRunner(64, 8)
     engine = Engine(SPEC, runner, num_blocks=64, block_size=8, max_num_seqs=2, pipeline_depth=depth, clock=clock)
@@ -60,8 +58,8 @@ def test_what_has_not_begun_by_its_deadline_never_does(depth: int) -> None:
     assert engine.stats().blocks_used == 0
 
 
-def test_a_deadline_that_has_passed_computes_nothing() -> None:
-    """With nothing else to do the group says so in its next step, and no rank hears of it."""
+def test_an_overdue_request_computes_nothing() -> None:
+    """An idle engine refuses an overdue request in its next step, and the ranks compute nothing."""
     runner = FakeRunner(64, 8)
     engine = Engine(SPEC, runner, num_blocks=64, block_size=8, clock=Clock())
     engine.submit_request(request("late", 0.0))

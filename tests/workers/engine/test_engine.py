@@ -1,4 +1,4 @@
-"""The engine with a fake model that reads its KV back: every plan must be right for the answers to be."""
+"""The engine over a fake model that reads its KV back: a wrong plan gives wrong tokens."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ from tests.workers.fake_runner import answer, next_token
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_answers_are_the_models_own(depth: int) -> None:
-    """Whatever the batching, a request's tokens are those that the model gives it alone."""
+    """A request's tokens are those that the model gives it alone, however requests are batched."""
     engine, _ = make_engine(depth=depth)
     rng = random.Random(0)
     prompts = {f"r{i}": [rng.randrange(1, 1000) for _ in range(rng.randrange(1, 40))] for i in range(12)}
@@ -73,7 +73,7 @@ def test_a_follow_up_hits_prompt_and_answer() -> None:
     computed = runner.computed
     engine.submit_request(request("b", follow_up, 4))
     second = Collector(engine).run()
-    reused = (len(prompt) + len(said) - 1) // 4 * 4  # the last token said was never fed back
+    reused = (len(prompt) + len(said) - 1) // 4 * 4  # the last generated token has no KV
     assert second.first["b", 0].cached_device_tokens == reused
     assert runner.computed - computed == len(follow_up) - reused + len(second.tokens["b", 0]) - 1
 
@@ -130,7 +130,7 @@ def test_a_long_prompt_does_not_hold_up_decodes() -> None:
 
 
 def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
-    """When the pool is too small for all, younger sequences are computed again later, byte for byte."""
+    """When the pool is too small for all, later sequences are preempted and computed again, with the same tokens."""
     engine, _ = make_engine(num_blocks=12)
     prompts = {f"r{i}": [i + 1] * 9 for i in range(4)}
     for name, prompt in prompts.items():
@@ -164,7 +164,7 @@ def test_preemption_keeps_the_oldest_and_loses_nothing() -> None:
     ],
 )
 def test_bad_requests_are_refused_and_nothing_else_moves(bad: EngineRequest, word: str) -> None:
-    """What can never be answered is refused at once with what to change, and a running request never notices."""
+    """A request that can never be answered is refused at once with what to change. A running request goes on."""
     engine, _ = make_engine()
     engine.submit_request(request("good", [1, 2, 3], 5))
     with pytest.raises(InvalidRequest, match=word):
@@ -173,7 +173,7 @@ def test_bad_requests_are_refused_and_nothing_else_moves(bad: EngineRequest, wor
 
 
 def test_a_prompt_larger_than_the_pool_never_fits() -> None:
-    """A request that the pool could not hold even alone is refused, one that just fits is answered."""
+    """A request that the pool cannot hold alone is refused; one that just fits is answered."""
     engine, _ = make_engine(num_blocks=8)
     with pytest.raises(NeverFits):
         engine.submit_request(request("big", [1] * 30, 3))
@@ -182,7 +182,7 @@ def test_a_prompt_larger_than_the_pool_never_fits() -> None:
 
 
 def test_events_rebuild_the_cache_exactly() -> None:
-    """A subscriber that applies every event holds what the pool's own snapshot says."""
+    """The blocks after all events are those of the pool's own snapshot."""
     engine, _ = make_engine(num_blocks=16)
     held: set[bytes] = set()
     for i in range(12):
@@ -209,8 +209,8 @@ def test_stop_tokens_and_limits_are_told_apart() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_lowest_priority_number_goes_first(depth: int) -> None:
-    """Of what waits, the lowest number is admitted first, equal ones in order of arrival; and it is the last to lose
-    its blocks to another."""
+    """The request with the lowest priority number is admitted first and preempted last. Equal numbers go in order of
+    arrival."""
     engine, _ = make_engine(num_blocks=12, depth=depth, seqs=2)
     collector = Collector(engine)
     for number, priority in enumerate((0, 5, 5, -1, 0, -1)):
@@ -225,12 +225,12 @@ def test_the_lowest_priority_number_goes_first(depth: int) -> None:
     assert engine.stats().preemptions > 0
 
 
-def test_the_load_counts_what_is_foreseen_to_be_computed() -> None:
-    """A waiting prompt weighs what its router foresees of it, a running one what is left, and further choices nothing:
-    their leader computes the prompt. The seconds spent on prompts are counted, those of decodes are not."""
+def test_the_load_counts_predicted_uncached_tokens() -> None:
+    """A waiting prompt counts with the uncached tokens that its router predicts, a running one with what is left of it,
+    further choices with nothing. The seconds of steps with prompts are counted, those of decodes are not."""
     engine, _ = make_engine(seqs=1)
     engine.submit_request(dataclasses.replace(request("a", [1] * 40), uncached_tokens=1))
-    assert engine.stats().queued_prefill_tokens == 0  # a single token is a decode's worth
+    assert engine.stats().queued_prefill_tokens == 0  # a single token counts as a decode
     engine.submit_request(dataclasses.replace(request("b", [2] * 40, n=3), uncached_tokens=12))
     engine.submit_request(request("c", [3] * 40))
     assert engine.stats().queued_prefill_tokens == 12 + 40

@@ -1,4 +1,4 @@
-"""The engine's thread: what others ask of it happens between steps."""
+"""The engine's thread: commands of other threads run between steps."""
 
 import threading
 
@@ -13,17 +13,16 @@ from tests.workers.fake_runner import SPEC, FakeRunner, FakeStep, answer
 
 
 class DyingRunner(FakeRunner):
-    """Fails as a rank does when another one is gone."""
+    """Fails as a runner does when a rank is gone."""
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        """Raises as soon as there is work."""
         if plan.rows:
             raise RuntimeError("Connection reset by peer")
         return super().launch(plan)
 
 
 def test_requests_are_answered_refused_and_dropped_from_another_thread() -> None:
-    """Submissions, refusals, aborts and calls cross into the engine's thread, and stop ends it."""
+    """Submissions, refusals, aborts and calls reach the engine's thread, and `stop` ends it."""
     engine = Engine(SPEC, FakeRunner(64, 4), num_blocks=64, block_size=4)
     tokens: list[int] = []
     ended, refused = threading.Event(), threading.Event()
@@ -56,7 +55,7 @@ def test_requests_are_answered_refused_and_dropped_from_another_thread() -> None
     assert not loop.is_alive
 
 
-def test_a_dead_engine_says_so() -> None:
+def test_a_failed_step_calls_on_death() -> None:
     """An error in a step reaches `on_death`, so that the whole group can end."""
     died = threading.Event()
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""The engine with a real model: what a request gets depends on the request alone."""
+"""The engine over a real model: a request's tokens depend on the request alone."""
 
 import json
 from collections.abc import Callable
@@ -34,13 +34,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Model:
-    """The same, as one rank holds it."""
+    """The loaded model of the checkpoint."""
     return load_model(checkpoint, communicator=Communicator(), device="cpu")
 
 
 @pytest.fixture(scope="module")
 def make(model: Model) -> Make:
-    """Makes an engine with a pool of its own."""
+    """Creates engines, each with a new pool."""
 
     def make_engine(num_blocks: int = 200, budget: int = 256, depth: int = 0, host_blocks: int = 0) -> Engine:
         layout, seconds = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32), count()
@@ -57,14 +57,16 @@ def make(model: Model) -> Make:
             max_batch_tokens=budget,
             host_blocks=host_blocks,
             pipeline_depth=depth,
-            clock=lambda: float(next(seconds)),  # so that no busy machine makes computing look cheaper than copying
+            clock=lambda: float(
+                next(seconds)
+            ),  # a fixed clock: on a busy machine computing could look cheaper than copying
         )
 
     return make_engine
 
 
 def params(**changes: object) -> SamplingParams:
-    """Twelve tokens with everything that can change a draw switched on."""
+    """Twelve tokens with every sampling parameter that changes a draw."""
     defaults: dict[str, object] = dict(max_tokens=12, seed=2**63 + 5, ignore_eos=True, temperature=0.9)
     return SamplingParams(**{**defaults, **changes})  # type: ignore[arg-type]
 
@@ -96,13 +98,12 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[tuple[str, int], tuple
 
 
 def ask(name: str = "a", prompt: list[int] = PROMPT, sampling: SamplingParams = RICH, **more: object) -> EngineRequest:
-    """A request."""
     return EngineRequest(name, tuple(prompt), sampling, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def alone(make: Make) -> list[int]:
-    """What the rich request gets alone on a cold engine, in one chunk."""
+    """The request's tokens alone on a new engine, prefilled in one chunk."""
     return run(make(), ask())["a", 0][0]
 
 
@@ -117,7 +118,7 @@ def test_greedy_tokens_are_transformers_own(make: Make, checkpoint: Path) -> Non
         whole = reference.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, min_new_tokens=12, do_sample=False
         )
-        # min_new_tokens masks eos there; ours may say it and go on, so prompts that would are none of these
+        # min_new_tokens masks eos in transformers, and our engine may draw it and go on: these prompts do not draw it
         assert said[f"r{i}", 0][0] == whole[0, len(prompt) :].tolist()
 
 
@@ -128,7 +129,7 @@ def test_greedy_tokens_are_transformers_own(make: Make, checkpoint: Path) -> Non
 def test_ends_outside_of_the_vocabulary_end_nothing(
     tmp_path: Path, in_generation_config: object, in_config: object, ends: tuple[int, ...]
 ) -> None:
-    """They are left out, so that min_tokens, which masks the ends, does not end the rank."""
+    """End tokens outside the vocabulary are dropped: min_tokens masks end tokens, and such a mask would fail."""
     checkpoint = tiny_checkpoint("llama", tmp_path)
     for name, said in (("generation_config.json", in_generation_config), ("config.json", in_config)):
         file = checkpoint / name
@@ -137,19 +138,19 @@ def test_ends_outside_of_the_vocabulary_end_nothing(
     assert load_model(checkpoint, communicator=Communicator(), device="cpu").spec.eos_token_ids == ends
 
 
-def test_the_batch_does_not_matter(make: Make, alone: list[int]) -> None:
-    """With other requests around it, arriving before and after, the same seed gives the same tokens."""
+def test_tokens_do_not_depend_on_the_batch(make: Make, alone: list[int]) -> None:
+    """With other requests in the batch, before and after it, the same seed gives the same tokens."""
     others = [ask(f"o{i}", PROMPT[i : i + 20], params(temperature=1.3, seed=i)) for i in range(5)]
     assert run(make(), *others[:3], ask(), *others[3:])["a", 0][0] == alone
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16])
-def test_chunks_do_not_matter(make: Make, alone: list[int], budget: int) -> None:
+def test_tokens_do_not_depend_on_chunks(make: Make, alone: list[int], budget: int) -> None:
     """A prompt computed in pieces gives the same tokens as in one."""
     assert run(make(budget=budget), ask())["a", 0][0] == alone
 
 
-def test_the_cache_does_not_matter(make: Make, alone: list[int]) -> None:
+def test_tokens_do_not_depend_on_the_cache(make: Make, alone: list[int]) -> None:
     """A prompt found in the prefix cache gives the same tokens as a cold one."""
     engine = make()
     run(engine, ask())
@@ -157,14 +158,14 @@ def test_the_cache_does_not_matter(make: Make, alone: list[int]) -> None:
     assert engine.stats().cached_device_tokens == 40
 
 
-def test_pipelining_does_not_matter(make: Make, alone: list[int]) -> None:
+def test_tokens_do_not_depend_on_pipelining(make: Make, alone: list[int]) -> None:
     """Planning a step before the last one's tokens are known gives the same tokens."""
     assert run(make(depth=1), ask())["a", 0][0] == alone
 
 
 @pytest.mark.parametrize("host_blocks", [0, 64])
-def test_preemption_does_not_matter(make: Make, alone: list[int], host_blocks: int) -> None:
-    """Sequences that were preempted, and computed again or restored from host memory, say what they would have said."""
+def test_tokens_do_not_depend_on_preemption(make: Make, alone: list[int], host_blocks: int) -> None:
+    """Preempted sequences, computed again or restored from host memory, have the same tokens."""
     engine = make(num_blocks=12, host_blocks=host_blocks)
     others = [ask(f"o{i}", PROMPT[: 20 + i], params(seed=i, max_tokens=30)) for i in range(4)]
     said = run(engine, *others, ask())
@@ -175,7 +176,7 @@ def test_preemption_does_not_matter(make: Make, alone: list[int], host_blocks: i
 
 
 def test_a_resumed_request_goes_on_exactly(make: Make, alone: list[int]) -> None:
-    """Prompt and delivered tokens on another engine give the rest of the answer, penalties and all."""
+    """Prompt and delivered tokens on another engine give the remaining tokens, with penalties too."""
     for kept in (1, 5, 11):
         resumed = ask(resume={0: tuple(alone[:kept])})
         assert run(make(), resumed)["a", 0][0] == alone[kept:]

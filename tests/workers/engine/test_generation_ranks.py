@@ -1,4 +1,4 @@
-"""Sampling on several ranks: what a request gets does not depend on how the model is cut."""
+"""Sampling on several ranks: a request's tokens do not depend on tp."""
 
 from functools import cache
 from pathlib import Path
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(
 
 
 def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
-    """Rank 0's tokens and logprobs of every choice; the other ranks follow."""
+    """Tokens and logprobs of every choice on rank 0. The other ranks carry out its plans and return nothing."""
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, KvDtype.FLOAT32)
     pool = allocate_kv_pool(layout, 60, torch.device("cpu"))

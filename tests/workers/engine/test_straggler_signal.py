@@ -1,4 +1,4 @@
-"""What counts as slow: steps that take far longer than such steps did before, and nothing else."""
+"""A group is slow if its steps take far longer than similar steps did before."""
 
 import random
 
@@ -9,7 +9,7 @@ CROSSOVER = 4096
 
 
 def a_step(rng: random.Random, busy: bool) -> StepPlan:
-    """A few short sequences, or as many long ones as there may be, with or without a prompt among them."""
+    """A few short sequences, or if `busy` hundreds of long ones; with or without a prompt."""
     rows = [
         Row(slot, rng.randrange(30_000) if busy else rng.randrange(200), 1, True)
         for slot in range(rng.randint(100, 250) if busy else rng.randint(1, 4))
@@ -20,12 +20,12 @@ def a_step(rng: random.Random, busy: bool) -> StepPlan:
 
 
 def seconds_of(plan: StepPlan) -> float:
-    """A machine's: an overhead, and then each token with its attention."""
+    """The duration of a step on a healthy machine: an overhead, and each token with its attention."""
     return 0.005 + sum(2e-5 * row.num_tokens * (1 + row.start / CROSSOVER) for row in plan.rows)
 
 
 class Machine:
-    """Takes steps one behind the other, `times` as long as it should."""
+    """A group's machine and its signal."""
 
     def __init__(self) -> None:
         self.signal = StragglerSignal(CROSSOVER)
@@ -33,7 +33,7 @@ class Machine:
         self._rng = random.Random(1)
 
     def work(self, seconds: float, *, times: float = 1.0, busy: bool = False) -> list[float]:
-        """So long, by its clock; what it was told to be after each step."""
+        """Run steps for `seconds`, each `times` as long as on a healthy machine. Return the slowness after each."""
         told, until = [], self.now + seconds
         while self.now < until:
             plan = a_step(self._rng, busy)
@@ -45,14 +45,14 @@ class Machine:
 
 
 def test_more_work_is_not_slow() -> None:
-    """From a few short sequences to hundreds of long ones with prompts among them: as usual, at every moment."""
+    """The slowness stays near 1 when load changes between a few short sequences and hundreds of long ones."""
     machine = Machine()
     told = [*machine.work(30), *machine.work(60, busy=True), *machine.work(30), *machine.work(60, busy=True)]
     assert min(told) > 0.5 and max(told) < 2
 
 
-def test_a_machine_that_slows_down_is_told_within_seconds() -> None:
-    """Ten times as long from one moment on: five times within fifteen seconds of steps, and ten in the end."""
+def test_a_slowdown_shows_within_seconds() -> None:
+    """A machine that becomes ten times slower has slowness 5 within fifteen seconds of steps, and 10 in the end."""
     machine = Machine()
     machine.work(60)
     told = machine.work(30, times=10)
@@ -64,7 +64,7 @@ def test_a_machine_that_slows_down_is_told_within_seconds() -> None:
 
 
 def test_a_pause_is_not_slow() -> None:
-    """One step of many seconds, as when something is compiled, is not held against those around it."""
+    """One step of many seconds, such as a compilation, does not make the group slow."""
     machine = Machine()
     machine.work(60)
     plan = a_step(random.Random(2), busy=False)
@@ -74,16 +74,16 @@ def test_a_pause_is_not_slow() -> None:
     assert max(machine.work(5)) < 3
 
 
-def test_what_lasts_becomes_usual() -> None:
-    """A machine that stays slower is as usual again after some minutes of steps."""
+def test_a_lasting_slowdown_becomes_usual() -> None:
+    """A machine that stays slower has slowness 1 again after some minutes of steps."""
     machine = Machine()
     machine.work(60)
     told = machine.work(1200, times=8)
     assert max(told) > 5 and told[-1] < 2
 
 
-def test_what_was_before_a_rest_does_not_count() -> None:
-    """After ten seconds without a step it is judged by new ones alone; nothing is known before there are any."""
+def test_steps_before_a_pause_do_not_count() -> None:
+    """Steps before a pause of ten seconds do not count; the slowness is 1 until there are new ones."""
     machine = Machine()
     assert machine.signal.slowness == 1
     machine.work(60)

@@ -1,4 +1,4 @@
-"""What rank 0's service tells every router unasked: snapshots, events and load, on real streams."""
+"""Snapshots, KV events and load that rank 0's service sends to every router, on real streams."""
 
 import asyncio
 
@@ -10,8 +10,6 @@ from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.workers.core.cache_reasons import Tier
 from coatcheck.workers.core.step_output import KvEvent, StepOutput
 from coatcheck.workers.engine.engine import Engine
-from coatcheck.workers.service.outbox import Outbox
-from coatcheck.workers.service.wire import EVENTS_PER_MESSAGE, event_messages, snapshot_messages
 from tests.workers.served_group import Group, Router, start_group
 
 
@@ -40,7 +38,7 @@ async def test_events_follow_the_snapshot_without_a_gap(group: Group) -> None:
 
 
 async def test_a_snapshot_may_be_asked_for_again(group: Group) -> None:
-    """A router that lost count asks for a snapshot on the stream it has, and gets one as of now."""
+    """A router that has missed events requests a new snapshot on its stream."""
     async with Router(group.address) as router:
         assert not (await router.next("snapshot")).snapshot.events
         await router.submit(1, list(range(40)), max_tokens=2)
@@ -51,7 +49,7 @@ async def test_a_snapshot_may_be_asked_for_again(group: Group) -> None:
 
 
 async def test_load_comes_after_a_change_and_while_idle(group: Group) -> None:
-    """Load says what runs while it runs, and repeats while idle as the engine's heartbeat."""
+    """Load reports what runs, and an idle group repeats it as a heartbeat."""
     async with Router(group.address) as router:
         group.runner.step_seconds = 0.05
         await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=400)
@@ -66,8 +64,8 @@ async def test_load_comes_after_a_change_and_while_idle(group: Group) -> None:
 
 
 async def test_a_load_counts_exactly_the_submissions_that_it_names(group: Group) -> None:
-    """Each router hears how many of its own submissions a load contains: those that run or wait are as many as all
-    routers' together, less those that were refused, whether the service or the engine refused them."""
+    """A load names how many of the router's submissions it contains. The requests that run or wait are those
+    submissions of all routers, without those that the service or the engine refused."""
     group.runner.step_seconds = 0.02
     kinds = [
         ("kept", [1, 2, 3], {"max_tokens": 400, "ignore_eos": True}),
@@ -85,7 +83,7 @@ async def test_a_load_counts_exactly_the_submissions_that_it_names(group: Group)
             await router.submit(len(sent[router.hello.router]), prompt, **sampling)
 
         async def hear(router: Router) -> None:
-            """Every load until one that contains all that the router has sent."""
+            """Read loads until one contains all that the router has sent."""
             async for message in router.messages("load"):
                 load, name = message.load, router.hello.router
                 loads[name][load.status.ranks[0].steps] = load
@@ -107,8 +105,8 @@ async def test_a_load_counts_exactly_the_submissions_that_it_names(group: Group)
     assert [sorted(of.items())[-1][1].submissions for of in loads.values()] == [9, 9]
 
 
-async def test_a_long_step_is_not_silence(group: Group) -> None:
-    """While a step takes seconds, as a large prefill on a CPU may, load goes on being reported."""
+async def test_load_is_sent_during_a_long_step(group: Group) -> None:
+    """Load is reported during a step of seconds, such as a large prefill on a CPU."""
     async with Router(group.address) as router:
         await router.next("load")
         group.runner.step_seconds = 4.5
@@ -123,8 +121,8 @@ async def test_a_long_step_is_not_silence(group: Group) -> None:
         group.runner.step_seconds = 0.0  # the next one, which ends the test
 
 
-async def test_a_router_that_does_not_read_is_cut_off() -> None:
-    """When a router's buffer is full its stream ends with RESOURCE_EXHAUSTED, and the engine never waited."""
+async def test_a_router_that_does_not_read_is_disconnected() -> None:
+    """When a router's outbox is full its stream ends with RESOURCE_EXHAUSTED, and the engine does not wait."""
     group = start_group(num_blocks=4096, buffer_bytes=4096)
     async with Router(group.address, "sleeps") as sleeps:
         await sleeps.next("snapshot")
@@ -141,38 +139,3 @@ async def test_a_router_that_does_not_read_is_cut_off() -> None:
         assert (1, 0) in await again.answer()
     group.loop.stop()
     group.service.stop()
-
-
-def test_messages_of_events_keep_the_contracts_bound() -> None:
-    """A full message of stored events stays below 256 KiB, and chunks say which is first and last."""
-    events = [KvEvent(True, b"h" * 16, b"p" * 16, Tier.DEVICE)] * (2 * EVENTS_PER_MESSAGE + 1)
-    chunks = list(snapshot_messages("e" * 36, 2**60, events))
-    assert [(chunk.snapshot.first, chunk.snapshot.last) for chunk in chunks] == [(1, 0), (0, 0), (0, 1)]
-    assert max(chunk.ByteSize() for chunk in chunks) <= 256 << 10
-    sequences = [message.events.sequence for message in event_messages("e", 10, events)]
-    assert sequences == [10, 10 + EVENTS_PER_MESSAGE, 10 + 2 * EVENTS_PER_MESSAGE]
-
-
-async def test_tokens_overtake_a_snapshot_and_events_do_not() -> None:
-    """While a snapshot is sent, tokens go first, and events wait; those that it contains are dropped."""
-    outbox = Outbox(1 << 20)
-    sent: list[str] = []
-
-    async def write(message: wire.FromGroup) -> None:
-        kind = message.WhichOneof("message") or ""
-        sent.append(f"{kind}{message.events.sequence}" if kind == "events" else kind)
-
-    def events(sequence: int) -> wire.FromGroup:
-        return wire.FromGroup(events=wire.KvEvents(sequence=sequence, events=[wire.KvEvent()]))
-
-    outbox.hold_events()
-    for message in (events(1), events(2), wire.FromGroup(batch=wire.StepBatch())):
-        outbox.put_message(message)
-    chunk = wire.FromGroup(snapshot=wire.SnapshotChunk())
-    outbox.put_snapshot(2, iter([chunk, chunk]))
-    writer = asyncio.create_task(outbox.write_messages(write))
-    await asyncio.sleep(0)
-    outbox.put_message(events(3))
-    await asyncio.sleep(0)
-    writer.cancel()
-    assert sent == ["batch", "snapshot", "snapshot", "events2", "events3"]

@@ -1,4 +1,4 @@
-"""Rank 0's gRPC service: the real engine behind it, a fake runner under it, real streams in front."""
+"""Rank 0's gRPC service with a real engine, a fake runner and real streams."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ from tests.workers.served_group import BLOCK, Group, Router, choices_running, is
 
 
 class BrokenLoop(EngineLoop):
-    """An engine's loop with a defect."""
+    """An engine loop whose submissions fail."""
 
     def submit_request(
         self, request: EngineRequest, on_refused: Callable[[CoatcheckError], None], on_processed: Callable[[], None]
@@ -41,7 +41,7 @@ async def test_attach_answers_registration_then_snapshot(group: Group) -> None:
 
 
 async def test_a_group_that_hangs_does_not_register(group: Group) -> None:
-    """A router hears nothing from a group whose step does not end, and the registration as soon as it has."""
+    """A router gets no registration while the group's step does not end, and gets it as soon as the step ends."""
     release = threading.Event()
     group.loop.call_between_steps(lambda _: release.wait(PATIENCE_SECONDS))
     async with Router(group.address) as router:
@@ -53,7 +53,7 @@ async def test_a_group_that_hangs_does_not_register(group: Group) -> None:
 
 
 async def test_a_stream_that_cannot_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A defect behind a router's message ends its stream, and the log says why."""
+    """An error while a router's message is handled ends its stream and is logged."""
     group = start_group(loop_kind=BrokenLoop)
     try:
         async with Router(group.address) as router:
@@ -77,7 +77,7 @@ async def test_a_stream_must_begin_with_hello(group: Group) -> None:
 
 
 async def test_a_router_of_another_contract_is_refused(group: Group) -> None:
-    """Its stream ends with what does not go together; one of another version that speaks ours attaches."""
+    """The stream ends with both contract numbers. A router of another version with the same contract attaches."""
     async with Router(group.address, version="9.9.9") as router:
         assert (await router.next("registration")).registration.group == "g"
     async with Router(group.address, contract=CONTRACT + 1, version="9.9.9") as router:
@@ -88,7 +88,7 @@ async def test_a_router_of_another_contract_is_refused(group: Group) -> None:
 
 
 async def test_tokens_come_back_under_the_submissions_id(group: Group) -> None:
-    """Every choice's tokens arrive in order, with id and attempt, and the last one says why it ended."""
+    """Every choice's tokens arrive in order, with id and attempt, and the last output has the finish reason."""
     async with Router(group.address) as router:
         await router.submit(7, [1, 2, 3], attempt=2, max_tokens=5, n=2)
         outputs = await router.answer(choices=2)
@@ -101,7 +101,7 @@ async def test_tokens_come_back_under_the_submissions_id(group: Group) -> None:
 
 
 async def test_two_routers_may_use_the_same_ids(group: Group) -> None:
-    """Ids are unique per stream only; each router gets its own answers and nothing else."""
+    """Ids are unique per stream only. Each router gets the tokens of its own requests."""
     async with Router(group.address, "a") as one, Router(group.address, "b") as other:
         await one.submit(1, [1] * 4, max_tokens=3)
         await other.submit(1, [1] * 9, max_tokens=3)
@@ -111,7 +111,7 @@ async def test_two_routers_may_use_the_same_ids(group: Group) -> None:
 
 
 async def test_a_retained_prompt_outlives_a_flood(group: Group) -> None:
-    """What a router submits with a retention is found again after ten times the pool has gone by."""
+    """A retained prompt is still cached after requests of ten times the pool's size."""
     retained = [1 + token for token in range(8 * BLOCK)]
     retention = public.Retention(priority=90, ttl_seconds=600)
     async with Router(group.address) as router:
@@ -139,7 +139,7 @@ async def test_a_retained_prompt_outlives_a_flood(group: Group) -> None:
 async def test_bad_submissions_are_refused_and_nothing_else_is_disturbed(
     group: Group, prompt: list[int], sampling: dict[str, object], code: int, message: str
 ) -> None:
-    """A refusal names the submission, carries its code and what to change; others run on."""
+    """A refusal has the submission's id, a status code and what to change. Other requests go on."""
     async with Router(group.address) as router:
         await router.submit(1, [5, 6], ignore_eos=True, max_tokens=20)
         await router.submit(2, prompt, attempt=1, **sampling)
@@ -150,8 +150,8 @@ async def test_bad_submissions_are_refused_and_nothing_else_is_disturbed(
         assert (3, 0) in await router.answer(choices=2)
 
 
-async def test_a_group_holds_so_many_requests_and_no_more() -> None:
-    """Of all its routers together: one more is refused as for later, and taken once another has ended or is aborted."""
+async def test_a_group_refuses_more_than_max_open_requests() -> None:
+    """A group with `max_open` requests of all routers refuses one more as overloaded, until one ends or is aborted."""
     group = start_group(max_open=3)
     group.runner.step_seconds = 0.01
     try:
@@ -169,7 +169,7 @@ async def test_a_group_holds_so_many_requests_and_no_more() -> None:
                 assert refused.message == "group g has 3 requests, as many as it holds"
             await other.send(abort=wire.Abort(id=1))
             await other.submit(3, [5, 6, 7], max_tokens=30)
-            assert (3, 0) in await other.answer()  # behind what had been computed of the other one
+            assert (3, 0) in await other.answer()  # after tokens of the aborted request
             await other.submit(4, [5, 6, 7], max_tokens=4)
             assert set(await other.answer()) == {(4, 0)}
     finally:
@@ -179,7 +179,7 @@ async def test_a_group_holds_so_many_requests_and_no_more() -> None:
 
 
 async def test_an_id_in_use_is_refused(group: Group) -> None:
-    """A second submission under a live id is refused, the first goes on."""
+    """A second submission with an open id is refused. The first goes on."""
     group.runner.step_seconds = 0.02
     async with Router(group.address) as router:
         await router.submit(1, [5], max_tokens=6)
@@ -188,8 +188,8 @@ async def test_an_id_in_use_is_refused(group: Group) -> None:
         assert (1, 0) in await router.answer()
 
 
-async def test_abort_frees_blocks_and_silences_a_choice(group: Group) -> None:
-    """An aborted choice sends no more tokens while the other runs on; aborting all frees every block."""
+async def test_abort_frees_blocks_and_ends_a_choices_tokens(group: Group) -> None:
+    """An aborted choice sends no more tokens while the other goes on. Aborting the request frees every block."""
     group.runner.step_seconds = 0.01
     async with Router(group.address) as router:
         await router.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=400, n=2)
@@ -206,7 +206,7 @@ async def test_abort_frees_blocks_and_silences_a_choice(group: Group) -> None:
 
 
 async def test_a_router_that_leaves_takes_its_requests_along(group: Group) -> None:
-    """When a stream ends its requests are aborted and their blocks freed; another router's go on."""
+    """When a stream ends, its requests are aborted and their blocks freed. Another router's requests go on."""
     group.runner.step_seconds = 0.005
     async with Router(group.address, "stays") as stays:
         await stays.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=100)
@@ -220,7 +220,7 @@ async def test_a_router_that_leaves_takes_its_requests_along(group: Group) -> No
 
 
 async def test_a_router_may_leave_before_its_snapshot_is_taken(group: Group) -> None:
-    """Routers that come and go while a step is under way leave the engine and the others' requests undisturbed."""
+    """Routers that attach and leave during a step do not disturb other routers' requests."""
     group.runner.step_seconds = 0.2
     async with Router(group.address, "stays") as stays:
         await stays.submit(1, [1, 2, 3], ignore_eos=True, max_tokens=8)
@@ -234,7 +234,7 @@ async def test_a_router_may_leave_before_its_snapshot_is_taken(group: Group) -> 
 
 
 async def test_publishing_a_large_batch_costs_the_engine_little(group: Group) -> None:
-    """A step of 32 sequences is published in well under half a millisecond of the processor."""
+    """Publishing a step of 32 sequences takes less than half a millisecond of processor time."""
     async with Router(group.address) as router:
         group.runner.step_seconds = 0.05
         for id in range(32):
