@@ -1,10 +1,10 @@
-"""The name of a KV block: a keyed hash chain over token ids, the same in routers and workers.
+"""The hash of a KV block: a keyed chain over token ids. Routers and workers compute the same hash.
 
     h_i = blake2b(h_{i-1} || tokens_i as little-endian uint32, digest_size=16, key=k)
     k   = blake2b(length-prefixed tenant salt, model, weights fingerprint, adapter; digest_size=32)
 
-The first block has no parent: h_{-1} is empty. Because k holds the tenant's salt, nobody can probe
-another tenant's cache. It does not know where a block lives, nor how many tokens a block has.
+The first block has no parent: h_{-1} is empty. k covers the tenant's salt, so a tenant cannot probe another
+tenant's cache.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _ADAPTER = ""  # a field for the id of an adapter; no adapters are served yet
 
 
 def block_key(*, salt: str, model: str, fingerprint: str) -> bytes:
-    """The 32-byte key of every hash in one tenant's chain."""
+    """The 32-byte key of a tenant's hashes."""
     digest = hashlib.blake2b(digest_size=32)
     for field in (salt, model, fingerprint, _ADAPTER):
         encoded = field.encode()
@@ -28,12 +28,12 @@ def block_key(*, salt: str, model: str, fingerprint: str) -> bytes:
 
 
 def hash_block(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The 16-byte name of one full block that follows the block named `parent` (empty: none)."""
+    """The 16-byte hash of a full block. `parent`: hash of the previous block; empty for the first block."""
     return hashlib.blake2b(parent + _little_endian(tokens), digest_size=HASH_BYTES, key=key).digest()
 
 
 def hash_chain(key: bytes, tokens: Sequence[int], block_size: int, parent: bytes = b"") -> list[bytes]:
-    """The names of the full blocks of `tokens`, first to last; a partial last block has none."""
+    """The hashes of the full blocks of `tokens`, in order. A partial last block has no hash."""
     packed = _little_endian(tokens)
     stride = block_size * 4
     chain = []

@@ -1,23 +1,22 @@
-"""The errors that cross rooms, and the one table that maps them to gRPC and HTTP status.
+"""The errors of all folders, and the table of their gRPC and HTTP statuses.
 
     CoatcheckError
-    ├── InvalidRequest      the request is wrong as written        INVALID_ARGUMENT    400
-    │   └── NeverFits       right, but larger than this server     INVALID_ARGUMENT    400
-    │       └── ContextLengthExceeded  more than the context holds INVALID_ARGUMENT    400
-    ├── Unauthenticated     no key, or not one of ours             UNAUTHENTICATED     401
-    ├── PermissionDenied    a key that may not do this             PERMISSION_DENIED   403
+    ├── InvalidRequest      the request is malformed               INVALID_ARGUMENT    400
+    │   └── NeverFits       well formed, but too large             INVALID_ARGUMENT    400
+    │       └── ContextLengthExceeded  longer than the context     INVALID_ARGUMENT    400
+    ├── Unauthenticated     no key, or an unknown one              UNAUTHENTICATED     401
+    ├── PermissionDenied    the key's role does not allow this     PERMISSION_DENIED   403
     ├── NotFound            no such model or group                 NOT_FOUND           404
-    ├── Overloaded          would fit later; try again             RESOURCE_EXHAUSTED  429
-    ├── SlowReader          its client reads too slowly            RESOURCE_EXHAUSTED  429
-    ├── DeadlineExceeded    its time is up, or too short       DEADLINE_EXCEEDED   504
-    ├── Unavailable         no group serves just now               UNAVAILABLE         503
-    ├── Draining            this server takes no new work          UNAVAILABLE         503
-    ├── Poisoned            ended several groups; not tried again  ABORTED             500
+    ├── Overloaded          no room now; try again later           RESOURCE_EXHAUSTED  429
+    ├── SlowReader          the client reads too slowly            RESOURCE_EXHAUSTED  429
+    ├── DeadlineExceeded    the deadline passed or cannot be met   DEADLINE_EXCEEDED   504
+    ├── Unavailable         no group serves now                    UNAVAILABLE         503
+    │   └── Draining        the server accepts no new work         UNAVAILABLE         503
+    ├── Poisoned            the request crashed several groups     ABORTED             500
     ├── InvalidModel        a checkpoint that cannot be served     FAILED_PRECONDITION 500
-    └── InvalidConfig       a setting that cannot be               FAILED_PRECONDITION 500
+    └── InvalidConfig       an invalid setting                     FAILED_PRECONDITION 500
 
-A message says what is wrong and what to change. This module does not know who raises them, nor how a
-status is sent.
+A message says what is wrong and what to change.
 """
 
 import asyncio
@@ -25,43 +24,43 @@ from typing import Final, Self
 
 
 class CoatcheckError(Exception):
-    """Root of all errors with a message for the person who asked."""
+    """Base class of errors whose message is for the user."""
 
 
 class InvalidRequest(CoatcheckError):
-    """The request is wrong as written."""
+    """The request is malformed."""
 
 
 class NeverFits(InvalidRequest):
-    """The request is well formed but larger than this server can ever hold."""
+    """The request is well formed but larger than this server can ever serve."""
 
 
 class ContextLengthExceeded(NeverFits):
-    """Prompt and answer together have more tokens than one sequence may have. The code of its HTTP error is
-    "context_length_exceeded"."""
+    """Prompt and answer together exceed the context. The code in HTTP errors is "context_length_exceeded"."""
 
     @classmethod
     def of(cls, limit: int, however: str) -> Self:
-        """`limit`: most tokens of one sequence. `however`: what was asked for, and what to change.
+        """`limit`: most tokens in a sequence. `however`: the requested tokens, and what to change.
 
-        Clients of OpenAI's API match the first words, shorten the conversation and try again."""
+        OpenAI's clients match the first words, shorten the conversation and try again.
+        """
         return cls(f"This model's maximum context length is {limit} tokens. However, {however}")
 
 
 class Unauthenticated(CoatcheckError):
-    """Nobody is known by what came as a key; the message never repeats it."""
+    """The key is missing or unknown. The message never repeats the key."""
 
 
 class PermissionDenied(CoatcheckError):
-    """Whoever asks may not do this."""
+    """The tenant's role does not allow this."""
 
 
 class NotFound(CoatcheckError):
-    """The named model or group does not exist here."""
+    """The named model or group does not exist."""
 
 
 class Overloaded(CoatcheckError):
-    """There is no room now; `retry_seconds` is an honest guess of when there will be. `reason` is for counters."""
+    """There is no room now. `retry_seconds`: the estimated time until there is. `reason`: a label for counters."""
 
     def __init__(self, message: str, retry_seconds: float = 1.0, reason: str = "queue_full") -> None:
         super().__init__(message)
@@ -70,34 +69,34 @@ class Overloaded(CoatcheckError):
 
 
 class SlowReader(CoatcheckError):
-    """A stream was ended because nobody took what it brought."""
+    """The stream was ended because the client did not read it."""
 
 
 class DeadlineExceeded(CoatcheckError):
-    """The client's deadline has passed, or cannot be met; nothing was computed."""
+    """The deadline has passed or cannot be met. Nothing was computed."""
 
 
 class Unavailable(CoatcheckError):
-    """No group can answer just now."""
+    """No group can serve the request now."""
 
 
 class Draining(Unavailable):
-    """This server takes no new work."""
+    """The server accepts no new work."""
 
 
 class Poisoned(CoatcheckError):
-    """The request was running on several groups when they ended; it is not sent to another."""
+    """The request ran on several groups when they crashed. It is not sent to another group."""
 
 
 class InvalidModel(CoatcheckError):
-    """A checkpoint that cannot be served, with the reason."""
+    """The checkpoint cannot be served."""
 
 
 class InvalidConfig(CoatcheckError):
-    """A setting that cannot be, with what to change."""
+    """A setting is invalid."""
 
 
-# name -> (google.rpc code, HTTP status); a subclass without a row takes its parent's.
+# class -> (google.rpc code, HTTP status). A subclass without a row has its parent's.
 STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
     InvalidRequest: (3, 400),
     Unauthenticated: (16, 401),
@@ -112,7 +111,7 @@ STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
     InvalidConfig: (9, 500),
 }
 
-# google.rpc codes that the table has, and what is not ours, as they are counted and logged.
+# google.rpc codes as metrics and logs name them.
 _NAMES: Final = {
     3: "invalid_argument",
     4: "deadline_exceeded",
@@ -128,7 +127,7 @@ _NAMES: Final = {
 
 
 def status_name(error: BaseException) -> str:
-    """An error's status in small letters; "cancelled" for a task or stream that whoever wanted it has left."""
+    """The name of an error's gRPC code in lower case. "cancelled" for a cancelled task or an abandoned stream."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "cancelled"
     code, _ = status_of(error)
@@ -136,7 +135,7 @@ def status_name(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> tuple[int, int]:
-    """(google.rpc code, HTTP status) of an error; anything that is not ours is INTERNAL, 500."""
+    """(google.rpc code, HTTP status) of an error. Any other exception is INTERNAL, 500."""
     for kind in type(error).__mro__:
         if kind in STATUS:
             return STATUS[kind]
@@ -144,7 +143,7 @@ def status_of(error: BaseException) -> tuple[int, int]:
 
 
 def error_of(code: int, message: str) -> CoatcheckError:
-    """The error that a google.rpc code stands for, on the side that receives it."""
+    """The error for a google.rpc code, on the side that receives the code."""
     for kind, (grpc_code, _) in STATUS.items():
         if grpc_code == code:
             return kind(message)

@@ -1,10 +1,9 @@
 """Reads a checkpoint's generation_config.json: sampling defaults for requests, and the tokens that end an answer.
 
-Unknown fields and nulls are ignored. A field of a wrong type or outside its range is an error, because sampling that
-differs from what the model's makers meant makes answers worse without any sign of it. Fields are read as vLLM reads
-them: a missing field has our own default (temperature 1, no filter), and `max_length` is ignored. Unlike vLLM,
-`do_sample: false` is honoured: as in transformers, it means greedy, and the file's temperature, top_k, top_p and min_p
-are ignored.
+Unknown fields and nulls are ignored. A field of a wrong type or outside its range is an error: wrong sampling makes
+answers worse without any other sign. As in vLLM, a missing field has our default (temperature 1, no filter), and
+`max_length` is ignored. Unlike in vLLM, `do_sample: false` means greedy, as in transformers; temperature, top_k, top_p
+and min_p of the file are then ignored.
 """
 
 import struct
@@ -23,8 +22,10 @@ _REMEDY: Final = "correct the file, or serve with --generation-config none, whic
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of sampling fields that a request leaves unset; None: the default of SamplingParams. `max_new_tokens`: the
-    max_tokens of such a request, unless the context has room for less."""
+    """Values for sampling fields that a request leaves unset. None: the default of SamplingParams.
+
+    `max_new_tokens`: the request's max_tokens, unless the context has less room.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -48,18 +49,20 @@ NO_DEFAULTS: Final = SamplingDefaults()
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The defaults of a checkpoint directory; none are set if it has no generation_config.json. Raises InvalidModel
-    that names the wrong field."""
+    """The defaults of a checkpoint directory. All are None if it has no generation_config.json.
+
+    Raise InvalidModel that names the wrong field.
+    """
     file = directory / FILE
-    said = read_json_object(file) or {}
+    fields = read_json_object(file) or {}
     values: dict[str, Any] = {}
     for name in _FLOATS:
-        value = said.get(name)
+        value = fields.get(name)
         if value is not None:
             _require(isinstance(value, int | float) and not isinstance(value, bool), file, name, value, "a number")
             values[name] = value
     for name in ("top_k", "max_new_tokens"):
-        value = said.get(name)
+        value = fields.get(name)
         if value is not None:
             _require(isinstance(value, int) and not isinstance(value, bool), file, name, value, "a whole number")
             values[name] = value
@@ -67,13 +70,13 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
         values["top_k"] = max(values["top_k"], 0)  # vLLM writes -1 for "off"
     most = values.pop("max_new_tokens", None)
     _require(most is None or most >= 1, file, "max_new_tokens", most, "at least 1")
-    do_sample = said.get("do_sample")
+    do_sample = fields.get("do_sample")
     _require(do_sample is None or isinstance(do_sample, bool), file, "do_sample", do_sample, "true or false")
     if do_sample is False:
         values = {name: value for name, value in values.items() if name == "repetition_penalty"} | {"temperature": 0.0}
     try:
         SamplingParams(**values)
-        # Rounded to 32 bits, as a request's values are by protobuf; a value in range may round out of it.
+        # protobuf rounds a request's values to 32 bits. Rounding may move a value out of its range.
         values |= {name: _float32(values[name]) for name in _FLOATS if name in values}
         SamplingParams(**values)
     except InvalidRequest as error:
@@ -83,8 +86,8 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
     """The file's `eos_token_id`; empty if the file or the field is missing. Raises InvalidModel."""
-    said = read_json_object(directory / FILE) or {}
-    return check_end_tokens(directory, said.get("eos_token_id"))
+    fields = read_json_object(directory / FILE) or {}
+    return check_end_tokens(directory, fields.get("eos_token_id"))
 
 
 def check_end_tokens(directory: Path, chosen: object) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
-"""Grammar: what an answer must be, as every rank and router reads it.
+"""Grammar: the structure that an answer must have, for routers and ranks.
 
-Both ends of the wire need the same reading: the router refuses what does not compile before any group hears of it, and
-the ranks make the masks. It does not know models: a vocabulary is the caller's. Imports of what only the wire or a
-grammar needs come late: an engine without either runs on torch and transformers alone.
+A router refuses a grammar that does not compile before any group gets it. Ranks compute token masks from the grammar.
+llguidance and the wire messages are imported late: an engine that uses neither needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Kind = Literal["json_schema", "regex", "grammar", "choices"]
 KINDS: Final[tuple[Kind, ...]] = ("json_schema", "regex", "grammar", "choices")
 MAX_BYTES: Final = 256 * 1024
 _MAX_CHOICES: Final = 4096
-# One space behind commas and colons and no other: a model that may write spaces for ever sometimes does. A schema's own
-# "x-guidance" overrides it.
+# One space after commas and colons and no other whitespace: some models would write spaces forever. A schema's own
+# "x-guidance" overrides this.
 JSON_STYLE: Final[JsonCompileOptions] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -34,7 +33,7 @@ JSON_STYLE: Final[JsonCompileOptions] = {
 
 
 class GrammarRefused(InvalidRequest):
-    """A grammar that does not compile. `reason` alone does not name the field that the grammar came in."""
+    """The grammar does not compile. `reason`: the message without the name of the field."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -43,13 +42,13 @@ class GrammarRefused(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is the schema, the pattern, the rules, or the choices as a JSON list."""
+    """`text`: the schema, the pattern, the rules, or the choices as a JSON list."""
 
     kind: Kind
     text: str
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest for what is empty or too long to compile."""
+        """Raise InvalidRequest if `text` is empty or too long."""
         if not self.text.strip():
             raise InvalidRequest(f"structured.{self.kind} is empty; it must be given, or structured output left out")
         if len(self.text.encode(errors="replace")) > MAX_BYTES:
@@ -57,7 +56,7 @@ class Grammar:
 
     @classmethod
     def from_message(cls, message: StructuredOutput) -> Grammar:
-        """The wire form; raises InvalidRequest."""
+        """From the wire. Raises InvalidRequest."""
         kind = message.WhichOneof("kind")
         if kind is None:
             raise InvalidRequest("structured names no kind; it must be json_schema, regex, grammar or choices")
@@ -67,13 +66,12 @@ class Grammar:
 
     @classmethod
     def of_choices(cls, texts: list[str]) -> Grammar:
-        """One of these."""
+        """A grammar that allows exactly `texts`."""
         if not texts or not all(texts) or len(texts) > _MAX_CHOICES:
             raise InvalidRequest(f"structured.choices must be 1 to {_MAX_CHOICES} strings, none of them empty")
         return cls("choices", json.dumps(texts))
 
     def to_message(self) -> StructuredOutput:
-        """The wire form."""
         from coatcheck.proto.stubs.coatcheck_pb2 import StructuredOutput
 
         message = StructuredOutput()
@@ -83,8 +81,8 @@ class Grammar:
             setattr(message, self.kind, self.text)
         return message
 
-    def compiled(self) -> str:
-        """As llguidance takes it; raises InvalidRequest for what it cannot read."""
+    def to_llguidance(self) -> str:
+        """The grammar in llguidance's format. Raise GrammarRefused if llguidance cannot parse it."""
         import llguidance
 
         try:
@@ -94,33 +92,33 @@ class Grammar:
                     schema = {} if schema else {"not": {}}
                 return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
             if self.kind == "choices":
-                # One terminal. As alternatives of a rule, more than 2,000 choices are too many items for the parser.
+                # A terminal: the parser does not support more than 2,000 alternatives in a rule.
                 choices = " | ".join(json.dumps(choice) for choice in json.loads(self.text))
                 return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
             return llguidance.grammar_from(self.kind, self.text)
         except (ValueError, RecursionError) as error:
-            raise self.refused(error) from None
+            raise self.compile_error(error) from None
 
-    def check(self) -> None:
-        """Raises InvalidRequest that says why it does not compile. Takes milliseconds, for large ones many."""
+    def check_compiles(self) -> None:
+        """Raise GrammarRefused if the grammar does not compile. Takes milliseconds, or more for a large grammar."""
         import llguidance
 
-        error, said = llguidance.LLMatcher.validate_grammar_with_warnings(self.compiled())
+        error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(self.to_llguidance())
         if error:
-            raise self.refused(said[0])
+            raise self.compile_error(messages[0])
 
-    def refused(self, reason: object) -> GrammarRefused:
+    def compile_error(self, reason: object) -> GrammarRefused:
         """The error for a grammar that does not compile."""
         text = " ".join(str(reason).split())[:500]
-        return GrammarRefused(f"structured.{self.kind} cannot be compiled: {text}; change what it names", text)
+        return GrammarRefused(f"structured.{self.kind} cannot be compiled: {text}; change the named part", text)
 
 
-def why_unusable(matcher: LLMatcher) -> str:
-    """In a line, why a matcher has an error or allows no token."""
-    said = matcher.get_error().partition("\n")[0]
-    if wide := re.search(r"Current row has (\d+) items; max is (\d+)", said):
+def describe_matcher_error(matcher: LLMatcher) -> str:
+    """One line: why `matcher` has an error or allows no token."""
+    message = matcher.get_error().partition("\n")[0]
+    if wide := re.search(r"Current row has (\d+) items; max is (\d+)", message):
         return (
-            f"it has {wide[1]} alternatives at one place of the text, where {wide[2]} are the most; an optional "
-            "property counts four, a required one does not"
+            f"it has {wide[1]} alternatives at one position, and {wide[2]} are allowed; an optional property counts as "
+            "four, a required property does not count"
         )
-    return "it allows no text that goes on from here" if said in ("", "NoExtensionBias") else said
+    return "it allows no further text" if message in ("", "NoExtensionBias") else message

@@ -1,4 +1,4 @@
-"""read_json_object(): one of a model's JSON files, as workers, routers and the command line read them."""
+"""read_json_object: reads a model's JSON files for workers, routers and commands."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,14 @@ from coatcheck.proto.errors import InvalidModel
 
 
 def read_json_object(file: Path) -> dict[str, Any] | None:
-    """A file's JSON object; None where there is no such file. Raises InvalidModel for a file that cannot be read, or
-    that holds something else."""
+    """The JSON object in `file`; None if the file does not exist. Raise InvalidModel if it holds no JSON object."""
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise InvalidModel(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # also bytes that are no text
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not text
         raise InvalidModel(f"{file} is not valid JSON: {error}; fetch it again") from None
     if not isinstance(content, dict):
         raise InvalidModel(f"{file} does not hold a JSON object; fetch it again")

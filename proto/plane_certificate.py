@@ -1,7 +1,6 @@
-"""PlaneCertificate: what a router and a group of one cluster show each other, so that neither speaks to a stranger.
+"""PlaneCertificate: the certificates with which routers and groups of one cluster authenticate each other.
 
-A certificate is good for one side alone: a router's only opens connections, a group's only takes them. It does not know
-who signs them.
+A certificate is valid for one side only: a router's opens connections, a group's accepts them. ClusterCA signs both.
 """
 
 from collections.abc import Sequence
@@ -11,14 +10,14 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-# Groups come and go on any host, so their certificates name what they are and not where.
+# Names in certificates. Groups move between hosts, so a certificate names the role instead of the host.
 GROUP: Final = "group.coatcheck.internal"
 ROUTER: Final = "router.coatcheck.internal"
 
 
 @dataclass(frozen=True)
 class PlaneCertificate:
-    """In PEM. `authority` is the only one that this cluster believes."""
+    """PEM. `authority`: the only authority that the cluster trusts."""
 
     certificate: bytes = field(repr=False)
     key: bytes = field(repr=False)
@@ -28,7 +27,7 @@ class PlaneCertificate:
 def plane_channel(
     address: str, own: PlaneCertificate | None, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
-    """To a group; mutual TLS, or plain without a certificate."""
+    """A channel to a group: mutual TLS, or plain if `own` is None."""
     if own is None:
         return grpc.aio.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
@@ -36,8 +35,8 @@ def plane_channel(
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
-def listen(server: grpc.aio.Server, address: str, own: PlaneCertificate | None) -> int:
-    """Takes connections from routers; returns the port."""
+def add_plane_port(server: grpc.aio.Server, address: str, own: PlaneCertificate | None) -> int:
+    """Listen for routers at `address`. Return the port."""
     if own is None:
         return server.add_insecure_port(address)
     credentials = grpc.ssl_server_credentials(

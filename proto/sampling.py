@@ -1,7 +1,6 @@
-"""SamplingParams: how tokens are chosen, with every default filled in and every bound checked.
+"""SamplingParams: the sampling settings of one request, with defaults filled in and bounds checked.
 
-The wire message leaves scalars unset; this frozen form is what router and workers act on. It does not
-know the model, except for the two numbers that `check_model` is given.
+Scalars of the wire message may be unset. Routers and workers use this frozen form.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _STOP_IDS = f"at most {MAX_STOP_IDS} ids"
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling, after defaults. `max_tokens` None: as many as the context holds."""
+    """`max_tokens` None: the rest of the context. Other fields: see coatcheck.proto."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -53,7 +52,7 @@ class SamplingParams:
     structured: Grammar | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest, naming the field, its value and what it may be."""
+        """Raise InvalidRequest that names the field, its value and the allowed values."""
         if self.max_tokens is not None:
             _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
@@ -79,13 +78,13 @@ class SamplingParams:
         _require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(self.stop_token_ids), _STOP_IDS)
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
-            allowed = "off beside structured output, which ends where it is complete"
+            allowed = "unset with structured output, which ends when it is complete"
             _require(False, name, getattr(self, name), allowed)
         _require(len(self.logit_bias) <= 1024, "logit_bias", len(self.logit_bias), "at most 1024 entries")
 
     @classmethod
     def from_message(cls, message: SamplingMessage, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Self:
-        """From the wire; an unset field has the value in `defaults`, else its own default. Raises InvalidRequest."""
+        """From the wire. An unset field has the value in `defaults`, else its own default. Raises InvalidRequest."""
         # Checked before millions of ids become a tuple.
         _require(len(message.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", len(message.stop_token_ids), _STOP_IDS)
         present = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
@@ -98,8 +97,8 @@ class SamplingParams:
         )
 
     def to_message(self) -> SamplingMessage:
-        """The wire form, every scalar set."""
-        from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage  # late, as in grammar.py
+        """The wire form. Scalars that are not None are set."""
+        from coatcheck.proto.stubs.coatcheck_pb2 import SamplingParams as SamplingMessage  # see grammar.py
 
         scalars = {name: getattr(self, name) for name in _SCALARS if getattr(self, name) is not None}
         return SamplingMessage(
@@ -111,7 +110,7 @@ class SamplingParams:
         )
 
     def check_model(self, vocab_size: int) -> None:
-        """Raises InvalidRequest for a token id that the model does not have."""
+        """Raise InvalidRequest for a token id that the model does not have."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for token in ids:
                 _require(0 <= token < vocab_size, f"{name} entry", token, f"a token id below {vocab_size}")
@@ -125,6 +124,6 @@ _SCALARS = (
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    # A comparison with NaN is false, so NaN is refused wherever a range is.
+    # Comparisons with NaN are false, so every range refuses NaN.
     if not holds:
         raise InvalidRequest(f"{name} is {value}; it must be {allowed}")

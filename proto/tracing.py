@@ -1,7 +1,6 @@
-"""Tracing: OpenTelemetry's spans of one process, with W3C trace context as it crosses processes.
+"""Tracing: the OpenTelemetry spans of one process, and W3C trace context between processes.
 
-Optional: it needs `pip install 'coatcheck[otel]'`, imports it only when somebody traces, and whoever does not has no
-Tracing at all. It does not know what spans are of.
+OpenTelemetry is optional (`pip install 'coatcheck[otel]'`) and is imported only if an endpoint is configured.
 """
 
 from collections.abc import Mapping
@@ -16,27 +15,27 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 Value = str | int | float | bool
-# The headers, and the gRPC metadata, of W3C trace context.
+# W3C trace context, as HTTP headers and as gRPC metadata.
 CARRIED: Final = ("traceparent", "tracestate")
 NO_PARENT: Final[Mapping[str, str]] = {}
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raises InvalidConfig for what spans cannot be sent to, or when the libraries are missing."""
+    """Raise InvalidConfig if `endpoint` is no http(s) URL, or if OpenTelemetry is not installed."""
     if endpoint is None:
         return
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidConfig(
             f"otlp-endpoint is {endpoint!r}; write the collector's gRPC address, such as http://127.0.0.1:4317"
         )
-    # The parents first: asking for a module below one that is missing raises.
+    # Parents first: find_spec raises if the parent of a module is missing.
     needed = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.exporter.otlp.proto.grpc")
     if not all(find_spec(name) for name in needed):
         raise InvalidConfig("otlp-endpoint needs OpenTelemetry; pip install 'coatcheck[otel]', or leave it out")
 
 
 class Tracing:
-    """Made from a provider, or by `to`; `close` sends what is left."""
+    """Create it with `to`. `close` sends the remaining spans."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -47,8 +46,10 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str | None, service: str, instance: str) -> Self | None:
-        """Spans go to a collector's OTLP port (gRPC), from a thread of their own; None without an endpoint. How many
-        of them, OpenTelemetry's own variables say (OTEL_TRACES_SAMPLER)."""
+        """Send spans to the OTLP port (gRPC) of a collector, from a background thread. Return None without an endpoint.
+
+        OTEL_TRACES_SAMPLER and OpenTelemetry's other environment variables set the sampling rate.
+        """
         if endpoint is None:
             return None
         check_endpoint(endpoint)
@@ -63,36 +64,36 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
-    def parent(self, carrier: Mapping[str, str]) -> "Context":
-        """Whose span the carrier names; an empty context when it names none, or is malformed."""
+    def extract_context(self, carrier: Mapping[str, str]) -> "Context":
+        """The context of the span that `carrier` names. Empty if it names none or is malformed."""
         from opentelemetry.context import Context
 
         return self._propagator.extract(carrier, context=Context())
 
-    def below(self, span: "Span") -> "Context":
-        """For spans that are parts of this one."""
+    def child_context(self, span: "Span") -> "Context":
+        """The context for children of `span`."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
         return set_span_in_context(span, Context())
 
-    def carrier(self, span: "Span") -> Mapping[str, str]:
-        """What another process needs to make its spans parts of this one."""
+    def inject_context(self, span: "Span") -> Mapping[str, str]:
+        """The headers with which another process makes its spans children of `span`."""
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, context=self.below(span))
+        self._propagator.inject(carrier, context=self.child_context(span))
         return carrier
 
-    def start(self, name: str, parent: "Context", *, kind: str = "INTERNAL", at: int | None = None) -> "Span":
-        """A span that somebody will end; `at` is in nanoseconds since 1970."""
+    def start_span(self, name: str, parent: "Context", *, kind: str = "INTERNAL", at: int | None = None) -> "Span":
+        """Start a span; the caller ends it. `at`: start time in nanoseconds since 1970."""
         from opentelemetry.trace import SpanKind
 
         return self._tracer.start_span(name, parent, kind=SpanKind[kind], start_time=at)
 
-    def record(self, name: str, parent: "Context", began: int, ended: int, **attributes: Value) -> None:
-        """A span that is already over."""
+    def record_span(self, name: str, parent: "Context", began: int, ended: int, **attributes: Value) -> None:
+        """Record a finished span. `began` and `ended`: nanoseconds since 1970."""
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=began)
         span.end(ended)
 
     def close(self) -> None:
-        """Sends what is left; nothing may be recorded after it."""
+        """Send the remaining spans. No span may be recorded afterwards."""
         self._provider.shutdown()

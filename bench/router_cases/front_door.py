@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coatcheck.proto.plane_certificate import PlaneCertificate, listen, plane_channel
+from coatcheck.proto.plane_certificate import PlaneCertificate, add_plane_port, plane_channel
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_UNSPECIFIED,
@@ -74,7 +74,7 @@ def run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertifica
     async def serve() -> None:
         server = grpc.aio.server()
         add_WorkerServicer_to_server(Counting(), server)  # type: ignore[no-untyped-call]  # made by protoc
-        pipe.send(listen(server, "127.0.0.1:0", plane))
+        pipe.send(add_plane_port(server, "127.0.0.1:0", plane))
         await server.start()
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
         await server.stop(0)

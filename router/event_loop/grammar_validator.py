@@ -54,7 +54,7 @@ class GrammarValidator:
         else:
             self._said.move_to_end(grammar)
         if said:
-            raise grammar.refused(said)
+            raise grammar.compile_error(said)
 
     def close(self) -> None:
         """Ends both."""

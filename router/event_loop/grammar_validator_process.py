@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.proto.grammar import Grammar, GrammarRefused, why_unusable
+from coatcheck.proto.grammar import Grammar, GrammarRefused, describe_matcher_error
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -77,12 +77,12 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> None:
     """Raises GrammarRefused."""
     from llguidance import LLMatcher
 
-    grammar.check()
-    matcher = LLMatcher(tokenizer, grammar.compiled(), log_level=0)
+    grammar.check_compiles()
+    matcher = LLMatcher(tokenizer, grammar.to_llguidance(), log_level=0)
     if matcher.is_error():
-        raise grammar.refused(matcher.get_error())
+        raise grammar.compile_error(matcher.get_error())
     if not any(matcher.compute_bitmask()):
-        raise grammar.refused(why_unusable(matcher))
+        raise grammar.compile_error(describe_matcher_error(matcher))
     for pick in (_lowest, _highest):  # of JSON's values the first goes through a string, the second through an object
         _follow(grammar, matcher.deep_copy(), pick)
 
@@ -93,7 +93,7 @@ def _follow(grammar: Grammar, matcher: LLMatcher, pick: Callable[[int], int]) ->
         if allowed and not matcher.is_error():
             matcher.consume_token(pick(allowed))
         if matcher.is_error():
-            raise grammar.refused(why_unusable(matcher))
+            raise grammar.compile_error(describe_matcher_error(matcher))
         if not allowed or matcher.is_stopped():
             return
 
@@ -148,7 +148,7 @@ def _without_place(reason: str) -> str:
 
 def _reason(schema: dict[str, Any]) -> str:
     try:
-        Grammar("json_schema", json.dumps(schema)).check()
+        Grammar("json_schema", json.dumps(schema)).check_compiles()
     except GrammarRefused as refused:
         return refused.reason
     except InvalidRequest:  # too long, with all definitions

@@ -145,18 +145,18 @@ class _Spans:
 
     def __init__(self, tracing: Tracing, trace_parent: Mapping[str, str]) -> None:
         self._tracing = tracing
-        self._request = tracing.start("router.request", tracing.parent(trace_parent), kind="SERVER")
+        self._request = tracing.start_span("router.request", tracing.extract_context(trace_parent), kind="SERVER")
         self._part: Span | None = None
 
     @property
     def trace_context(self) -> Mapping[str, str]:
         """For another process that works on the present part."""
-        return self._tracing.carrier(self._part or self._request)
+        return self._tracing.inject_context(self._part or self._request)
 
     def start_part(self, name: str, kind: str = "INTERNAL", **attributes: Value) -> None:
         """The next part begins where the last one ends."""
         self.end_part()
-        self._part = self._tracing.start(name, self._tracing.below(self._request), kind=kind)
+        self._part = self._tracing.start_span(name, self._tracing.child_context(self._request), kind=kind)
         self._part.set_attributes(attributes)
 
     def set_attributes(self, **attributes: Value) -> None:

@@ -190,7 +190,7 @@ def test_structured_output_must_be_one_that_can_be(message: StructuredOutput, wo
     with pytest.raises(InvalidRequest, match=words):
         SamplingParams.from_message(SamplingMessage(structured=message))
     for name in ("min_tokens", "ignore_eos"):
-        with pytest.raises(InvalidRequest, match=f"^{name} is .*; it must be off"):
+        with pytest.raises(InvalidRequest, match=f"^{name} is .*; it must be unset"):
             SamplingParams(structured=Grammar("regex", "a"), **{name: 1})  # type: ignore[arg-type]  # by name
 
 
@@ -210,5 +210,5 @@ def test_structured_output_must_be_one_that_can_be(message: StructuredOutput, wo
 def test_what_does_not_compile_says_why(grammar: Grammar, words: str) -> None:
     """The compiler's own words come back, with what to change."""
     with pytest.raises(InvalidRequest, match=f"structured.{grammar.kind} cannot be compiled: .*") as refused:
-        grammar.check()
+        grammar.check_compiles()
     assert words in str(refused.value)

@@ -81,7 +81,7 @@ async def test_no_grammar_ends_or_stops_a_process(check: GrammarValidator, rank:
     try:
         await check.require(GRAMMARS[case]())
     except GrammarRefused as error:
-        assert "cannot be compiled: " in str(error) and "; change what it names" in str(error)
+        assert "cannot be compiled: " in str(error) and "; change the named part" in str(error)
     else:
         said = rank.follow(case)
         assert said["tokens"]["free"] == TOKENS and said["seconds"] < _MOST_SECONDS

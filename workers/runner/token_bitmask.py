@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coatcheck.proto.grammar import why_unusable
+from coatcheck.proto.grammar import describe_matcher_error
 from coatcheck.workers.core.step_plan import NewRow
 from coatcheck.workers.runner.host_transfer import Download, upload
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
@@ -94,7 +94,7 @@ class TokenBitmasks:
         failed: dict[int, str] = {}
         for at, (row, follower) in enumerate(zip(rows, followers, strict=True)):
             if follower.matcher.is_error() or not bits[at].any():
-                failed[row] = _too_hard(why_unusable(follower.matcher))
+                failed[row] = _too_hard(describe_matcher_error(follower.matcher))
                 bits[at] = -1  # its token is drawn for nothing
             elif at in slow:
                 failed[row] = _too_hard(f"it takes {slow[at] * 1e3:.0f} ms for a token")

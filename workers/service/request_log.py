@@ -45,7 +45,7 @@ class RequestLog:
     def open_request(self, request_id: str, prompt_tokens: int, carrier: Mapping[str, str]) -> LoggedRequest:
         """Start the record of a request. `carrier`: the router's W3C trace context."""
         traced = self._tracing is not None and carrier.get("traceparent")
-        parent = self._tracing.parent(carrier) if self._tracing is not None and traced else None
+        parent = self._tracing.extract_context(carrier) if self._tracing is not None and traced else None
         return LoggedRequest(request_id, prompt_tokens, parent, time.time_ns())
 
     def record_output(self, record: LoggedRequest, output: SequenceOutput) -> None:
@@ -86,17 +86,17 @@ class RequestLog:
         started = now - int(output.prefill_seconds * 1e9)
         submitted = started - int(output.queued_seconds * 1e9)
         labels: dict[str, str | int] = {"group": self._group, "choice": output.choice}
-        self._tracing.record("engine.queue", record.parent, submitted, started, **labels)
+        self._tracing.record_span("engine.queue", record.parent, submitted, started, **labels)
         prefill: dict[str, str | int | float] = {
             "prompt_tokens": record.prompt_tokens,
             **_cache_fields(output),
             **labels,
         }
-        self._tracing.record("engine.prefill", record.parent, started, now, **prefill)
+        self._tracing.record_span("engine.prefill", record.parent, started, now, **prefill)
 
     def _record_decode(self, record: LoggedRequest, choice: int, now: int, finish: str) -> None:
         assert self._tracing is not None and record.parent is not None
-        self._tracing.record(
+        self._tracing.record_span(
             "engine.decode",
             record.parent,
             record.first_token_at.pop(choice, now),

@@ -130,7 +130,7 @@ class WorkerService(WorkerServicer):
             ]
         )
         add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # protoc writes no types
-        port = plane_certificate.listen(self._server, listen, self._plane)
+        port = plane_certificate.add_plane_port(self._server, listen, self._plane)
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._server.start()
         self._load_task = asyncio.create_task(self._report_load())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from coatcheck.proto.errors import InvalidRequest
-from coatcheck.proto.grammar import Grammar, why_unusable
+from coatcheck.proto.grammar import Grammar, describe_matcher_error
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -66,15 +66,15 @@ class GrammarBackend:
             from llguidance import LLMatcher
             from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-            matcher = LLMatcher(tokenizer, grammar.compiled(), log_level=0)
+            matcher = LLMatcher(tokenizer, grammar.to_llguidance(), log_level=0)
             if matcher.is_error():
-                raise grammar.refused(matcher.get_error())
+                raise grammar.compile_error(matcher.get_error())
             # The first mask of a large grammar takes milliseconds too, and copies of the matcher inherit its result.
             # It also finds a grammar that allows no first token, which is refused before a step depends on it.
             bits = allocate_token_bitmask(1, tokenizer.vocab_size)
             fill_next_token_bitmask(matcher, bits)
             if matcher.is_error() or not bits.any():
-                raise grammar.refused(why_unusable(matcher))
+                raise grammar.compile_error(describe_matcher_error(matcher))
         except InvalidRequest as error:
             return CompiledGrammar(error=error)
         return CompiledGrammar(matcher)

@@ -298,7 +298,7 @@ async def test_nested_pydantic_models_are_tools(
 
 def allows(grammar: Grammar, text: str) -> bool:
     """Whether the grammar allows the text, as far as it goes, in the tests' vocabulary."""
-    matcher = LLMatcher(LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS), grammar.compiled())
+    matcher = LLMatcher(LLTokenizer(byte_level_tokenizer().to_str(), eos_token=EOS), grammar.to_llguidance())
     ids = byte_level_tokenizer().encode(text).ids
     return bool(matcher.validate_tokens(ids) == len(ids))
 

@@ -73,8 +73,8 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 def fits(grammar: Grammar, text: str) -> bool:
     """Whether the text is a beginning that the grammar allows."""
-    grammar.check()
-    matcher = LLMatcher(BYTES, grammar.compiled(), log_level=0)
+    grammar.check_compiles()
+    matcher = LLMatcher(BYTES, grammar.to_llguidance(), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     data = list(text.encode())
     return bool(matcher.validate_tokens(data) == len(data))
@@ -150,4 +150,4 @@ def test_json_style_may_be_the_schema_s_own() -> None:
 def test_what_cannot_be_kept_to_says_why(schema: dict[str, Any], words: str) -> None:
     """A reference to nothing, and schemas that are too large, are refused with the reason."""
     with pytest.raises(InvalidRequest, match=words):
-        required_calls_grammar([Function(name="f", parameters=schema)], True).check()
+        required_calls_grammar([Function(name="f", parameters=schema)], True).check_compiles()

@@ -286,7 +286,7 @@ def test_a_grammar_that_fits_no_text_is_refused_before_a_step(make: Make) -> Non
     engine = make()
     engine.submit_request(EngineRequest("r", PROMPT, params(Grammar("regex", r"[^\s\S]"))))
     ((name, error),) = refusals(engine)
-    assert name == "r" and "cannot be compiled: it allows no text" in str(error)
+    assert name == "r" and "cannot be compiled: it allows no further text" in str(error)
     choices = [f"the number {number}" for number in range(4096)]
     (said,) = run(engine, EngineRequest("c", PROMPT, params(Grammar.of_choices(choices)))).values()
     assert text_of(said) in choices
