@@ -49,7 +49,7 @@ def main(
         engine = build(Path(scratch), prompt_len, chats, max_batch_tokens)
     for chat in range(chats):
         submit(engine, f"chat {chat}", _CHAT_PROMPT, max_tokens=60_000)
-    while engine.scheduler.waiting or any(s.num_uncomputed > 1 for s in engine.scheduler.running):
+    while engine.scheduler.waiting or any(s.num_unscheduled > 1 for s in engine.scheduler.running):
         engine.step()
     alone = [timed_step(engine) for _ in range(alone_steps)]
     submit(engine, "long", prompt_len, max_tokens=1)

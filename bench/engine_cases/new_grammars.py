@@ -47,7 +47,7 @@ def main(
         engine = build(make_checkpoint((checkpoint or Path(scratch) / "llama-82m").resolve()), chats)
     for chat in range(chats):
         submit(engine, f"chat {chat}", None, max_tokens=3000)
-    while engine.scheduler.waiting or any(sequence.num_uncomputed > 1 for sequence in engine.scheduler.running):
+    while engine.scheduler.waiting or any(sequence.num_unscheduled > 1 for sequence in engine.scheduler.running):
         engine.step()
     alone = [timed_step(engine) for _ in range(_ALONE_STEPS)]
     beside, asked, waits = list[float](), dict[str, float](), list[float]()

@@ -137,8 +137,8 @@ class Engine:
         """Counters since the start, and the present load."""
         pool = self.scheduler.pool.stats()
         waiting = [*self.scheduler.waiting, *self._grammars.waiting_sequences()]
-        unplanned = [s.num_uncomputed for s in self.scheduler.running]
-        unplanned += [s.num_foreseen for s in waiting]
+        unplanned = [s.num_unscheduled for s in self.scheduler.running]
+        unplanned += [s.num_expected_tokens for s in waiting]
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(waiting),
@@ -193,7 +193,7 @@ class Engine:
 
     def _queue_sequences(self, choices: list[Sequence]) -> None:
         for sequence in list(choices):
-            if sequence.num_outputs and sequence.end_after(sequence.token_ids[-1]):
+            if sequence.num_outputs and sequence.finish_reason_after(sequence.token_ids[-1]):
                 # Another group delivered all tokens of this choice, but not its finish reason.
                 output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
                 self._finish_sequence(sequence, output)
@@ -224,7 +224,7 @@ class Engine:
         row, sequence = step.plan.rows[index], step.sequences[index]
         sequence.num_pending -= int(row.sample)
         sequence.started_at = sequence.started_at or step.started_at
-        if sequence.gone:  # it ended after this step was planned
+        if sequence.is_finished:  # it ended after this step was planned
             return None
         if index in result.failed:
             self._grammars.mark_failed(sequence)
@@ -239,7 +239,7 @@ class Engine:
             self.scheduler.register_blocks(sequence)
         output = SequenceOutput(sequence.request.request_id, sequence.choice, [])
         if index in result.prompt_logprobs:
-            output.prompt_logprobs = sequence.take_prompt_logprobs(row.start, result.prompt_logprobs[index])
+            output.prompt_logprobs = sequence.take_new_prompt_logprobs(row.start, result.prompt_logprobs[index])
         if row.sample:
             self._add_token(output, sequence, index, result)
         return output if output.token_ids or output.prompt_logprobs else None
@@ -251,16 +251,16 @@ class Engine:
         if index in result.logprobs:
             output.logprobs.append(result.logprobs[index])
         self._statistics.generated_tokens += 1
-        if not sequence.reported:
-            sequence.report_beginning(output, self._clock())
+        if not sequence.has_sent_output:
+            sequence.fill_first_output(output, self._clock())
             self._statistics.count_prompt(sequence)
-        if sequence.end_after(token_id):
+        if sequence.finish_reason_after(token_id):
             self._finish_sequence(sequence, output)
 
     def _finish_sequence(self, sequence: Sequence, output: SequenceOutput) -> None:
         """Write the finish reason into the sequence's last output, and free its blocks."""
         last = sequence.token_ids[-1]
-        output.finish_reason = sequence.finish_reason = sequence.end_after(last)
+        output.finish_reason = sequence.finish_reason = sequence.finish_reason_after(last)
         output.stop_token_id = last if output.finish_reason is FinishReason.STOP else None
         self._remove_sequence(sequence)
 

@@ -118,7 +118,7 @@ class Scheduler:
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Remove a sequence that ended, from wherever it is, and free its slot and blocks."""
-        sequence.gone = True
+        sequence.is_finished = True
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._free_resources(sequence)
@@ -168,7 +168,7 @@ class Scheduler:
             room = len(sequence.block_table) * self.config.block_size
             assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens, "progress out of order"
             assert sequence.num_scheduled <= room, "tokens without a block"
-            assert not sequence.gone, "a sequence that is gone still runs"
+            assert not sequence.is_finished, "a finished sequence is running"
         for sequence in self.waiting:
             assert sequence.slot < 0 and not sequence.block_table, "a waiting sequence holds blocks"
         held = self.kv_cache.check()
@@ -180,7 +180,7 @@ class Scheduler:
         for sequence in list(self.running):
             # At max_len everything is planned: the token in flight will end the sequence, whichever it is. A slot
             # below 0 means that the sequence has just been preempted for an older one.
-            if sequence.slot < 0 or sequence.num_uncomputed != 1 or sequence.num_tokens >= sequence.max_len:
+            if sequence.slot < 0 or sequence.num_unscheduled != 1 or sequence.num_tokens >= sequence.max_len:
                 continue
             if sequence.num_restoring:
                 continue
@@ -190,8 +190,8 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan, scheduled: list[Sequence], budget: _TokenBudget) -> None:
         for sequence in self.running:
-            if sequence.num_uncomputed > 1 and not sequence.num_restoring and not budget.is_spent:
-                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_uncomputed))
+            if sequence.num_unscheduled > 1 and not sequence.num_restoring and not budget.is_spent:
+                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled))
                 scheduled.append(sequence)
 
     def _plan_row(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
@@ -276,7 +276,7 @@ class Scheduler:
             elif self._admit_sequence(sequence, plan, beside_decodes=budget.beside_decodes):
                 if sequence.num_restoring:
                     continue
-                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_uncomputed))
+                self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled))
                 scheduled.append(sequence)
             else:  # no later sequence overtakes one that needs more room
                 self.waiting.appendleft(sequence)
@@ -288,10 +288,10 @@ class Scheduler:
         leader = sequence.leader
         if sequence.num_pending:
             return True
-        if leader is not None and not leader.gone:
+        if leader is not None and not leader.is_finished:
             # Until the leader has computed the prompt, waiting is cheaper than computing it twice. A leader that still
             # prefills (it was resumed) would write to the last block after it is shared.
-            return leader.num_computed < leader.prompt_len or leader.num_uncomputed > 1 or leader.num_restoring > 0
+            return leader.num_computed < leader.prompt_len or leader.num_unscheduled > 1 or leader.num_restoring > 0
         return self._prefixes.is_prefix_pending(sequence, beside_decodes=beside_decodes)
 
     def _admit_sequence(self, sequence: Sequence, plan: StepPlan, *, beside_decodes: bool) -> bool:
@@ -314,7 +314,7 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence, *, beside_decodes: bool) -> _CachedPrefix:
         """The prompt blocks of the sequence's leader, else what the tiers hold."""
         leader = sequence.leader
-        if leader is not None and leader.slot >= 0 and not leader.gone:
+        if leader is not None and leader.slot >= 0 and not leader.is_finished:
             shared = leader.block_table[: self._count_blocks(sequence.prompt_len)]
             return _CachedPrefix([*shared], shared, sequence.prompt_len - 1, is_forked=True)
         found = self._prefixes.find_cached_blocks(sequence, beside_decodes=beside_decodes)

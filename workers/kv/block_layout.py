@@ -1,10 +1,13 @@
-"""BlockLayout: where each layer's keys and values lie inside one block of the KV pool.
+"""BlockLayout: the byte offsets of each layer's keys and values inside one block of the KV pool.
 
-The pool of a rank is uint8 [num_blocks, bytes_per_block]; a block holds block_size tokens of every layer, contiguous,
-so that moving it is one copy. First the elements, layer by layer: K [kv_heads, block_size, head_dim], then V the same
-(narrower, or absent where values lie in the keys); then, where elements are quantised, the scales of all layers,
-float16: K [kv_heads, block_size], then V. Layers may differ in heads and head_dim. Pure arithmetic without torch:
-kv_pool.py makes tensors of it.
+A rank's pool is uint8 [num_blocks, bytes_per_block]. A block holds `block_size` tokens of every layer in one piece, so
+that one copy moves it:
+
+    elements of each layer     K [kv_heads, block_size, head_dim], V [kv_heads, block_size, value_dim]
+    scales of each layer       K [kv_heads, block_size], V the same; float16, only if the elements are quantised
+
+Layers may differ in heads and head_dim. V is absent where values are part of the keys (MLA). `kv_memory.py` makes
+tensors of the offsets.
 """
 
 from collections.abc import Sequence
@@ -15,13 +18,13 @@ from coatcheck.proto.errors import InvalidConfig
 from coatcheck.workers.core.kv_dtype import SCALE_BYTES, KvDtype
 from coatcheck.workers.core.model_spec import LayerSpec
 
-_ALIGNMENT = 64  # one cache line: every slab of elements starts on its own, and so does every block
+_ALIGNMENT = 64  # a cache line; of every block and every K and V
 _SCALES_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSlab:
-    """Byte offsets of one layer's parts inside a block; those of scales mean nothing where there are none."""
+    """Byte offsets of one layer inside a block. Those of scales have no meaning without quantisation."""
 
     k_offset: int
     v_offset: int
@@ -34,8 +37,6 @@ class LayerSlab:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The shape of a block: the same on every rank of a group whose heads divide evenly."""
-
     block_size: int
     kv_dtype: KvDtype
     slabs: tuple[LayerSlab, ...]
@@ -43,7 +44,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], block_size: int, kv_dtype: KvDtype) -> Self:
-        """Raises InvalidConfig for int4 where a head_dim is odd: its elements come in pairs."""
+        """Raises InvalidConfig for int4 and an odd head_dim, because a byte holds two elements."""
         offsets, offset = list[tuple[int, int]](), 0
         for index, layer in enumerate(layers):
             odd = next((dim for dim in (layer.head_dim, layer.value_dim) if dim % 2), None)
@@ -67,13 +68,13 @@ class BlockLayout:
 
     @property
     def scale_bytes_per_token(self) -> float:
-        """How much of `bytes_per_token` are scales; they lie behind the elements of all layers."""
-        behind = self.bytes_per_block - self.slabs[0].k_scales_offset
-        return behind / self.block_size if self.kv_dtype.is_quantised else 0.0
+        """The part of `bytes_per_token` that scales take."""
+        scale_bytes = self.bytes_per_block - self.slabs[0].k_scales_offset
+        return scale_bytes / self.block_size if self.kv_dtype.is_quantised else 0.0
 
     @property
     def bytes_per_token(self) -> float:
-        """KV bytes that one token takes on this rank, scales and padding included."""
+        """KV bytes of one token on this rank, scales and padding included."""
         return self.bytes_per_block / self.block_size
 
 

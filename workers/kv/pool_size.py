@@ -1,6 +1,6 @@
-"""How many blocks a rank's KV pool and its host memory get, from bytes or from a share of what is free.
+"""The number of blocks of a rank's KV pool and host pool, from bytes or from a share of the free memory.
 
-Pure arithmetic: it knows no device. Every rank decides for itself, and the group takes the smallest answer.
+Every rank computes its own number, and the group uses the smallest.
 """
 
 from coatcheck.proto.errors import InvalidConfig
@@ -15,10 +15,10 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int | None,
 ) -> int:
-    """`kv_memory` above 1 is bytes for this rank, else a share of `free_bytes`, divided among `sharing_ranks`.
+    """`kv_memory`: bytes for this rank if above 1, else a share of `free_bytes`, divided among `sharing_ranks`.
 
-    Raises InvalidConfig when the pool exceeds what is free, or cannot hold one block, or one sequence of
-    `max_model_len` where the operator asked for that length.
+    `max_model_len`: the length that the operator asked for, or None.
+    Raises InvalidConfig if the pool exceeds `free_bytes`, or cannot hold one block or a sequence of `max_model_len`.
     """
     pool_bytes = int(kv_memory) if kv_memory > 1 else int(kv_memory * free_bytes / sharing_ranks)
     if pool_bytes * sharing_ranks > free_bytes:
@@ -42,8 +42,8 @@ def choose_num_blocks(
 
 
 def choose_host_blocks(host_kv_memory: float, *, free_bytes: int, sharing_ranks: int, bytes_per_block: int) -> int:
-    """`host_kv_memory` above 1 is bytes for this rank, 0 is no host tier, else it is a share of `free_bytes`, divided
-    among `sharing_ranks`. Raises InvalidConfig when the memory exceeds what is free, or cannot hold one block."""
+    """`host_kv_memory`: bytes for this rank if above 1, 0 for no host tier, else a share of `free_bytes`, divided among
+    `sharing_ranks`. Raises InvalidConfig if the memory exceeds `free_bytes` or cannot hold one block."""
     if not host_kv_memory:
         return 0
     host_bytes = int(host_kv_memory) if host_kv_memory > 1 else int(host_kv_memory * free_bytes / sharing_ranks)
