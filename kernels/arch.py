@@ -1,6 +1,6 @@
-"""Arch: what launch parameters depend on of a GPU, as pure numbers, so that every choice can be tested without one.
+"""Arch: the properties of a GPU that launch parameters depend on, as numbers, so that choices can be tested without it.
 
-Also which tensors Triton's kernels take at all. The file does not know any kernel.
+`takes_triton` says which tensors go to Triton's kernels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from torch import Tensor
 
 
 class Arch(NamedTuple):
-    """`shared`: bytes that a program may have. `wide_tiles`: matrix products that read both sides from shared memory
-    (sm_90 and later), which leaves registers for large tiles. `convert`: how quantised bytes become numbers: 0 by plain
-    operations, 1 by Triton's own casts, 2 by PTX, 3 by PTX that knows e4m3 (sm_89 and later).
-    `processors`: how many programs, or handfuls of them, run at once. `most_stages`: that the compiler overlaps."""
+    """`shared`: bytes of shared memory for a program.
+
+    `wide_tiles`: matrix products read both operands from shared memory (sm_90 and later), which leaves registers for
+    large tiles.
+    `convert`: how kernels widen quantised bytes. 0: plain operations, 1: Triton's casts, 2: PTX, 3: PTX with e4m3
+    conversions (sm_89 and later).
+    `processors`: streaming multiprocessors or compute units.
+    `most_stages`: pipeline stages that the compiler supports.
+    """
 
     shared: int
     wide_tiles: bool
@@ -31,24 +36,24 @@ SM_90 = Arch(227 * 1024, True, 3, 132)
 GFX942 = Arch(64 * 1024, False, 0, 304, most_stages=2)
 
 
-# CPU tensors too where programs run in Triton's interpreter (TRITON_INTERPRET=1), so that whole models can be proved.
+# In Triton's interpreter (TRITON_INTERPRET=1) CPU tensors too, so that whole models can be tested without a GPU.
 TRITON_DEVICES = {"cuda", "cpu"} if triton.knobs.runtime.interpret else {"cuda"}
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether Triton's kernels are what computes on this tensor's device."""
+    """Whether Triton's kernels compute on this tensor's device."""
     return tensor.device.type in TRITON_DEVICES
 
 
 @cache
 def arch_of(device: torch.device) -> Arch:
-    """That of a CUDA or ROCm device; the interpreter takes an sm_90's choices but PTX, wherever its tensors are."""
+    """The Arch of a CUDA or ROCm device. In the interpreter that of an sm_90 without PTX, for every device."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return SM_90._replace(convert=1)
     if torch.version.hip is not None:
         return GFX942
     capability = torch.cuda.get_device_capability(device)
-    # What Triton itself holds a launch to.
+    # Triton refuses launches by the same limits.
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     convert = 3 if capability >= (8, 9) else 2
     return Arch(limits["max_shared_mem"], capability >= (9, 0), convert, limits["multiprocessor_count"])

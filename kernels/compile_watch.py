@@ -1,7 +1,7 @@
-"""CompileWatch: which kernels Triton compiles, or fetches from its cache on disk, in this process, and when.
+"""CompileWatch: which kernels Triton compiles in this process, or loads from its cache on disk, and when.
 
-Either takes long enough to be felt by whoever waits for the step, so that all of it belongs before readiness; what
-comes later is counted and named. The file does not know which kernels there are.
+Both take long enough to delay a step noticeably, so all of it should happen before the group is ready. Kernels that are
+compiled later are counted and logged.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ _log = logging.getLogger(__name__)
 
 
 class CompileWatch:
-    """Counts from `start` on; `ready` begins the time in which none should come."""
+    """Counts from `start` on. After `mark_ready` no kernel should be compiled."""
 
     def __init__(self) -> None:
-        self.kernels: list[str] = []  # each as Triton describes it
-        self._early: int | None = None
+        self.kernels: list[str] = []  # Triton's descriptions
+        self._num_ready: int | None = None
         self._next: Any = None
 
     def start(self) -> None:
-        """Asks Triton for word of every kernel; whoever asked before still gets it too."""
+        """Install a hook in Triton. A hook that was installed before is still called."""
         self._next = triton.knobs.runtime.jit_post_compile_hook
         triton.knobs.runtime.jit_post_compile_hook = self._compiled
 
     def stop(self) -> None:
-        """Asks no more; whoever asked later must have stopped before."""
+        """Remove the hook. Hooks must be removed in reverse order."""
         triton.knobs.runtime.jit_post_compile_hook = self._next
 
-    def ready(self) -> None:
-        """Everything should be there."""
-        self._early = len(self.kernels)
+    def mark_ready(self) -> None:
+        """The warm-up is over."""
+        self._num_ready = len(self.kernels)
 
-    def late(self) -> int:
-        """How many came after `ready`: what must stay 0."""
-        return 0 if self._early is None else len(self.kernels) - self._early
+    def num_late(self) -> int:
+        """Kernels compiled after `mark_ready`. Should be 0."""
+        return 0 if self._num_ready is None else len(self.kernels) - self._num_ready
 
     def _compiled(self, *, repr: str, **others: Any) -> Any:
         self.kernels.append(repr)
-        if self._early is not None:
+        if self._num_ready is not None:
             _log.warning("a kernel was compiled while serving: %s", repr)
         return None if self._next is None else self._next(repr=repr, **others)

@@ -1,9 +1,8 @@
-"""Memory for what a CPU reads from end to end at every step, on huge pages where the system gives them.
+"""CPU tensors on huge pages, for weights.
 
-A step reads every weight once, in an order that the caches cannot help with; at 4 KiB a page it also walks the page
-table for each of them. Linux hands out 2 MiB pages to mappings that ask (MADV_HUGEPAGE); elsewhere, and where it has
-none to give, this is plain memory. Small tensors share a mapping; memory goes back to the system once no tensor of its
-mapping is left. The file does not know what is kept in it.
+A step reads every weight once, so caches do not help, and with pages of 4 KiB it also misses the TLB for each page.
+Linux gives 2 MiB pages to mappings that ask for them (MADV_HUGEPAGE). Where there are none, this is plain memory. Small
+tensors share a mapping. A mapping is freed with its last tensor.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20
-_SHARED = 16 * _PAGE  # smaller tensors than a quarter of this share mappings of this size
+_SHARED = 16 * _PAGE  # the size of a shared mapping; tensors below a quarter of it share one
 _LINE = 64
 
 
 class _Mapping:
-    """One anonymous mapping, given out from its start."""
+    """An anonymous mapping from which tensors are allocated front to back."""
 
     def __init__(self, size: int) -> None:
-        # A page more than asked for: the kernel aligns mappings to 4 KiB only.
+        # One page more, because mappings are aligned to 4 KiB only.
         self._memory = mmap.mmap(-1, size + _PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel that was built without them
+            with suppress(OSError):  # a kernel built without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)  # it keeps the mapping alive, as its slices do
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)  # keeps the mapping alive, as its slices do
         start = -whole.data_ptr() % _PAGE
         self._bytes = whole[start : start + size]
-        self._taken = 0
+        self._used = 0
 
-    def take(self, size: int) -> Tensor | None:
-        """The next `size` bytes, on a cache line of their own; None where they do not fit."""
-        start, self._taken = self._taken, self._taken + -(-size // _LINE) * _LINE
-        return self._bytes[start : start + size] if self._taken <= len(self._bytes) else None
+    def allocate(self, size: int) -> Tensor | None:
+        """The next `size` bytes, aligned to a cache line, or None if they do not fit."""
+        start, self._used = self._used, self._used + -(-size // _LINE) * _LINE
+        return self._bytes[start : start + size] if self._used <= len(self._bytes) else None
 
 
 _lock = threading.Lock()
@@ -46,18 +45,18 @@ _shared: _Mapping | None = None
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A dense CPU tensor; it reads as zeros, since fresh mappings do."""
+    """A dense CPU tensor of zeros."""
     global _shared
     size = prod(shape) * dtype.itemsize
     if size == 0:
         return torch.empty(shape, dtype=dtype)
     if size >= _SHARED // 4:
-        memory = _Mapping(-(-size // _PAGE) * _PAGE).take(size)
+        memory = _Mapping(-(-size // _PAGE) * _PAGE).allocate(size)
     else:
         with _lock:
-            memory = None if _shared is None else _shared.take(size)
+            memory = None if _shared is None else _shared.allocate(size)
             if memory is None:
                 _shared = _Mapping(_SHARED)
-                memory = _shared.take(size)
+                memory = _shared.allocate(size)
     assert memory is not None, "a new mapping is large enough"
     return memory.view(dtype).view(shape)

@@ -1,8 +1,7 @@
-"""What a launcher says when it refuses its arguments.
+"""Checks of a kernel's arguments: shapes, dtypes, strides and devices.
 
-Every launcher of this room checks shapes, dtypes, strides and devices before it touches memory, since a kernel that
-is handed a wrong pointer corrupts someone else's cache in silence. The checks name the tensor, what was expected and
-what came. This file knows tensors only; it does not know which operation asks.
+Every launcher checks its tensors before it touches memory, because a kernel that gets a wrong pointer corrupts other
+requests' KV without an error. A refusal names the tensor, what was expected, and what was given.
 """
 
 from __future__ import annotations
@@ -17,24 +16,23 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LaunchRefused(ValueError):
-    """A tensor was handed to a kernel that cannot take it; the message says which one and what to change."""
+    """A kernel cannot take a tensor. The message names the tensor and what to change."""
 
 
 class Passed:
-    """Geometries that one operation has checked and found good: the checks read nothing else, so once is enough.
+    """The shapes, strides, dtypes and devices that one operation has checked. Checks read nothing else.
 
-    On a CPU a step of one token spends as long on checks as on a small kernel; most calls repeat one geometry.
+    On a CPU, a step of one token spends as long on checks as on a small kernel, and most calls repeat the same shapes.
     """
 
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
     def is_new(self, *tensors: Tensor | None) -> bool:
-        """Whether these shapes, strides, dtypes and devices have not passed together yet."""
+        """Whether tensors like these have not been checked together."""
         return _geometry(tensors) not in self._seen
 
     def add(self, *tensors: Tensor | None) -> None:
-        """They have passed."""
         if len(self._seen) >= _MOST_GEOMETRIES:
             self._seen.clear()
         self._seen.add(_geometry(tensors))
@@ -49,7 +47,7 @@ def refuse(name: str, expected: str, got: object) -> NoReturn:
 
 
 def want_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    """`None` leaves a dimension free."""
+    """`None` in `shape` allows any size."""
     have = tensor.shape
     if len(have) != len(shape) or any(w is not None and w != h for w, h in zip(shape, have, strict=True)):
         refuse(name, f"shape [{', '.join('*' if w is None else str(w) for w in shape)}]", f"{list(have)}")
@@ -71,13 +69,13 @@ def want_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def want_rows(name: str, tensor: Tensor) -> None:
-    """The last dimension must be dense; the others may be strided (a slice of a fused projection is fine)."""
+    """The last dimension must be dense. Others may be strided, for example in a slice of a fused projection."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         refuse(name, "a last dimension with stride 1", f"strides {tensor.stride()}")
 
 
 def want_heads(name: str, tensor: Tensor) -> None:
-    """[tokens, heads, dim] with each token's heads dense; only the stride over tokens is free."""
+    """[tokens, heads, dim] with dense heads in each token. The stride over tokens is free."""
     _, heads, dim = tensor.shape
     _, per_head, per_element = tensor.stride()
     if (dim > 1 and per_element != 1) or (heads > 1 and per_head != dim):
@@ -85,7 +83,7 @@ def want_heads(name: str, tensor: Tensor) -> None:
 
 
 def want_cache(name: str, cache: Tensor) -> None:
-    """[blocks, kv_heads, block_size, dim] with the inner three dense; blocks may lie far apart in the pool."""
+    """[blocks, kv_heads, block_size, dim] with the inner three dense. The stride over blocks is free."""
     if cache.dim() != 4:
         refuse(name, "4 dimensions [num_blocks, num_kv_heads, block_size, head_dim]", list(cache.shape))
     _, heads, size, dim = cache.shape

@@ -1,13 +1,11 @@
-"""The C library of kernels/csrc: found, loaded once, and asked what this processor can run.
+"""The C library of kernels/csrc, loaded once.
 
-The library is built at install and is optional. Where it is missing, was built for another version of these files, or
-the processor lacks what a kernel needs, the launchers take the torch references: `native_status()` says which, so that
-a server can report it. No compiler ever runs here.
+The library is built at install and is optional. The launchers use the torch references if it is missing, was built from
+another version of the sources, or needs instructions that the processor lacks. `native_status()` says which form runs.
 
-torch must be imported before the library is loaded: it brings its own libgomp, and the loader then resolves ours to
-that copy by its name. Two OpenMP pools on the same cores would spin against each other. Thread counts are torch's: a
-thread that calls kernels should have called `torch.set_num_threads` (or get) once, as torch's own settings are per
-thread. The file does not know the operations' shapes.
+torch must be imported before the library is loaded. torch brings its own libgomp, and the loader then resolves ours to
+that copy; two OpenMP pools would compete for the same cores. The library uses torch's thread count, which is a setting
+of each thread: a thread that calls kernels must have called `torch.set_num_threads` or `get_num_threads` once.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 VERSION = 5
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# One letter per argument: p a pointer, q an int64, and the result r (an int) or v (void) after the colon.
+# One letter for each argument (p: pointer, q: int64), and after the colon the result (r: int, v: void).
 _SIGNATURES = {
     "attention_bf16_avx512": "p:r",
     "attention_plain": "p:r",
@@ -51,20 +49,20 @@ _AVX512_SIGNATURES = {
     "pack_f32": "pqqp:v",
 }
 
-# The C structs, field by field as the headers declare them.
+# The C structs, with the fields of the headers.
 ATTENTION = struct.Struct("@PqPPqPPqqffqqPP")
 POOL = struct.Struct("@PPqqPPqqqqqqq")
 NORM = struct.Struct("@5P7qffqq")
 ROTARY = struct.Struct("@9P12q")
 
-# The C side's `type`: what it computes natively. float16 is left to the references on CPU.
+# The dtypes that the C library computes, as its `type`. On CPU float16 takes the references.
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
-# What a pool's elements may be; uint8 stands for two int4 in a byte.
+# The dtypes of a KV pool's elements. uint8: two int4 in a byte.
 ELEMENTS = {**TYPES, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4, torch.uint8: 5}
 
 
 class Library:
-    """The loaded library; every C function of `_SIGNATURES` is an attribute."""
+    """The loaded library. Every C function of `_SIGNATURES` is an attribute."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,7 +83,9 @@ class Library:
             torch.bfloat16: self._dll.attention_bf16_avx512 if self.avx512_bf16 else self._dll.attention_plain,
         }
 
-    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:  # only for names that this processor lacks
+    def __getattr__(
+        self, name: str
+    ) -> ctypes._NamedFuncPointer:  # only called for functions that need a newer processor
         raise AttributeError(f"{self.path.name} has no {name} for this processor")
 
 
@@ -109,7 +109,7 @@ def library() -> Library | None:
 
 
 def native_status() -> str:
-    """Which form of the CPU kernels this process runs, in a few words for a log line or a status page."""
+    """Which form of the CPU kernels this process runs, for logs and status pages."""
     return _load()[1]
 
 

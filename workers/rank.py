@@ -120,7 +120,7 @@ class Rank:
             name=self.name,
             host=self._host,
             record=self._record,
-            count_late_compiles=self.compile_watch.late,
+            count_late_compiles=self.compile_watch.num_late,
         )
         self._update_progress(
             phase=Phase.SERVING,

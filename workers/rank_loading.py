@@ -73,7 +73,7 @@ def load_rank(
     memory = MemoryBudget.allocate(config, layout, communicator, device, ranks_on_host=ranks_on_host)
     runner = _build_runner(config, model, memory, communicator, grammars)
     copies = _warm_up(config, runner, memory)
-    compile_watch.ready()
+    compile_watch.mark_ready()
     return LoadedRank(spec, memory, runner, grammars, copies)
 
 

@@ -182,7 +182,7 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
                 watch.start()
                 started = time.perf_counter()
                 group = _sized(model, device, batch, context, steps, kv_dtype=kv, graphs=graphs)
-                watch.ready()
+                watch.mark_ready()
                 warm = time.perf_counter() - started
                 prefill, step = measure_steps(group, batch, context, steps)
                 weights = model.spec.weight_bytes
@@ -204,10 +204,10 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
                 yield Measurement(
                     "engine",
                     f"kernels compiled while serving, {what}",
-                    error=watch.late(),
+                    error=watch.num_late(),
                     target="0",
-                    met=watch.late() == 0,
-                    note="; ".join(watch.kernels[-watch.late() :])[:500] if watch.late() else "",
+                    met=watch.num_late() == 0,
+                    note="; ".join(watch.kernels[-watch.num_late() :])[:500] if watch.num_late() else "",
                 )
                 watch.stop()
                 del group

@@ -2,10 +2,10 @@
 
     peak, total, acc = running maximum, sum of exp and weighted values of each row, before any division
 
-Device functions for paged_decode.py and prefill_tile.py, which know where keys lie, who sees which, and softcaps.
+Device functions for paged_decode.py and prefill_tile.py, which find the keys and apply masks and softcaps.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coatcheck.kernels.kv.quantise import _nibbles, _widened
 
 @triton.jit
 def _scores(queries, high_queries, key, PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr):
-    """Rows of queries times keys as they lie in the pool, before the keys' scales: float32 [rows, keys]."""
+    """Queries times keys as stored in the pool, without the keys' scales: float32 [rows, keys]."""
     if KIND == 3:
         low, high = _nibbles(key, CONVERT, queries.dtype, True)
         score = tl.dot(queries, tl.trans(low), input_precision=PRECISION)
@@ -34,9 +34,11 @@ def _absorbed(
     score, slope, scale, value, v_scale, acc, high_acc, peak, total, dtype: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(acc, high_acc, peak, total) with one tile more. Scores are in powers of two if CAPPED, else once they are
-    multiplied by `slope`, which is `scale` in the scores' shape. `v_scale` counts where KIND is above 0, `high_acc`
-    where it is int4's. Not MASKED: no row has -inf alone. Weights are rounded to `dtype`."""
+    """(acc, high_acc, peak, total) after one more tile.
+
+    Scores are in powers of two if CAPPED, else once multiplied by `slope` (`scale` in the scores' shape). `v_scale` is
+    used if KIND is above 0, `high_acc` for int4. Not MASKED: no row consists of -inf. Weights are rounded to `dtype`.
+    """
     top = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     if CAPPED:

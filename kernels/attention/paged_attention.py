@@ -15,9 +15,8 @@ A sequence's result never depends on its neighbours: splits over the sequence ha
 order. With `batch_invariant` a query's result is also the same bits in a decode and in a prefill of any length: on CPU
 it always is, on a GPU the prefill kernel then takes all queries, in tiles of one size.
 
-CUDA tensors go to the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the others),
-CPU tensors to kernels/csrc/attention_*.c, which read the pool in place, or without the library to the reference below.
-The file does not know what a request is, nor which layer calls.
+CUDA tensors take the Triton kernels (paged_decode.py for sequences with one query, paged_prefill.py for the others),
+CPU tensors kernels/csrc/attention_*.c, or without the library the reference below.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ def paged_attention(
     num_prefills: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`total_seq_len`: a number that the seq_lens together do not exceed, where one is known: it saves memory.
-    `num_prefills`: where it is known that so many sequences bring several queries and the others one each: it saves
-    programs that would find nothing to do."""
+    """`total_seq_len`: an upper bound of the sum of `seq_lens`, if known; saves memory. `num_prefills`: the number of
+    sequences with several queries, if all others have one; saves idle programs."""
     check_tables(block_tables, seq_lens, cu_seqlens_q, cache.device)
     _check_query(q, cache, scale, sliding_window, softcap, sinks, out)
     if out is None:
@@ -98,7 +96,7 @@ _last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
 
 
 def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
-    """Checked once a step: every layer of it brings the same three tensors, which this keeps until the next."""
+    """Check the tensors of a step once. Every layer brings the same ones, so the last checked are remembered."""
     global _last_tables
     last = _last_tables
     if last and last[0] is block_tables and last[1] is seq_lens and last[2] is cu_seqlens_q and last[3] == device:
@@ -163,7 +161,7 @@ def paged_attention_reference(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """One sequence after the other, all in float32: slow, plain, and what every other path is tested against."""
+    """Attention in float32, one sequence at a time. All other forms are tested against this one."""
     block_size, groups = cache.block_size, q.shape[1] // cache.kv_heads
     starts = cu_seqlens_q.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):

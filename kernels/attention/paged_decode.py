@@ -1,15 +1,14 @@
 """Paged attention on a GPU for sequences that bring one query: see paged_attention.py for the formula and shapes.
 
-The keys of a sequence are cut into splits of SPLIT, a fixed size, so that a result never depends on the batch. A work
-item is one split for one KV head: all query heads of that KV head at once, packed into the rows of `tl.dot`, which
-wants at least 16. The items of all sequences stand in one row, and a number of programs of `_decode` that no length
-changes takes them in turn: one long sequence among short ones keeps the whole GPU busy, and a CUDA graph can hold the
-launch. An item leaves (peak, sum, weighted values) in float32. One program of `_reduce` combines the splits of one
-(sequence, head); splits in which everything is masked count for nothing. Sequences with other than one query have no
-splits and are left alone, so that prefills and decodes can share a batch; one query over no keys gives zeros.
+The keys of a sequence are cut into splits of SPLIT keys. The size is fixed, so a result does not depend on the batch. A
+work item is one split of one KV head, with all query heads of that KV head in the rows of `tl.dot`, which needs at
+least 16. A fixed number of programs of `_decode` takes the items of all sequences in turn. So a long sequence among
+short ones keeps the whole GPU busy, and a CUDA graph can record the launch. Each item writes (peak, sum, weighted
+values) in float32, and one program of `_reduce` combines the splits of one (sequence, head). Sequences with more than
+one query, or none, have no splits, so prefills and decodes can share a batch. One query over no keys gives zeros.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _lift, _narrowed, _places, _scales_of
 
 SPLIT = 512
-_PROGRAMS_PER_PROCESSOR = 16  # several times what runs at once, so that all end together
-_SEQS = 256  # whose lengths a program looks at in one go
+_PROGRAMS_PER_PROCESSOR = 16  # more than run at once, so that all processors finish at about the same time
+_SEQS = 256  # sequence lengths that a program reads at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -41,10 +40,12 @@ class DecodeLaunch(NamedTuple):
 
 
 def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch: Arch) -> DecodeLaunch:
-    """Tiles of keys of about 16 KiB. `width`: elements in a row of the cache, head_dim or (int4) half of it;
-    `element_size`: bytes of the queries' elements; `pool_bits`: of the pool's, 4 for int4. The compiler stages the
-    block number as well as the rows that it leads to, so that a tile of rows is on its way while another is used only
-    from five stages on; then two programs still find room beside each other."""
+    """Launch parameters with key tiles of about 16 KiB.
+
+    `width`: elements in a row of the cache, head_dim or (int4) half of it. `element_size`: bytes of a query's element.
+    `pool_bits`: of an element in the pool. The compiler pipelines the block numbers as well as the rows, so rows are
+    prefetched only from five stages on. Two programs must fit into the shared memory.
+    """
     block_d: int = max(16, triton.next_power_of_2(width))
     block_m: int = max(16, triton.next_power_of_2(group))
     row = block_d * max(1, pool_bits // 8)  # bytes of a key
@@ -63,19 +64,19 @@ def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch:
 
 
 def pick_programs(splits: int, kv_heads: int, arch: Arch) -> int:
-    """How many programs share the items of at most so many splits."""
+    """The number of programs for at most `splits` splits."""
     return max(1, min(splits * kv_heads, arch.processors * _PROGRAMS_PER_PROCESSOR))
 
 
 def most_splits(num_seqs: int, max_seq_len: int, total_seq_len: int | None = None, split: int = SPLIT) -> int:
-    """How many splits so many sequences can have, each of at most this length, and of that together."""
+    """The largest number of splits of `num_seqs` sequences up to `max_seq_len`, of `total_seq_len` keys together."""
     whole = num_seqs * -(-max_seq_len // split)
     return max(1, whole if total_seq_len is None else min(whole, total_seq_len // split + num_seqs))
 
 
 @triton.jit
 def _splits_of(seq_lens, cu_seqlens, seqs, inside, window, SPLIT_SIZE: tl.constexpr):
-    """(how many splits each of these sequences reads, the first of them): none that lies before its window."""
+    """(number of splits that each sequence reads, the first one). Splits before the window are not read."""
     lens = tl.load(seq_lens + seqs, inside, other=0)
     queries = tl.load(cu_seqlens + seqs + 1, inside, other=0) - tl.load(cu_seqlens + seqs, inside, other=0)
     first = tl.where(window > 0, tl.maximum(lens - window, 0), 0) // SPLIT_SIZE
@@ -100,7 +101,7 @@ def _decode(
         items += tl.sum(counts, 0)
     for work in range(tl.program_id(0), items * KV_HEADS, tl.num_programs(0)):
         item, kv_head = work // KV_HEADS, work % KV_HEADS
-        # The item's sequence is behind all those whose items have ended before it.
+        # The item belongs to the first sequence whose items do not all come before it.
         seq, first_item, seen_items = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for base in range(0, num_seqs, SEQS):
             inside = base + some < num_seqs
@@ -217,9 +218,9 @@ def launch_decode(
     total_seq_len: int | None = None, *, programs: int | None = None, launch: DecodeLaunch | None = None,
     split: int = SPLIT,
 ) -> None:  # fmt: skip
-    """No length comes to the host: room is made for the longest that the block tables could hold, or where it is known
-    to be less for `total_seq_len` keys of all sequences. `programs` and `launch` overrule what is picked, `split`
-    SPLIT: a result is then no longer that of other calls, bit for bit."""
+    """Memory is allocated for the longest sequences that the block tables can hold, or for `total_seq_len` keys of all
+    sequences, because the lengths are on the device. `programs`, `launch` and `split` replace the chosen values; with
+    another `split` results differ in their last bits."""
     num_seqs, heads, dim = len(seq_lens), q.shape[1], q.shape[2]
     kv_heads, size = cache.kv_heads, cache.block_size
     if num_seqs == 0:

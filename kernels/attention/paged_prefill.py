@@ -3,11 +3,10 @@
 One program computes a tile: BLOCK_M rows, which are consecutive queries of one sequence for PACK heads of one KV head
 each, over the cached prefix and the chunk itself, through the block table; sequences are ragged by cu_seqlens_q. The
 tiles of all sequences stand in one row, so that a prompt among many decodes does not make programs for them. Sequences
-with a single query are skipped: the decode kernel has them. The file does not know which tokens are prompt and which
-are not.
+with a single query are skipped, because the decode kernel computes them.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.quantise import KINDS, _lift, _narrowed
 
 _ANY_LENGTH = 1 << 30
-_SEQS = 256  # whose lengths a program looks at in one go
+_SEQS = 256  # sequence lengths that a program reads at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -38,10 +37,13 @@ class PrefillLaunch(NamedTuple):
 
 
 def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantised: bool, arch: Arch) -> PrefillLaunch:
-    """Short chunks take short tiles; wide heads, float32 and what has to be widened take fewer keys at once, for shared
-    memory and registers. `rows`: queries of the longest chunk times heads in a tile; `width`: of a row of the cache,
-    head_dim or (int4) half of it; `element_size`: the queries'. Five stages, where shared memory has them, keep a tile
-    of rows on its way (see paged_decode.py)."""
+    """Launch parameters: short tiles for short chunks, and fewer keys in a tile for wide heads, float32 and quantised
+    pools, for shared memory and registers.
+
+    `rows`: queries of the longest chunk times heads in a tile. `width`: elements in a row of the cache, head_dim or
+    (int4) half of it. `element_size`: bytes of a query's element. Rows are prefetched from five stages on (see
+    paged_decode.py).
+    """
     block_d = max(16, triton.next_power_of_2(width))
     wide_head = triton.next_power_of_2(head_dim) > 128
     if element_size == 4:
@@ -62,12 +64,12 @@ def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantis
 
 
 def pick_pack(group: int) -> int:
-    """How many of the heads that share a KV head share a tile too: what divides them, and fits the smallest tile."""
+    """The number of heads of a KV head in one tile: the largest divisor of `group` that fits the smallest tile."""
     return max(pack for pack in range(1, 17) if group % pack == 0)
 
 
 def chunk_lengths(group: int) -> tuple[int, ...]:
-    """Chunks of these lengths take every launch that any length takes, for heads in such groups."""
+    """Chunk lengths that together use every launch that any length uses, for warm-up."""
     pack = pick_pack(group)
     return tuple(sorted({max(2, rows // pack + 1) for rows in (0, 16, 32, 64)}))
 

@@ -1,11 +1,11 @@
-"""The loop of prefill attention: one tile of queries over a stretch of its sequence's keys, through the block table.
+"""The inner loop of prefill attention: one tile of queries over a range of its sequence's keys.
 
-    peak, total, acc = running maximum, sum of exp and weighted values of each row, as in any online softmax
+    peak, total, acc = running maximum, sum of exp and weighted values of each row (online softmax)
 
-A device function for paged_prefill.py, which knows sequences, windows and sinks; here are only rows, keys and scores.
+A device function for paged_prefill.py, which handles sequences, windows and sinks.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def _attend(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from `start` to `end`. Not MASKED: every query sees all of them, and they fill their tiles.
+    """Add the keys from `start` to `end`. Not MASKED: every query sees all of them, and they fill whole tiles.
 
-    Scores times `scale` are in powers of two, which is what the processor raises: without a softcap it has log2(e) in
-    it. With one the scores are in them by themselves. Where the pool is quantised every row has a scale of its own."""
+    Scores times `scale` are exponents of 2, because the GPU computes exp2. Without a softcap `scale` includes log2(e);
+    with one the cap does. If the pool is quantised, `scale` has one value for each row.
+    """
     dims, across = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     slope = scale[:, None] if KIND > 0 else scale
     for first in range(start, end, BLOCK_N):

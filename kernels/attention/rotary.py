@@ -4,13 +4,12 @@
     y = [x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, x[rot_dim:]]      (float32 inside, rounded once)
 
 where cos1, cos2 are the halves of cos [tokens, rot_dim] (transformers gives both halves, equal). Shapes: q [tokens,
-heads, dim], k [tokens, kv_heads, dim], each token's heads dense and the stride over tokens free; cos and sin dense,
-in q's dtype or float32. `rotary_and_store` also puts the rotated k, and v, into the cache (see store_kv.py),
-quantised where the cache is, so that k is never written twice. One program turns several heads of one token. The file
-does not know positions: cos and sin say all.
+heads, dim], k [tokens, kv_heads, dim], with dense heads in each token and any stride over tokens; cos and sin dense, in
+q's dtype or float32. `rotary_and_store` also stores the rotated k, and v, in the cache (see store_kv.py), so that k is
+written only once. One program rotates several heads of one token.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _passed = Passed()
 def _turn_heads(
     x, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """These heads of a token: the two halves of the rotated part, then the rest as it is. HALF covers one half."""
+    """Rotate a token's heads and copy the elements behind rot_dim. HALF covers half of rot_dim."""
     i = tl.arange(0, HALF)
     half = i < ROT // 2
     mask = inside[:, None] & half[None]
@@ -60,7 +59,7 @@ def _turn_heads(
 
 @triton.jit
 def _copy_heads(x, y, y_row, heads, inside, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements from FIRST on, as they are."""
+    """Copy the elements from FIRST on."""
     i = tl.arange(0, BLOCK)
     mask = inside[:, None] & ((i >= FIRST) & (i < DIM))[None]
     own = tl.load(x + heads[:, None] * DIM + i[None], mask, other=0.0)
@@ -112,7 +111,7 @@ def launch_rotary(
     q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None,
     cache: KVCache | None, slot_mapping: Tensor | None,
 ) -> None:  # fmt: skip
-    """With a cache, k and v go to their slots; without, rotated k goes to k_out."""
+    """With a cache, k and v are stored in their slots; without, the rotated k in `k_out`."""
     tokens, heads, dim = q.shape
     if tokens == 0:
         return
@@ -135,7 +134,7 @@ def launch_rotary(
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns rotated (q, k): dense copies, or with `inplace` the arguments themselves, overwritten."""
+    """The rotated (q, k): dense copies, or with `inplace` the arguments, overwritten."""
     _check_turns(q, k, cos, sin)
     if takes_triton(q):
         q_out, k_out = (q, k) if inplace else (q.new_empty(q.shape), k.new_empty(k.shape))
@@ -159,7 +158,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: boo
 def rotary_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor
 ) -> Tensor:
-    """Returns rotated q, dense [tokens, heads, dim]; rotated k and v go into their slots. Slot -1 is skipped."""
+    """The rotated q, dense [tokens, heads, dim]. Stores the rotated k and v in their slots; slot -1 is skipped."""
     if _passed.is_new(q, k, v, cos, sin, cache.k, slot_mapping):
         _check_turns(q, k, cos, sin)
         check_store(k, v, cache, slot_mapping)

@@ -1,11 +1,11 @@
 """pool[dst[i]] = pool[src[i]] for whole blocks: the copy of copy-on-write.
 
-Shapes: pool uint8 [num_blocks, bytes_per_block] (a block is dense, across all layers), src, dst int64 [n]. No block
-may be both a source and a destination, nor a destination twice: the copies run in no particular order. One program
-copies a stretch of one block. The file does not know who shares a block.
+Shapes: pool uint8 [num_blocks, bytes_per_block] (blocks are dense), src, dst int64 [n]. The copies run in no particular
+order, so no block may be both a source and a destination, nor a destination twice. One program copies a part of one
+block.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""KVCache: one layer's part of the KV pool, as the kernels of this room take it; checked once, as it is made.
+"""KVCache: one layer's part of the KV pool, as all kernels take it. Its tensors are checked once, when it is made.
 
-Shapes: k, v [num_blocks, num_kv_heads, block_size, head_dim], inner three dense, blocks anywhere in the pool. Their
-dtype says what elements are: float32, bfloat16 or float16, stored as they are; or float8_e4m3fn, int8 or uint8 (int4:
-head_dim / 2 bytes), quantised as quantise.py says, with k_scales, v_scales float16 [num_blocks, num_kv_heads,
-block_size], inner two dense. It does not know which block is whose, nor which layer this is.
+Shapes: k, v [num_blocks, num_kv_heads, block_size, head_dim], the inner three dense, any stride over blocks. The dtype
+is that of the elements: float32, bfloat16 or float16; or, quantised as in quantise.py, float8_e4m3fn, int8 or uint8
+(int4, head_dim / 2 bytes) with k_scales, v_scales float16 [num_blocks, num_kv_heads, block_size], the inner two dense.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from coatcheck.kernels.launch_check import FLOATS, refuse, want_cache, want_devi
 
 
 class KVCache:
-    """`packed` is what the C library calls a Pool, and `pointer` the address of it."""
+    """`packed` is the C library's struct Pool, `pointer` its address."""
 
     def __init__(self, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None) -> None:
         want_cache("k_cache", k)
@@ -42,7 +41,7 @@ class KVCache:
             want_device(name, scales, k.device)
             if scales.stride()[1:] != (k.shape[2], 1) and k.shape[1] * k.shape[2] > 1:
                 refuse(name, f"dense [heads, block_size] (strides (*, {k.shape[2]}, 1))", f"strides {scales.stride()}")
-        # What a Triton kernel is handed: quantised elements as the bytes that they are.
+        # For Triton kernels: quantised elements as bytes.
         self.k_bytes, self.v_bytes = (x.view(torch.uint8) if self.is_quantised else x for x in (k, v))
         self.k, self.v, self.k_scales, self.v_scales = k, v, k_scales, v_scales
         self.dtype, self.device = k.dtype, k.device
@@ -60,19 +59,19 @@ class KVCache:
 
     @cached_property
     def scale_words(self) -> tuple[Tensor | None, Tensor | None]:
-        """K's and V's scales two by two, int32, as kernels read them; tokens in a block are even in number."""
+        """K's and V's scales, two in each int32, as kernels read them. Block sizes are even."""
         k, v = (None if scales is None else scales.view(torch.int32) for scales in (self.k_scales, self.v_scales))
         return k, v
 
     def scales_stride(self, which: int) -> int:
-        """Scales from one block to the next, K's (0) or V's (1); 0 where there are none."""
+        """The stride over blocks of K's (`which` 0) or V's (1) scales; 0 without scales."""
         scales = self.v_scales if which else self.k_scales
         return 0 if scales is None else scales.stride(0)
 
     def rows_reference(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of these blocks, in order, as float32 [kv_heads, len(blocks) * block_size, head_dim]."""
+        """K and V of `blocks`, in order: float32 [kv_heads, len(blocks) * block_size, head_dim]."""
         k, v = (
-            # Bytes, since an index into float8 is not everywhere.
+            # As bytes, because not every device can index float8.
             part[blocks].float()
             if scales is None
             else widen_reference(part.view(torch.uint8)[blocks].view(part.dtype), scales[blocks])

@@ -3,11 +3,11 @@
     words w[r, l]: block i as little-endian int64, eight lanes l to a row of 64 bytes, R rows; all modulo 2^64
     sums[i] = sum_l ( P_l * sum_r w[r, l]  +  Q_l * sum_r (R - r) * w[r, l] )        P_l odd, Q_l even
 
-The coefficient of every word is odd, so that a change within one word always shows; a change of several shows but for
-one chance in 2^64. It is made as the bytes pass: the move costs little more than a plain copy.
+The coefficient of every word is odd, so a change within one word always changes the sum. A change of several words is
+missed with a chance of 2^-64. The sum is computed during the copy and costs little more than a plain copy.
 
 Shapes: from, to uint8 [num_blocks, bytes_per_block] (bytes a multiple of 64), from_rows, to_rows and sums int64 [n].
-No block may be a destination twice. The file does not know which of the two is the device's.
+No block may be a destination twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tens
 
 
 def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
-    """The same checksums of blocks that stay where they are."""
+    """The same checksums, without moving the blocks: int64 [n]."""
     _check_pool("pool", pool, "rows", rows)
     library = native.library()
     if library is None:

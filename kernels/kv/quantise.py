@@ -1,16 +1,16 @@
-"""Rows of a quantised KV pool: few bits an element, and one float16 scale for each row.
+"""Quantised rows of the KV pool: fp8, int8 or int4 elements with one float16 scale for each row.
 
-    scale = float16(max(abs(x)) / most),   y = round(x / scale) within -most and most,   x ~ y * scale
+    scale = float16(max(abs(x)) / most),   y = clamp(round(x / scale), -most, most),   x ~ y * scale
 
-A row is one token's one head. The kinds, by the dtype that holds them: float8_e4m3fn (most 448, rounded to nearest
-even as all are), int8 (most 127), and uint8 for int4 (most 7): byte i of such a row holds element i + 8 in its low
-nibble and element i + head_dim / 2, plus 8, in its high one. A row of zeros has scale 0.
+A row is one head of one token. The kinds, by dtype: float8_e4m3fn (most 448), int8 (most 127), and uint8 for int4 (most
+7); all round to nearest even. Byte i of an int4 row holds element i, plus 8, in its low nibble and element
+i + head_dim / 2, plus 8, in its high nibble. A row of zeros has scale 0.
 
-Scales never have to meet the elements: a key's scale multiplies its scores, a value's its weight. `_widened` and
-`_quantised` are what kernels inline; the file does not know where rows lie.
+Kernels never multiply elements by scales: a key's scale multiplies its scores, and a value's scale its weight. Kernels
+inline `_widened` and `_quantised`.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 MOST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, torch.uint8: 7.0}
 FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-# The KIND of kernels; 0: floats, which are stored as they are.
+# The KIND argument of kernels. 0: floats, not quantised.
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
 
 # Four bytes in one register to float16 in two. e4m3 is float16 without its last bits, but for 2^8; a byte below 0x64

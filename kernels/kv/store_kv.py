@@ -1,13 +1,12 @@
 """cache.k[slot // B, h, slot % B] = k[t, h] and the same for v, where slot = slot_mapping[t]; slot -1 is skipped.
 
-Shapes: k, v [tokens, kv_heads, head_dim] (each token's heads dense; the stride over tokens is free, so slices of a
-fused projection serve), slot_mapping int64 [tokens]; cache as kv_cache.py has it: another float type is rounded to, a
-quantised one as quantise.py says. One program stores a stretch of one token's heads, or where the cache is quantised
-several whole heads of it. The file does not know which sequence a slot belongs to; two tokens with the same slot are
-the caller's error.
+Shapes: k, v [tokens, kv_heads, head_dim] (dense heads in each token, any stride over tokens, so a slice of a fused
+projection is accepted), slot_mapping int64 [tokens] without repetition, cache as in kv_cache.py. Elements are rounded
+to the cache's float type, or quantised as in quantise.py. One program stores a part of one token's heads, or several
+whole heads if the cache is quantised.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from coatcheck.kernels.launch_check import (
     want_shape,
 )
 
-NATIVE_MAX_DIM = 512  # of heads that C stores as another kind
+NATIVE_MAX_DIM = 512  # of heads that the C library can quantise
 
 
 @triton.jit
 def _turned(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
-    """Elements i of these heads of a token as float32 [heads, i], turned (see rotary.py) and rounded to x's dtype; ROT
-    0: as they are."""
+    """Elements i of a token's heads as float32 [heads, i], rotated (see rotary.py) and rounded to x's dtype. ROT 0: not
+    rotated."""
     at = x + heads[:, None] * DIM
     own = tl.load(at + i[None], inside[:, None] & (i < DIM)[None], other=0.0)
     if ROT > 0:
@@ -57,8 +56,8 @@ def _store_rows(
     x, cos, sin, to, to_scale, heads, inside, SIZE: tl.constexpr,
     ROT: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """These heads of a token, turned and quantised, into their rows of the cache: `to` and `to_scale` are the row of
-    head 0; BLOCK covers a row's bytes."""
+    """Rotate and quantise a token's heads, and store them. `to` and `to_scale` point to the row of head 0. BLOCK covers
+    a row's bytes."""
     i = tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
     if KIND == 3:
@@ -115,7 +114,7 @@ def _store_quantised(
 
 
 def pick_rows(heads: int, block: int) -> tuple[int, int]:
-    """(heads that one program takes, its warps): about a thousand elements, so that there are not too many programs."""
+    """(heads of a program, its warps), for about a thousand elements in each program."""
     rows = max(1, min(triton.next_power_of_2(heads), 1024 // block))
     return rows, max(1, min(4, rows * block // 256))
 
@@ -160,12 +159,12 @@ def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None
 
 
 def serves_store(cache: KVCache, dtype: torch.dtype) -> bool:
-    """Whether the C library stores rows of this dtype into the cache."""
+    """Whether the C library can store rows of this dtype into the cache."""
     return cache.device.type == "cpu" and dtype in native.TYPES and cache.head_dim <= NATIVE_MAX_DIM
 
 
 def check_store(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-    """Also `rotary_and_store`'s check: the two write the same caches."""
+    """The checks of `store_kv` and of `rotary_and_store`."""
     if k.dim() != 3:
         refuse("k", "shape [tokens, kv_heads, head_dim]", list(k.shape))
     tokens = k.shape[0]
@@ -191,6 +190,6 @@ def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tenso
             to[blocks, :, offsets] = x.to(to.dtype)
         else:
             rows, units = quantise_reference(x, to.dtype)
-            # Bytes, since an indexed store of float8 is not everywhere.
+            # As bytes, because not every device can store float8 by index.
             to.view(torch.uint8)[blocks, :, offsets] = rows.view(torch.uint8)
             scales[blocks, :, offsets] = units

@@ -3,13 +3,13 @@
     attention   out = output(attend(rotary(split(qkv(norm(x + residual))))))     keys and values stored on the way
     mlp         out = down(act(gate(h)) * up(h)),  h = norm(x + residual)
 
-Each returns (out, x + residual); `out` is not added yet, since other ranks may have a part of it. The C side calls the
-operations of the other files one after the other, so the results are the same bits as theirs; what is saved is the way
-through Python, a fifth of a small model's step at one token. Only where every linear is in the native form: elsewhere
-`is_native` is false, and the caller takes the operations one by one.
+Each returns (out, x + residual). `out` is not added yet, because other ranks may hold a part of it. The C library calls
+the operations of the other files in turn, so the results are the same bits. This saves the calls from Python, a fifth
+of a small model's step of one token. All linears must have the native form; if `is_native` is false, the caller runs
+the operations one by one.
 
 Shapes: x, residual [tokens, hidden], dense; cos, sin [tokens, rot_dim]; cache, tables and slots as in kv_cache.py,
-paged_attention.py and store_kv.py. The file does not know which layer it is, nor what follows.
+paged_attention.py and store_kv.py.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _passed = Passed()
 
 
 def is_native(*linears: object, head_dim: int = 16) -> bool:
-    """Whether a half made of these linears can be one native call."""
+    """Whether half a layer with these linears can be one native call."""
     native_form = all(isinstance(linear, PackedLinear) and linear.form == "native" for linear in linears)
     return "cpu" not in TRITON_DEVICES and native_form and head_dim % 16 == 0 and head_dim <= 256
 
 
 class StepTables:
-    """What is the same for all layers of one step that turn alike: checked and packed once."""
+    """The arguments that all layers of one step with the same rotary embedding share, checked and packed once."""
 
     def __init__(
         self, cos: Tensor, sin: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens: Tensor
@@ -73,7 +73,7 @@ class StepTables:
 
 
 class AttentionHalf:
-    """From the residual stream to the output projection. Linears must pass `is_native`."""
+    """Norm to output projection. Linears must pass `is_native`."""
 
     def __init__(
         self,
@@ -121,14 +121,14 @@ class AttentionHalf:
         return out, total
 
     def pack_cache(self, cache: KVCache) -> bytes:
-        """One layer's cache as the C side reads it."""
+        """One layer's cache as the C library reads it."""
         if cache.head_dim != self.head_dim or cache.kv_heads != self._kv_heads or cache.device.type != "cpu":
             refuse("k_cache", f"{self._kv_heads} heads of {self.head_dim}", f"{cache.kv_heads} of {cache.head_dim}")
         return cache.packed
 
 
 class MlpHalf:
-    """From the residual stream to the down projection. Linears must pass `is_native`."""
+    """Norm to down projection. Linears must pass `is_native`."""
 
     def __init__(self, norm: RmsNorm, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
         want_shape("norm", norm.weight, (gate_up.weight_shape[1],))
@@ -165,7 +165,7 @@ class RunLayer:
 
 
 class LayerRun:
-    """Layers that follow each other with nothing between them: no other rank has a part in their sums."""
+    """Consecutive layers in one native call. For one rank only, because nothing is reduced between them."""
 
     def __init__(self, layers: Sequence[RunLayer]) -> None:
         self._layers = tuple(layers)  # `_packed` points into them

@@ -1,15 +1,15 @@
-"""y = x @ weight^T + bias, with the weight in the form that the machine reads fastest.
+"""y = x @ weight^T + bias, with the weight in the fastest layout for the machine.
 
 Shapes: weight [out_features, in_features], bias [out_features] or None, x [..., in_features] (rows may be strided),
-y [..., out_features], dense. The weight is packed once and the plain one dropped, so that memory is not held twice:
+y [..., out_features], dense. The weight is packed once and the plain weight dropped, so that memory holds it once:
 
     native   CPU with AVX512-BF16 and no AMX, bfloat16 or float32: panels of 16 features (kernels/csrc/linear.c)
     onednn   other CPUs, bfloat16 or float32: oneDNN's blocked form
     plain    everything else: `F.linear`
 
-In the native form a row's result is the same bits whatever other rows share the call; libraries choose their order of
-summing by the number of rows. `batch_invariant` gives them the same number at every call, padded, so that the promise
-holds in every form. The module does not know about ranks: a shard is just a weight.
+In the native form a row's result does not depend on the other rows of the call. Libraries choose the order of a sum by
+the number of rows; `batch_invariant` calls them with a fixed number of rows, padded, so that results are the same bits
+in every form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROW_TILE = 64
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference. `weight_shape` and `form` stay readable after the plain weight is gone."""
+    """A linear layer for inference. Keeps `weight_shape` and `form` after dropping the plain weight."""
 
     bias: Tensor | None
 
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
         self.dtype, self.device = weight.dtype, weight.device
         self.form = pick_form(weight)
         self.register_buffer("bias", None if bias is None else bias.detach().contiguous(), persistent=False)
-        # Plain attributes, not buffers: a packed weight must not be moved, cast or saved as if it were the weight.
+        # Plain attributes, not buffers, because a packed weight must not be moved, cast or saved as a weight.
         self._weight = _pack(weight.detach(), self.form)
         self._bias_pointer = 0 if self.bias is None else self.bias.data_ptr()
         self._pointer = self._weight.data_ptr() if self.form == "native" else 0
@@ -86,11 +86,11 @@ class PackedLinear(nn.Module):
 
     @property
     def pointers(self) -> tuple[int, int]:
-        """Addresses of the native form's panels and of the bias (0: none), good for as long as this module lives."""
+        """Addresses of the native form's panels and of the bias (0: none). Valid while this module lives."""
         return self._pointer, self._bias_pointer
 
     def warm(self, row_counts: list[int]) -> None:
-        """Run each row count once, so that no request pays for building one of oneDNN's primitives."""
+        """Run each row count once, so that oneDNN builds its primitives before the first request."""
         for rows in row_counts:
             self(torch.zeros(rows, self.weight_shape[1], dtype=self.dtype, device=self._weight.device))
 
@@ -126,7 +126,7 @@ _local = threading.local()
 
 
 def scratch(size: int) -> int:
-    """Where this thread's native calls keep rows between steps: one buffer that grows, as its calls never overlap."""
+    """The address of at least `size` bytes for this thread's native calls: one buffer that grows."""
     held: Tensor | None = getattr(_local, "scratch", None)
     if held is None or held.numel() < size:
         held = _local.scratch = torch.empty(max(size, 1 << 20), dtype=torch.uint8)

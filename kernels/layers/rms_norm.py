@@ -1,15 +1,15 @@
-"""y = rms_norm(x + residual) * (weight + weight_offset), in float32 inside.
+"""y = rms_norm(x + residual) * (weight + weight_offset), computed in float32.
 
     h = x + residual                       (rounded to x.dtype: it is also returned as the new residual)
     n = h / sqrt(mean(h ** 2) + eps)       (float32)
     y = cast(n) * weight                   cast_first: the order of LlamaRMSNorm
     y = cast(n * (weight + offset))        otherwise: the order of GemmaRMSNorm (offset 1) and Olmo2RMSNorm (offset 0)
 
-Shapes: x, residual [..., hidden] (up to two leading dimensions, which may be strided: a slice of a fused projection is
-fine), weight [hidden], out like x and dense. One program normalises one row. The file does not know whose norm it is.
+Shapes: x, residual [..., hidden] (up to two leading dimensions, which may be strided, as in a slice of a fused
+projection), weight [hidden], out like x and dense. One program normalises one row.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def launch_rms_norm(
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """One norm's numbers: `offset` is 1 where a checkpoint's weights are stored as distance from 1."""
+    """The parameters of one norm. `offset`: 1 if the checkpoint stores weights as their difference from 1."""
 
     weight: Tensor
     eps: float
@@ -129,7 +129,7 @@ def rms_norm(
     cast_first: bool | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns y, or (y, x + residual) where a residual is given. `cast_first` defaults to `weight_offset == 0`."""
+    """y, or (y, x + residual) if `residual` is given. `cast_first`: None for `weight_offset == 0`."""
     if _passed.is_new(x, weight, residual, out):
         _check(x, weight, residual, out)
         _passed.add(x, weight, residual, out)

@@ -1,10 +1,10 @@
 """out[t, i] = act(gate_up[t, i]) * gate_up[t, I + i], computed in float32 and rounded once.
 
 Shapes: gate_up [tokens, 2 * I] (rows may be strided), out [tokens, I] dense, same dtype. act is `silu` or `gelu_tanh`.
-One program computes a stretch of one row. The file does not know where the projection came from.
+One program computes a part of one row.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""The value below which a row of logits is out of the draw: min-p, then top-k, then top-p, without sorting the row.
+"""The threshold below which min-p, top-k and top-p remove a row's logits from the draw, without sorting the row.
 
     l = logits / temperature
     floor = max(max(l) + log(min_p),  the k-th largest l,
                 the largest v such that softmax mass of {l >= v} among those kept reaches top_p)
 
-Shapes: as in sample.py; returns float32 [R], -inf where nothing is filtered. What stays are whole values, so that
-equal logits stay or go together, as in `filter_reference` there, which this equals but for the rounding of the mass
-(float32 here).
+Shapes: as in sample.py; returns float32 [R], -inf for rows without filters. Equal logits stay or go together, as in
+`filter_reference` of sample.py. Only the rounding of the mass differs from it (float32 here).
 
-One program finds the floor of one row. Floats that are compared as integers of ordered bits have 32 of them, and the
-largest key at which a count (top-k) or a mass (top-p) is reached is built from the top, two bits a pass over the row.
-Rows without filters are not read. The file does not know what is drawn.
+One program finds the floor of one row. Logits are compared as 32-bit keys in the order of their values. The largest key
+at which a count (top-k) or a mass (top-p) is reached is found bit by bit from the highest, two bits in each pass over
+the row. Rows without filters are not read.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 @triton.jit
 def _ordered(x):
-    """Bits of a float32 that compare, unsigned, as the floats do."""
+    """uint32 keys that compare as the float32 values do."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -39,7 +38,7 @@ def _unordered(key):
 
 @triton.jit
 def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How much lies at or above each of three keys, of what lies at or above `low`: elements, or their softmax mass."""
+    """Of the elements at or above `low`, how many (or their softmax mass) are at or above each of three keys."""
     sum_a = tl.zeros([BLOCK], tl.float32)
     sum_b, sum_c = sum_a, sum_a
     for first in range(0, vocab, BLOCK):
@@ -56,7 +55,7 @@ def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BL
 
 @triton.jit
 def _largest_key(row, heat, vocab, low, goal, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key such that what lies at or above it reaches `goal`."""
+    """The largest key such that the count or mass at or above it reaches `goal`."""
     found = tl.full([], 0, tl.uint32)
     one = tl.full([], 0x40000000, tl.uint32)
     for _ in range(16):
@@ -106,7 +105,7 @@ def launch_filter_floor(
 
 
 def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """For CUDA tensors that `sample` has checked: the C form finds its floors on the way."""
+    """The floors of CUDA logits, which `sample` has checked. On CPU the C library finds floors while it draws."""
     floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     launch_filter_floor(logits, temperature, top_k, top_p, min_p, floors)
     return floors

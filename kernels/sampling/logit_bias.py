@@ -1,7 +1,7 @@
 """logits[rows[i], token_ids[i]] += bias[i], in place; -inf forbids a token.
 
-Shapes: logits float32 [R, V], rows int64 [n], token_ids int64 [n], bias float32 [n]. A (row, token) pair named twice
-adds up. One program adds a stretch of the triples. The file does not know why a token is wanted or forbidden.
+Shapes: logits float32 [R, V], rows int64 [n], token_ids int64 [n], bias float32 [n]. The biases of a repeated
+(row, token) pair add up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dt
 
 
 def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
-    """Returns `logits`, changed in place."""
+    """Return `logits`, changed in place."""
     want_shape("logits", logits, (None, None))
     want_dtype("logits", logits, torch.float32)
     want_rows("logits", logits)

@@ -3,13 +3,12 @@
     lse = log(sum(exp(logits)));  chosen = logits[token] - lse;  rank = how many logits are >= logits[token]
 
 Shapes: logits float32 [R, V], token_ids int64 [R]; returns (chosen float32 [R], rank int64 [R] counting from 1,
-top_ids int64 [R, k], top_logprobs float32 [R, k]), the top k in falling order, equal ones by rising token id. The
-file does not know whether the logits were penalised first: it reports what it is given.
+top_ids int64 [R, k], top_logprobs float32 [R, k]). The top k are in descending order, equal ones by ascending token id.
 
-On a GPU one program sums one row, always in the same order: torch chooses one by the number of rows.
+On a GPU one program sums one row in a fixed order, because torch's order depends on the number of rows.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _logprobs(logits, token_ids, normalisers, chosen, ranks, stride, vocab, BLOC
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log of the sum of exponentials float32 [R], chosen, rank)."""
+    """(lse float32 [R], chosen, rank)."""
     rows, vocab = logits.shape
     normaliser, chosen = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -93,12 +92,12 @@ def logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tenso
 
 
 def _most_likely(logits: Tensor, normaliser: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(ids, log-probabilities) of the k most likely, by torch's own means."""
+    """(ids, log-probabilities) of the k most likely tokens, by torch's topk."""
     if k == 0:
         empty = logits.new_empty((logits.shape[0], 0))
         return empty.long(), empty
-    # topk promises no order of equals: ids are the low half of what it compares, so that there are none. Adding 0 makes
-    # -0.0 equal to 0.0.
+    # topk gives equal values in any order. So it compares integers whose low half is the token id, which are never
+    # equal. Adding 0 makes -0.0 equal to 0.0.
     bits = (logits + 0.0).view(torch.int32).long()
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
     keys |= torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)

@@ -5,15 +5,14 @@
 
 Shapes: logits float32 [R, V]; token_ids int32 [R, L], each row's prompt then output then padding; prompt_lens,
 total_lens int32 [R], with 0 <= prompt_lens <= total_lens <= L; repetition, presence, frequency float32 [R] (1, 0 and 0
-are off). Repetition counts prompt and output, as transformers and vLLM do; the other two count the output only. The
-file does not know requests.
+are off). Repetition counts prompt and output, as in transformers and vLLM; the other two count the output only.
 
-On a GPU one program takes a stretch of one row's tokens, twice: first each is counted, in a table of the vocabulary;
-then each takes its count out of the table, and the one that finds it there changes the logit. The vocabulary is never
-walked.
+On a GPU one program takes a part of one row's tokens, in two passes. The first counts each token in a table of the size
+of the vocabulary. The second takes each token's count out of the table; the one that gets it changes the logit. So no
+program reads the whole table.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from coatcheck.kernels.launch_check import want_contiguous, want_device, want_dt
 
 @triton.jit(do_not_specialize=["prompt_lens", "total_lens", "ids_stride"])
 def _count_tokens(counts, token_ids, prompt_lens, total_lens, ids_stride, vocab, BLOCK: tl.constexpr):
-    """Adds 1 for a token of the prompt, 2^16 for one of the output."""
+    """Add 1 for each token of the prompt and 2^16 for each of the output."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.load(total_lens + row)
@@ -87,7 +86,7 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Returns `logits`, changed in place."""
+    """Return `logits`, changed in place."""
     want_shape("logits", logits, (None, None))
     want_dtype("logits", logits, torch.float32)
     want_rows("logits", logits)

@@ -2,20 +2,19 @@
 
     l = logits / temperature
     min-p:  keep l >= max(l) + log(min_p)
-    top-k:  keep l >= the k-th largest l                          (equal ones are all kept)
-    top-p:  keep l >= the largest v such that softmax mass of {l >= v} among those kept reaches top_p
-    token = argmax over the kept of l + gumbel(seed, choice, position, token)       (the smallest id where equal)
+    top-k:  keep l >= the k-th largest l                          (keeps all equal values)
+    top-p:  keep l >= the largest v such that softmax mass of {l >= v} among the kept reaches top_p
+    token = argmax over the kept of l + gumbel(seed, choice, position, token)       (the smallest id if equal)
 
-Each filter is a threshold on the value, so the kept set never depends on the order of a sort. Rows with temperature 0
-take the plain argmax. Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
+Each filter is a threshold on the value, so the result does not depend on the order of a sort. Rows with temperature 0
+take the argmax. Shapes: logits float32 [R, V]; temperature, top_p, min_p float32 [R]; top_k int32 [R] (0: off);
 seed int64 [R] (the bits of a uint64), choice int32 [R], position int64 [R]; returns int64 [R].
 
-The noise is a hash of (seed, choice, position, token id) and nothing else, hence the same whatever shares the batch,
-wherever the row sits and whichever machine draws: the torch, C and Triton forms give the same bits. One program draws
-one row. The file does not know what a request is, nor what the seed stands for.
+The noise is a hash of (seed, choice, position, token id) only. It does not depend on the batch, the row or the machine:
+the torch, C and Triton forms give the same bits. One program draws one row.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _draw(
     logits, temperature, floors, seed, choice, position, out, bits_out, stride, vocab,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The draw of one row over what lies at or above its floor; with BITS only the hash, for the test."""
+    """Draw one row's token among the logits at or above its floor. BITS: store the hash instead, for a test."""
     row = tl.program_id(0).to(tl.int64)
     heat, floor = tl.load(temperature + row), tl.load(floors + row)
     key = _row_key(tl.load(seed + row), tl.load(choice + row), tl.load(position + row))
@@ -174,7 +173,7 @@ def sample_reference(
 
 
 def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`scaled` with everything outside the three filters at -inf."""
+    """`scaled` with -inf for everything that the filters remove."""
     vocab = scaled.shape[1]
     highest = scaled.max(dim=-1, keepdim=True).values
     # log(0) is -inf: min_p 0 keeps everything.
@@ -209,7 +208,7 @@ def _mix_reference(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical shift right of int64: torch's is arithmetic."""
+    """Logical shift right of int64. torch's is arithmetic."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

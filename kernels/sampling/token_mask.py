@@ -1,10 +1,10 @@
-"""logits[rows[i], t] = -inf where bit t % 32 of mask[i, t // 32] is 0, in place: only the tokens of a mask stay.
+"""logits[rows[i], t] = -inf where bit t % 32 of mask[i, t // 32] is 0, in place.
 
-Shapes: logits float32 [R, V], rows int64 [n] (each named once), mask int32 [n, ceil(V / 32)]. One program treats a
-stretch of one masked row. The file does not know what makes the masks.
+Shapes: logits float32 [R, V], rows int64 [n] without repetition, mask int32 [n, ceil(V / 32)]. One program masks a part
+of one row.
 """
 
-# Device functions are a language of their own inside Python: their arguments are pointers and constants, not objects.
+# Triton device functions take pointers and constexprs, which mypy cannot type.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def launch_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> None:
 
 
 def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Returns `logits`, changed in place."""
+    """Return `logits`, changed in place."""
     want_shape("logits", logits, (None, None))
     want_dtype("logits", logits, torch.float32)
     want_rows("logits", logits)

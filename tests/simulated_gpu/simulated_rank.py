@@ -54,7 +54,7 @@ def main() -> None:
         rank.run("127.0.0.1:0")
     before, after = rank.answers.result()
     assert before == after and len(after) == 3, (before, after)
-    assert set(rank.gpu.waits) == {"event"} and rank.compile_watch.late() == 0, rank.gpu.waits
+    assert set(rank.gpu.waits) == {"event"} and rank.compile_watch.num_late() == 0, rank.gpu.waits
     print(*after)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, Tier
-from coatcheck.workers.kv.eviction_policy import Candidate, CandidateHeap, EvictionPolicy, LRUPolicy
+from coatcheck.workers.kv.eviction_policy import CandidateHeap, EvictionCandidate, EvictionPolicy, LRUPolicy
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
 # A tenant is sheltered while it has at most this part of an equal share of the evictable blocks, and until it has made
@@ -37,7 +37,7 @@ class _Entry:
 
     prefix: Prefix
     order: int
-    candidate: Candidate | None = None
+    candidate: EvictionCandidate | None = None
 
 
 class Evictor:
@@ -56,7 +56,7 @@ class Evictor:
         self._tenants: Counter[str] = Counter()  # evictable blocks
         self._unwanted = LRUPolicy()
         self._ordinary = policy
-        self._sheltered: dict[str, deque[Candidate]] = {}  # by tenant
+        self._sheltered: dict[str, deque[EvictionCandidate]] = {}  # by tenant
         self._retained = CandidateHeap()  # by (priority, until when)
         self._retained_hashes: set[bytes] = set()  # of leaves and of blocks with children
         self._expiries: list[tuple[float, bytes]] = []  # a heap of when retentions end; may hold outdated entries
@@ -135,7 +135,7 @@ class Evictor:
     def _add_candidate(self, entry: _Entry) -> None:
         """Put a leaf into the queue where it belongs now."""
         prefix = entry.prefix
-        candidate = entry.candidate = Candidate(prefix, entry.order)
+        candidate = entry.candidate = EvictionCandidate(prefix, entry.order)
         if prefix.block_hash in self._retained_hashes:
             self._retained.push(prefix.claims.in_force(self.registry.now), candidate)
         elif prefix.claims.is_unwanted(self.registry.now):
@@ -152,7 +152,7 @@ class Evictor:
             entry.candidate.is_cancelled = True
             entry.candidate = None
 
-    def _pop_candidate(self) -> tuple[Candidate, EvictionReason]:
+    def _pop_candidate(self) -> tuple[EvictionCandidate, EvictionReason]:
         while (candidate := self._unwanted.pop()) is not None:
             if candidate.prefix.claims.is_unwanted(self.registry.now):
                 return candidate, EvictionReason.UNWANTED
@@ -180,7 +180,7 @@ class Evictor:
         max_blocks = SHELTERED_SHARE * len(self._entries) / len(self._tenants)
         return self._tenants[tenant] <= max_blocks and self.registry.idle_seconds(tenant) < SHELTER_SECONDS
 
-    def _set_aside(self, candidate: Candidate) -> None:
+    def _set_aside(self, candidate: EvictionCandidate) -> None:
         tenant = candidate.prefix.tenant
         queue = self._sheltered.setdefault(tenant, deque())
         queue.append(candidate)
@@ -192,7 +192,7 @@ class Evictor:
         tenants = [tenant for tenant in self._sheltered if not self._is_sheltered(tenant)]
         return sum(self._return_to_ordinary(self._sheltered.pop(tenant)) for tenant in tenants)
 
-    def _return_to_ordinary(self, set_aside: deque[Candidate], limit: int | None = None) -> int:
+    def _return_to_ordinary(self, set_aside: deque[EvictionCandidate], limit: int | None = None) -> int:
         """Move up to `limit` candidates, the first set aside first. Return how many moved."""
         count = 0
         while set_aside and (limit is None or count < limit):

@@ -16,21 +16,21 @@ _CLASSES_PER_DOUBLING: Final = 2  # of the time to compute a block
 
 
 @dataclass(slots=True, eq=False)
-class Candidate:
+class EvictionCandidate:
     """A block that may be evicted. `order` counts up as blocks become evictable."""
 
     prefix: Prefix
     order: int
     is_cancelled: bool = False
 
-    def __lt__(self, other: "Candidate") -> bool:
+    def __lt__(self, other: "EvictionCandidate") -> bool:
         return self.order < other.order
 
 
 class EvictionPolicy(Protocol):
-    def push(self, candidate: Candidate) -> None: ...
+    def push(self, candidate: EvictionCandidate) -> None: ...
 
-    def pop(self) -> Candidate | None:
+    def pop(self) -> EvictionCandidate | None:
         """The next candidate that is not cancelled, or None."""
 
 
@@ -38,10 +38,10 @@ class EvictionPolicy(Protocol):
 class CandidateHeap:
     """Candidates by key, then by `order`. Cancelled ones are swept when they may be half of all."""
 
-    entries: list[tuple[float | tuple[float, ...], Candidate]] = field(default_factory=list)
+    entries: list[tuple[float | tuple[float, ...], EvictionCandidate]] = field(default_factory=list)
     sweep_at: int = 64
 
-    def push(self, key: float | tuple[float, ...], candidate: Candidate) -> None:
+    def push(self, key: float | tuple[float, ...], candidate: EvictionCandidate) -> None:
         """The keys of one heap are all numbers or all tuples."""
         heapq.heappush(self.entries, (key, candidate))
         if len(self.entries) >= self.sweep_at:
@@ -49,7 +49,7 @@ class CandidateHeap:
             heapq.heapify(self.entries)
             self.sweep_at = 2 * len(self.entries) + 64
 
-    def peek(self) -> Candidate | None:
+    def peek(self) -> EvictionCandidate | None:
         """The first candidate that is not cancelled, or None."""
         while self.entries:
             if not self.entries[0][1].is_cancelled:
@@ -57,7 +57,7 @@ class CandidateHeap:
             heapq.heappop(self.entries)
         return None
 
-    def pop(self) -> Candidate | None:
+    def pop(self) -> EvictionCandidate | None:
         """Remove and return what `peek` returns."""
         if (candidate := self.peek()) is not None:
             heapq.heappop(self.entries)
@@ -70,10 +70,10 @@ class LRUPolicy:
     def __init__(self) -> None:
         self._heap = CandidateHeap()
 
-    def push(self, candidate: Candidate) -> None:
+    def push(self, candidate: EvictionCandidate) -> None:
         self._heap.push(0.0, candidate)
 
-    def pop(self) -> Candidate | None:
+    def pop(self) -> EvictionCandidate | None:
         return self._heap.pop()
 
 
@@ -96,7 +96,7 @@ class ExpectedSavingPolicy:
         self._sorted: list[tuple[int, int, int]] = []  # keys of `_heaps`, lowest saving first
         self._version = -1  # of the table's rates that `_sorted` follows
 
-    def push(self, candidate: Candidate) -> None:
+    def push(self, candidate: EvictionCandidate) -> None:
         if (cohort := candidate.prefix.cohort) is None:  # the registry has forgotten when it was requested
             kind, band, since = 0, BANDS - 1, -math.inf
         else:
@@ -108,7 +108,7 @@ class ExpectedSavingPolicy:
             self._version = -1
         heap.push(since, candidate)
 
-    def pop(self) -> Candidate | None:
+    def pop(self) -> EvictionCandidate | None:
         if self._version != self._table.version:
             self._move_aged_candidates()
             self._sort_heaps()

@@ -65,12 +65,12 @@ def test_a_late_compilation_is_counted() -> None:
         arguments = (torch.zeros(2, 64), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32), 64, 2)
         for vocab in (64, 128, 48):
             _token_mask.warmup(*arguments, vocab, BLOCK=64, enable_fp_fusion=True, grid=(1, 1))
-        assert (len(watch.kernels), watch.late()) == (1, 0)  # 48 is a multiple of 16 as the others are
-        watch.ready()
+        assert (len(watch.kernels), watch.num_late()) == (1, 0)  # 48 is a multiple of 16 as the others are
+        watch.mark_ready()
         _token_mask.warmup(*arguments, 48, BLOCK=64, enable_fp_fusion=True, grid=(1, 1))
-        assert watch.late() == 0
+        assert watch.num_late() == 0
         _token_mask.warmup(*arguments, 48, BLOCK=128, enable_fp_fusion=True, grid=(1, 1))
-        assert watch.late() == 1 and watch.kernels[-1].startswith("_token_mask")
+        assert watch.num_late() == 1 and watch.kernels[-1].startswith("_token_mask")
     finally:
         triton.runtime.driver.set_active(None)
         triton.knobs.runtime.jit_post_compile_hook = hook
