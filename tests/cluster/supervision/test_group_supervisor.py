@@ -1,4 +1,4 @@
-"""A group is kept running: the names of its starts, what is learned of its ends, and when it is given up."""
+"""A group is group running: the names of its starts, what is learned of its ends, and when it is given up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +15,7 @@ from tests.cluster.fake_ranks import SERVING, FakeRanks
 FAULT = "rank 1: Segmentation fault"
 
 
-class Kept:
+class Supervised:
     """A GroupSupervisor at work, and every state that it has published."""
 
     def __init__(self, ranks: FakeRanks, has_served: bool) -> None:
@@ -23,9 +23,12 @@ class Kept:
         self.told: list[GroupState] = []
         self._changed = asyncio.Event()
         self.supervisor = GroupSupervisor(
-            ranks, has_served=has_served, on_change=self._note, backoff=lambda failures: 0.0
-        )  # type: ignore[arg-type]
-        self.task = asyncio.create_task(self._keep())
+            ranks,  # type: ignore[arg-type]  # FakeRanks in the place of RankActors
+            has_served=has_served,
+            on_change=self._record_state,
+            backoff=lambda failures: 0.0,
+        )
+        self.task = asyncio.create_task(self._supervise())
 
     async def until(self, holds: Callable[[GroupState], bool]) -> GroupState:
         """Wait until `holds` is true for the group's state, and return the state."""
@@ -35,31 +38,31 @@ class Kept:
                 await self._changed.wait()
         return self.supervisor.state
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         await self.supervisor.adopt_group()
         await self.supervisor.supervise_group()
 
-    def _note(self) -> None:
+    def _record_state(self) -> None:
         self.told.append(self.supervisor.state)
         self._changed.set()
 
 
-Keep = Callable[..., Kept]
+Supervise = Callable[..., Supervised]
 
 
 @pytest.fixture
-async def keep() -> AsyncIterator[Keep]:
+async def supervise() -> AsyncIterator[Supervise]:
     """Supervises FakeRanks until the test ends."""
-    kept: list[Kept] = []
+    supervised: list[Supervised] = []
 
-    def started(ranks: FakeRanks, *, has_served: bool = False) -> Kept:
-        kept.append(Kept(ranks, has_served))
-        return kept[-1]
+    def started(ranks: FakeRanks, *, has_served: bool = False) -> Supervised:
+        supervised.append(Supervised(ranks, has_served))
+        return supervised[-1]
 
     yield started
-    for one in kept:
+    for one in supervised:
         one.task.cancel()
-    await asyncio.gather(*(one.task for one in kept), return_exceptions=True)
+    await asyncio.gather(*(one.task for one in supervised), return_exceptions=True)
 
 
 def serves(start: int) -> Callable[[GroupState], bool]:
@@ -67,74 +70,74 @@ def serves(start: int) -> Callable[[GroupState], bool]:
 
 
 @pytest.mark.parametrize("crash", [FAULT, ""], ids=["crash", "killed"])
-async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(keep: Keep, crash: str) -> None:
+async def test_how_a_group_has_ended_is_learned_after_starts_that_fail_early(supervise: Supervise, crash: str) -> None:
     """Two starts fail before their ranks run, as if an actor's name were taken. The third still learns how the
     incarnation ended that requests were lost with, and routers assign it to that incarnation."""
-    kept = keep(FakeRanks(["serves", "ends early", "ends early"]))
-    lost = await kept.until(serves(0))
+    group = supervise(FakeRanks(["serves", "ends early", "ends early"]))
+    lost = await group.until(serves(0))
     failures = GroupFailures()
     loss = failures.record_loss("g", lost.incarnation, "the stream broke", FailureCause.UNKNOWN)
-    kept.ranks.crash(crash)
-    state = await kept.until(serves(3))
-    assert kept.ranks.starts == [(0, 0), (1, 1), (2, 1), (3, 1)], "each start has names of its own"
+    group.ranks.crash(crash)
+    state = await group.until(serves(3))
+    assert group.ranks.starts == [(0, 0), (1, 1), (2, 1), (3, 1)], "each start has names of its own"
     assert (state.incarnation, state.predecessor) == (1, crash)
     failures.record_cause("g", state.incarnation - 1, crash)
     assert loss.cause is (FailureCause.CRASH if crash else FailureCause.KILLED)
 
 
-async def test_a_start_that_fails_late_is_an_incarnation(keep: Keep) -> None:
+async def test_a_start_that_fails_late_is_an_incarnation(supervise: Supervise) -> None:
     """Ranks that end while they load are an incarnation: they report how their predecessors ended, and their successors
     report how they did."""
-    kept = keep(FakeRanks(["serves", "ends late"]))
-    await kept.until(serves(0))
-    kept.ranks.crash(FAULT)
-    state = await kept.until(serves(2))
-    assert kept.ranks.starts == [(0, 0), (1, 1), (2, 2)]
-    told = {state.incarnation: state.predecessor for state in kept.told if state.predecessor is not None}
+    group = supervise(FakeRanks(["serves", "ends late"]))
+    await group.until(serves(0))
+    group.ranks.crash(FAULT)
+    state = await group.until(serves(2))
+    assert group.ranks.starts == [(0, 0), (1, 1), (2, 2)]
+    told = {state.incarnation: state.predecessor for state in group.told if state.predecessor is not None}
     assert told == {1: FAULT, 2: "rank 0: OutOfMemoryError"}
     assert state.predecessor == "rank 0: OutOfMemoryError"
 
 
 @pytest.mark.parametrize("how", ["ends early", "ends late"])
-async def test_only_one_that_has_served_is_tried_again(keep: Keep, how: str) -> None:
+async def test_only_one_that_has_served_is_tried_again(supervise: Supervise, how: str) -> None:
     """A group whose first start fails is given up with the reason. A group that served under a former supervisor is
     not."""
-    new = keep(FakeRanks([how]))
+    new = supervise(FakeRanks([how]))
     await new.task
     assert new.supervisor.state.state == "failed" and new.supervisor.state.reason
     with pytest.raises(Unavailable, match="g does not start: rank 0"):
         await new.supervisor.wait_until_serving()
-    await keep(FakeRanks([how]), has_served=True).until(serves(1))
+    await supervise(FakeRanks([how]), has_served=True).until(serves(1))
 
 
-async def test_a_renewal_is_no_failure(keep: Keep) -> None:
+async def test_a_requested_restart_is_no_failure(supervise: Supervise) -> None:
     """A requested restart stops the old ranks gracefully; the new ranks are another incarnation."""
-    kept = keep(FakeRanks())
-    await kept.until(serves(0))
-    await kept.supervisor.restart_group()
-    assert kept.ranks.graceful_stops == 1 and kept.ranks.starts == [(0, 0), (1, 1)]
-    assert (kept.supervisor.state.state, kept.supervisor.state.predecessor) == ("serving", "")
-    kept.supervisor.drain_group()
-    assert kept.supervisor.state.state == "draining"
-    kept.supervisor.undrain_group()
-    assert kept.supervisor.state.state == "serving"
+    group = supervise(FakeRanks())
+    await group.until(serves(0))
+    await group.supervisor.restart_group()
+    assert group.ranks.graceful_stops == 1 and group.ranks.starts == [(0, 0), (1, 1)]
+    assert (group.supervisor.state.state, group.supervisor.state.predecessor) == ("serving", "")
+    group.supervisor.drain_group()
+    assert group.supervisor.state.state == "draining"
+    group.supervisor.undrain_group()
+    assert group.supervisor.state.state == "serving"
 
 
-async def test_a_renewal_that_fails_says_so(keep: Keep) -> None:
+async def test_a_requested_restart_that_fails_says_so(supervise: Supervise) -> None:
     """If the ranks of a requested restart do not start, the caller gets the reason, and the group is started again."""
-    kept = keep(FakeRanks(["serves", "ends late"]))
-    await kept.until(serves(0))
+    group = supervise(FakeRanks(["serves", "ends late"]))
+    await group.until(serves(0))
     with pytest.raises(Unavailable, match="g does not start again: rank 0 has ended: out of memory"):
-        await kept.supervisor.restart_group()
-    await kept.until(serves(2))
+        await group.supervisor.restart_group()
+    await group.until(serves(2))
 
 
-async def test_ranks_that_serve_are_adopted(keep: Keep) -> None:
+async def test_ranks_that_serve_are_adopted(supervise: Supervise) -> None:
     """Ranks that serve are taken over with their start number. If none are left, the next start has the next number."""
-    kept = keep(FakeRanks(adopted=(4, (SERVING, SERVING))), has_served=True)
-    state = await kept.until(serves(4))
-    assert not kept.ranks.starts and (state.incarnation, state.address) == (4, SERVING.address)
-    other = keep(FakeRanks(adopted=(4, ())), has_served=True)
+    group = supervise(FakeRanks(adopted=(4, (SERVING, SERVING))), has_served=True)
+    state = await group.until(serves(4))
+    assert not group.ranks.starts and (state.incarnation, state.address) == (4, SERVING.address)
+    other = supervise(FakeRanks(adopted=(4, ())), has_served=True)
     await other.until(serves(5))
     assert other.ranks.starts == [(5, 5)]
 

@@ -31,13 +31,13 @@ class Streams:
         self._router = router
         self.moves = 0
 
-    async def keep(self, until: asyncio.Event) -> None:
+    async def run_streams(self, until: asyncio.Event) -> None:
         """Run the streams until the event `until` is set."""
         async with asyncio.TaskGroup() as tasks:
             for lane in range(_STREAMS):
-                tasks.create_task(self._keep(lane, until))
+                tasks.create_task(self._run_lane(lane, until))
 
-    async def _keep(self, lane: int, until: asyncio.Event) -> None:
+    async def _run_lane(self, lane: int, until: asyncio.Event) -> None:
         seed = lane << 32
         while not until.is_set():
             seed += 1
@@ -76,7 +76,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     while len(router.groups.serving()) < 2:
         await router.groups.next_change.wait()
     streams, enough = Streams(router), asyncio.Event()
-    keeping = asyncio.create_task(streams.keep(enough))
+    running = asyncio.create_task(streams.run_streams(enough))
     await asyncio.sleep(20)
     slow = max(router.groups.connections, key=lambda link: link.load.last.status.generated_tokens)
     slowing = asyncio.create_task(_slow(groups[slow.name][0]))
@@ -88,7 +88,7 @@ async def test_a_group_that_is_slow_and_not_silent_is_put_out(
     await asyncio.sleep(2)
     enough.set()
     slowing.cancel()
-    await keeping
+    await running
     await router.stop()
     assert "times as long as they used to, those of the groups beside it 1." in reason
     assert streams.moves > 0
