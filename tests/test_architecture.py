@@ -140,6 +140,18 @@ def test_folders_import_what_the_table_says() -> None:
     assert table_of_folders() == found
 
 
+def test_the_files_to_read_have_what_the_page_names() -> None:
+    """docs/architecture.md walks through eight files, and every function that it names is in its file."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.split("## Eight files", 1)[1].split("\n## ", 1)[0]
+    steps = re.findall(r"^\d\. `([^`]+\.py)`: (.*?)(?=^\d\. |^$)", section, re.MULTILINE | re.DOTALL)
+    assert len(steps) == 8
+    for path, text in steps:
+        names = {name for name in re.findall(r"`([a-z_]+)`", text)}
+        defined = {getattr(node, "name", None) for node in ast.walk(ast.parse((ROOT / path).read_text()))}
+        assert names and names <= defined, path
+
+
 def test_folders_form_no_circle() -> None:
     """No folder imports itself by way of others."""
     table = table_of_folders()
