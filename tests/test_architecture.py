@@ -147,7 +147,7 @@ def test_the_files_to_read_have_what_the_page_names() -> None:
     steps = re.findall(r"^\d\. `([^`]+\.py)`: (.*?)(?=^\d\. |^$)", section, re.MULTILINE | re.DOTALL)
     assert len(steps) == 8
     for path, text in steps:
-        names = {name for name in re.findall(r"`([a-z_]+)`", text)}
+        names = set(re.findall(r"`([a-z_]+)`", text))
         defined = {getattr(node, "name", None) for node in ast.walk(ast.parse((ROOT / path).read_text()))}
         assert names and names <= defined, path
 
