@@ -28,7 +28,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs import worker_pb2 as wire
 from coatcheck.router.groups.request import Request
-from coatcheck.router.serving.request_validation import admit, prompt_token_ids
+from coatcheck.router.serving.request_validation import prompt_token_ids, validate_request
 from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.text.tokenizer import TokenizerJson, find_files
 from coatcheck.workers.core.group_config import GroupConfig
@@ -166,7 +166,7 @@ class LLM:
         """The request as a router would send it, with every default filled in."""
         token_ids = prompt_token_ids(message, self._tokenizer, self.max_model_len)
         message.request_id = ""  # each prompt of a batch gets an id of its own
-        return admit(
+        return validate_request(
             message,
             token_ids,
             vocab_size=self._spec.vocab_size,
@@ -198,13 +198,13 @@ class _Answer:
         self.result = GenerationResult(time.perf_counter(), model=spec.name)
         self._request = request
         self._builder = ResponseBuilder(request)
-        self._builder.begin(frozenset(spec.eos_token_ids), lambda: tokenizer.detokenizer(skip))
+        self._builder.start_choices(frozenset(spec.eos_token_ids), lambda: tokenizer.detokenizer(skip))
         started = pb.Started(request_id=request.request_id, model=spec.name, seed=request.sampling.seed, group=_GROUP)
         self._record(pb.GenerateEvent(started=started))
 
     @property
     def is_whole(self) -> bool:
-        return self._builder.is_whole
+        return self._builder.is_complete
 
     @property
     def completion_tokens(self) -> int:
@@ -217,13 +217,13 @@ class _Answer:
         if message.HasField("cached"):
             self._builder.record_cached(message.cached)
         ended: list[int] = []
-        for event in self._builder.advance([message], ended.append):
+        for event in self._builder.add_outputs([message], ended.append):
             self._record(event)
         return ended
 
     def finish(self) -> None:
         """Record usage and end."""
-        final = pb.Final(usage=self._builder.usage, group=_GROUP, routed_by="", choices=self._builder.ends())
+        final = pb.Final(usage=self._builder.usage, group=_GROUP, routed_by="", choices=self._builder.choice_ends())
         self._record(pb.GenerateEvent(final=final))
 
     def _record(self, event: pb.GenerateEvent) -> None:

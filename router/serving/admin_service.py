@@ -1,7 +1,4 @@
-"""AdminService: what an operator asks of a router, as plain methods over its messages.
-
-It does not know gRPC, and it changes nothing but who takes new work.
-"""
+"""AdminService: status and drain of a router, as methods over their messages."""
 
 import asyncio
 import dataclasses
@@ -29,7 +26,7 @@ from coatcheck.router.telemetry.traffic import Traffic
 
 
 class AdminService:
-    """Reads groups and traffic."""
+    """One for each router."""
 
     def __init__(
         self,
@@ -46,21 +43,21 @@ class AdminService:
         self._metrics = metrics
 
     async def status(self, message: StatusRequest) -> StatusResponse:
-        """See `report`."""
+        """Groups as they reported last, and the latencies of this router."""
         check_parts(message)
         return self.report()
 
     def report(self) -> StatusResponse:
-        """Groups as they reported last, and latencies as measured here."""
+        """As `status`, without a message."""
         response = self.counts()
         for name in ("ttft", "tpot", "itl", "queue"):
             getattr(response, name).CopyFrom(getattr(self._metrics, name).status())
         return response
 
     def counts(self) -> StatusResponse:
-        """The same without latencies, whose percentiles take a while."""
-        groups = [self._link_status(link) for link in self._groups.connections]
-        groups += [_address_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
+        """The status without latencies, whose percentiles take a while."""
+        groups = [self._group_status(connection) for connection in self._groups.connections]
+        groups += [_endpoint_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
         groups.sort(key=lambda group: group.name)
         response = StatusResponse(
             router=self._config.name,
@@ -76,7 +73,7 @@ class AdminService:
         return response
 
     async def drain(self, message: DrainRequest) -> DrainResponse:
-        """Stops new work to one group, or to all, and waits for what runs; or undoes it."""
+        """Stops new requests to one group, or to the router, and waits for the open ones; or undoes that."""
         check_parts(message)
         timeout = message.timeout_seconds if message.HasField("timeout_seconds") else None
         if timeout is not None and not timeout >= 0:
@@ -90,11 +87,11 @@ class AdminService:
             drained = not message.undo and await self.drain_router(timeout)
             return DrainResponse(drained=drained, remaining_streams=self._traffic.active)
         drained = await self._drain_group(message.group, message.undo, timeout)
-        link = self._groups.find_connection(message.group)
-        return DrainResponse(drained=drained, remaining_streams=len(link.submissions) if link else 0)
+        connection = self._groups.find_connection(message.group)
+        return DrainResponse(drained=drained, remaining_streams=len(connection.submissions) if connection else 0)
 
     async def drain_router(self, timeout: float | None) -> bool:
-        """Stops new work and waits until the last request ends; whether it did in time."""
+        """Refuses new requests and waits for the open ones; returns whether all of them ended in time."""
         self._traffic.is_draining = True
         self._groups.notify()
         await self._wait(self._traffic.wait_until_idle(), lambda: self._traffic.is_draining, timeout)
@@ -107,27 +104,27 @@ class AdminService:
             return "draining" if self._traffic.active else "drained"
         return "serving" if self._groups.serving() else "unavailable"
 
-    def _link_status(self, link: GroupConnection) -> GroupStatus:
-        status = _link_status(link, link.name in self._groups.draining)
-        audit = self._groups.index.hit_prediction.stats(link.name)
+    def _group_status(self, connection: GroupConnection) -> GroupStatus:
+        status = _connection_status(connection, connection.name in self._groups.draining)
+        audit = self._groups.index.hit_prediction.stats(connection.name)
         status.audit.CopyFrom(CacheAudit(**dataclasses.asdict(audit)))
         return status
 
     async def _drain_group(self, name: str, undo: bool, timeout: float | None) -> bool:
-        draining, link = self._groups.draining, self._groups.find_connection(name)
-        if link is None and all(absent.name != name for absent in self._groups.absent):
+        draining, connection = self._groups.draining, self._groups.find_connection(name)
+        if connection is None and all(absent.name != name for absent in self._groups.absent):
             raise NotFound(f"there is no group {name!r}; `status` lists them")
         (draining.discard if undo else draining.add)(name)
         self._groups.notify()
-        if undo or link is None:
+        if undo or connection is None:
             return not undo
-        await self._wait(link.submissions.wait_until_idle(), lambda: name in draining, timeout)
-        return name in draining and not len(link.submissions)
+        await self._wait(connection.submissions.wait_until_idle(), lambda: name in draining, timeout)
+        return name in draining and not len(connection.submissions)
 
     async def _wait(
         self, idle: Coroutine[None, None, None], draining: Callable[[], bool], timeout: float | None
     ) -> None:
-        """Until nothing runs, the time is up, or the drain is undone."""
+        """Waits until `idle` returns, `timeout` seconds are over, or the drain is undone."""
         ended = asyncio.ensure_future(idle)
         with suppress(TimeoutError):
             try:
@@ -142,36 +139,40 @@ class AdminService:
                 ended.cancel()
 
 
-def _link_status(link: GroupConnection, draining: bool) -> GroupStatus:
-    address = link.endpoint
-    if link.registration is None:
-        # A supervisor that says "serving" does not know yet what this router has just found out.
-        state = "lost" if address.state == "serving" and link.reason else "starting"
-        return _address_status(address, state, link.reason or address.reason)
-    state = address.state
-    if draining:
-        state = "draining" if len(link.submissions) else "drained"
-    # One that is back stays known for what it did, since it may do so again and again.
-    ejected = f"serves again; ejections: {link.ejections}, the last for: {link.ejected}" if link.ejections else ""
-    crashed = f"serves again; it had ended by itself: {address.predecessor}" if address.predecessor else ""
-    status = _address_status(address, state, address.reason or ejected or crashed)
+def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupStatus:
+    endpoint = connection.endpoint
+    if connection.registration is None:
+        # This router may know that the group is lost before the supervisor does.
+        state = "lost" if endpoint.state == "serving" and connection.reason else "starting"
+        return _endpoint_status(endpoint, state, connection.reason or endpoint.reason)
+    state = endpoint.state
+    if is_draining:
+        state = "draining" if len(connection.submissions) else "drained"
+    # Shown also after the group is back, because it may happen again and again.
+    ejected = (
+        f"serves again; ejections: {connection.ejections}, the last for: {connection.ejected}"
+        if connection.ejections
+        else ""
+    )
+    crashed = f"serves again; it had ended by itself: {endpoint.predecessor}" if endpoint.predecessor else ""
+    status = _endpoint_status(endpoint, state, endpoint.reason or ejected or crashed)
     if status.state == "starting":
-        status.state = "serving"  # it has registered, so every rank has run a step
+        status.state = "serving"  # the group has registered, so every rank has run a step
     reported = GroupStatus()
-    reported.CopyFrom(link.load.last.status)
+    reported.CopyFrom(connection.load.last.status)
     for name in ("name", "state", "address", "restarts"):
         reported.ClearField(name)
     status.MergeFrom(reported)
-    status.blocks_total = status.blocks_total or link.registration.num_blocks
-    status.version = link.registration.version
+    status.blocks_total = status.blocks_total or connection.registration.num_blocks
+    status.version = connection.registration.version
     return status
 
 
-def _address_status(address: GroupEndpoint, state: str, reason: str) -> GroupStatus:
+def _endpoint_status(endpoint: GroupEndpoint, state: str, reason: str) -> GroupStatus:
     return GroupStatus(
-        name=address.name,
+        name=endpoint.name,
         state=state,
-        address=address.address,
+        address=endpoint.address,
         reason=reason,
-        restarts=address.restarts,
+        restarts=endpoint.restarts,
     )

@@ -1,7 +1,6 @@
-"""Choice: one choice of a request, from token ids to the deltas that a client sees.
+"""Choice: one choice of a request: turns the groups' token ids into the deltas that the client gets.
 
-Owns its detokeniser and stop strings. It does not know groups or streams, and does not care how often the tokens
-changed hands on the way.
+The text is the same however many groups the tokens come from.
 """
 
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from coatcheck.router.text.stop_strings import StopStrings
 
 
 class Choice:
-    """Mutable, owned by one relay. `token_ids` is all that is delivered, `finish_reason` is set by the last of it."""
+    """`token_ids`: all that the client has. `finish_reason`: set once the choice has ended."""
 
-    __slots__ = ("_detokenizer", "_eos", "_fed", "_stops", "finish_reason", "index", "token_ids")
+    __slots__ = ("_detokenizer", "_eos", "_has_new_tokens", "_stops", "finish_reason", "index", "token_ids")
 
     def __init__(
         self,
@@ -32,10 +31,10 @@ class Choice:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._eos = eos
-        self._fed = False  # whether a token has come that the client did not bring
+        self._has_new_tokens = False  # whether a group has sent a token, beside those that the client had
 
-    def prime(self, token_ids: Sequence[int]) -> Delta | None:
-        """Takes up where the client's tokens end; returns a last delta when they already hold a stop string."""
+    def resume_from(self, token_ids: Sequence[int]) -> Delta | None:
+        """Continues after the tokens that the client has. Returns a last delta if they contain a stop string."""
         count, _ = self._text_of(token_ids)
         self.token_ids += token_ids[:count]
         if self._hit is None:
@@ -43,16 +42,16 @@ class Choice:
         self.finish_reason = FINISH_REASON_STOP
         return Delta(choice=self.index, finish_reason=FINISH_REASON_STOP, stop=self._hit)
 
-    def advance(self, output: SequenceOutput, delta: Delta) -> None:
-        """Adds what a group sent to a delta of this choice. After the last, nothing is added."""
+    def add_output(self, output: SequenceOutput, delta: Delta) -> None:
+        """Adds a group's output to `delta`; adds nothing once the choice has ended."""
         if self.finish_reason:
             return
         token_ids: Sequence[int] = output.token_ids
         count, text = self._text_of(token_ids[:-1] if self._ends_with_eos(output) else token_ids)
-        self._fed = self._fed or bool(token_ids)
+        self._has_new_tokens = self._has_new_tokens or bool(token_ids)
         if self._hit is None:
             count = len(token_ids)
-            if output.finish_reason and self._fed:  # what a client brought it has seen to the end
+            if output.finish_reason and self._has_new_tokens:  # else the client has seen the text to its end
                 text += self._flush()
         self.token_ids += token_ids[:count]
         delta.token_ids.extend(token_ids[:count])
@@ -76,13 +75,13 @@ class Choice:
         self.finish_reason = delta.finish_reason = reason
 
     def _ends_with_eos(self, output: SequenceOutput) -> bool:
-        """An end-of-sequence token that ends a choice is delivered, but it is not text."""
+        """Whether the last token is an end-of-sequence token: it is delivered, but is not text."""
         return bool(output.finish_reason == FINISH_REASON_STOP and output.token_ids) and (
             output.HasField("stop_token_id") and output.stop_token_id in self._eos
         )
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        """How many of the tokens were used (fewer where a stop string is complete), and what may be shown."""
+        """The number of tokens to deliver, fewer than all if a stop string is complete, and the text to show."""
         if self._stops is None:
             return len(token_ids), self._detokenizer.feed(token_ids)
         shown = []
@@ -96,4 +95,4 @@ class Choice:
         rest = self._detokenizer.flush()
         if self._stops is None:
             return rest
-        return self._stops.feed(rest) + self._stops.flush()  # the rest may itself complete a stop string
+        return self._stops.feed(rest) + self._stops.flush()  # the rest may complete a stop string

@@ -1,7 +1,4 @@
-"""Explanation: a decision as a message, and as the trailing metadata of the call that asked for it.
-
-It does not know how a decision is made.
-"""
+"""A routing decision as a message, and as trailing metadata of a call that asks for it."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -13,29 +10,29 @@ from coatcheck.router.routing.routing_cost import CostTerms, Decision
 
 ASKED_BY: Final = "coatcheck-explain"
 ANSWERED_BY: Final = "coatcheck-explanation-bin"
-# Of 62 bytes each: trailing metadata is refused past 8 KiB.
-_MOST_IN_METADATA: Final = 32
+# Groups of 62 bytes each; gRPC refuses more than 8 KiB of metadata.
+_MAX_IN_METADATA: Final = 32
 
 
-def explanation_of(decision: Decision, most: int | None = None) -> Explanation:
-    """The chosen group, then the cheapest, at most so many."""
+def explanation_of(decision: Decision, max_groups: int | None = None) -> Explanation:
+    """The chosen group and its costs, then the others from the cheapest; at most `max_groups`, None for all."""
     rows = sorted(decision.terms, key=lambda terms: (terms.group != decision.group, terms.total))
     return Explanation(
         group=decision.group,
         why=decision.why,
         prompt_tokens=decision.prompt_tokens,
-        costs=[_cost(terms) for terms in rows[:most]],
+        costs=[_cost(terms) for terms in rows[:max_groups]],
     )
 
 
 def is_asked(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a call's own metadata ask for it."""
+    """Whether a call's metadata ask for an explanation."""
     return any(key == ASKED_BY and value in ("1", "true") for key, value in metadata or ())
 
 
 def trailing_metadata(decision: Decision) -> grpc.aio.Metadata:
-    """What such a call ends with."""
-    return grpc.aio.Metadata((ANSWERED_BY, explanation_of(decision, _MOST_IN_METADATA).SerializeToString()))
+    """The trailing metadata of a call that asked for an explanation."""
+    return grpc.aio.Metadata((ANSWERED_BY, explanation_of(decision, _MAX_IN_METADATA).SerializeToString()))
 
 
 def _cost(terms: CostTerms) -> GroupCost:

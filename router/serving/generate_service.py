@@ -1,8 +1,7 @@
-"""GenerateService: the public service as plain methods over its messages, whatever protocol carries them.
+"""GenerateService: the public service as methods over its messages, for gRPC and HTTP alike.
 
-A request is checked, tokenised off the event loop (a long prompt in a side process), given a seed, placed on a group
-and relayed. This module does not know gRPC or HTTP: callers turn its errors into statuses, and close the iterator when
-their client goes away.
+A request is validated, tokenised off the event loop (a long prompt in a side process), given a seed, sent to a group
+and relayed. Callers turn the errors into statuses, and close the iterator when their client goes away.
 """
 
 import asyncio
@@ -46,7 +45,12 @@ from coatcheck.router.serving.dispatcher import Dispatcher
 from coatcheck.router.serving.explanation import explanation_of
 from coatcheck.router.serving.long_prompt import encode_long_prompt
 from coatcheck.router.serving.relay import Relay
-from coatcheck.router.serving.request_validation import admit, check_model_name, check_token_ids, prompt_token_ids
+from coatcheck.router.serving.request_validation import (
+    check_model_name,
+    check_token_ids,
+    prompt_token_ids,
+    validate_request,
+)
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 from coatcheck.router.telemetry.traffic import Traffic
@@ -55,12 +59,12 @@ from coatcheck.router.text.tokenizer import TokenizerJson
 _T = TypeVar("_T")
 # Hashing or serialising more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
-# Or as many as the model's context has. A token takes the tokeniser some 200 bytes while it works.
-_MOST_TOKENIZED: Final = 1 << 18
+# Max tokens of a call to `tokenize`, or the model's context if that is longer. A token takes the tokenizer 200 bytes.
+_MAX_TOKENIZED: Final = 1 << 18
 
 
 class GenerateService:
-    """Owns the tokeniser's threads, and the check of grammars."""
+    """One for each router. Owns the tokenizer's threads and the grammar validator."""
 
     def __init__(
         self,
@@ -91,17 +95,17 @@ class GenerateService:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self._config.model_name
 
     @property
-    def most_tokens(self) -> int:
-        """Most tokens of a call to `tokenize` or `detokenize`: the model's context length, at least 262,144."""
-        return max(_MOST_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
+    def max_tokenized(self) -> int:
+        """Max tokens of a call to `tokenize` or `detokenize`: the model's context length, at least 262,144."""
+        return max(_MAX_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
 
     @property
     def model(self) -> GetModelResponse | None:
-        """What is served; None until a group has registered."""
+        """The model that is served; None until a group has registered."""
         return self._groups.model
 
     @property
@@ -118,16 +122,18 @@ class GenerateService:
         deadline: float | None = None,
         on_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Started, deltas, Final. Closing it early frees what the request holds. `on_admitted` is called once the
-        request has passed its checks, before it waits for a group. At its end `on_decision` is told why it was where it
-        was last. `carrier` is the client's trace context, `deadline` when it gives up, by the event loop's clock: what
-        cannot begin by then is refused."""
+        """Started, deltas, Final. Closing the iterator early frees what the request holds.
+
+        `on_decision` is called at the end with the last routing decision, and `on_admitted` once the request is valid,
+        before it waits for a group. `carrier`: the client's trace context. `deadline`: when the client gives up, in the
+        event loop's time; a request that cannot begin by then is refused.
+        """
         lifecycle = RequestLifecycle(self._metrics, self._tracing, message.request_id, carrier)
         relay: Relay | None = None
         failure: BaseException | None = None
         try:
             with self._traffic.count_request(tenant):
-                self._shed(message, tenant, deadline)
+                self._require_capacity(message, tenant, deadline)
                 request = await self._validate(message, tenant, deadline)
                 lifecycle.record_admitted(
                     request.request_id, len(request.prompt_token_ids), is_resumed=bool(request.resume)
@@ -166,7 +172,7 @@ class GenerateService:
         carrier: Mapping[str, str] = NO_PARENT,
         deadline: float | None = None,
     ) -> GenerateResponse:
-        """The same answer once it is whole."""
+        """As generate_stream, as one response."""
         response = GenerateResponse()
         texts: dict[int, list[str]] = {}
         async with aclosing(self.generate_stream(message, on_decision, tenant, carrier, deadline)) as events:
@@ -182,7 +188,7 @@ class GenerateService:
                             response.choices.add(choice=len(response.choices))
                         texts.setdefault(delta.choice, []).append(delta.text)
                         delta.ClearField("text")  # strings would be replaced, not joined
-                        # Into the response itself: to copy millions of log-probabilities at the end takes 0.2 s.
+                        # Merged now, because copying millions of log-probabilities at the end takes 0.2 s.
                         response.choices[delta.choice].MergeFrom(delta)
                     case "final":
                         response.final.CopyFrom(event.final)
@@ -191,20 +197,20 @@ class GenerateService:
         return response
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Raises GrammarRefused for one that does not compile."""
+        """Raises GrammarRefused if the grammar does not compile."""
         await self._grammars.require(grammar)
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
-        """Where the request would go now, and what each group would cost it; it is not sent."""
+        """Where the request would be sent now, and its cost on each group; it is not sent."""
         return explanation_of(self._dispatcher.explain(await self._validate(message, tenant)))
 
     async def tokenize(self, message: TokenizeRequest) -> TokenizeResponse:
-        """A text's or a chat's token ids."""
+        """The token ids of a text or a chat."""
         await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
         if message.HasField("chat") and message.HasField("add_special_tokens"):
             raise InvalidRequest("add_special_tokens is for text: a chat template brings its own; leave it out")
-        ids = await self._prompt_ids(message, self.most_tokens)
+        ids = await self._prompt_ids(message, self.max_tokenized)
         return TokenizeResponse(token_ids=ids)
 
     async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
@@ -213,17 +219,17 @@ class GenerateService:
         return list(await self._ids_within_context(message, self._capacity(self._model())))
 
     async def detokenize(self, message: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of token ids; raises NeverFits for more than `most_tokens`."""
+        """The text of token ids; raises NeverFits for more than `max_tokenized`."""
         await self._check_parts(message)
         check_model_name(message.model, self._config.model_name)
-        if len(message.token_ids) > self.most_tokens:
-            raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.most_tokens} are taken")
+        if len(message.token_ids) > self.max_tokenized:
+            raise NeverFits(f"there are {len(message.token_ids)} token ids; at most {self.max_tokenized} are taken")
         check_token_ids(message.token_ids, self._vocab_size())
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         return DetokenizeResponse(text=await self._in_thread(lambda: self._tokenizer.decode(message.token_ids, skip)))
 
     async def get_model(self, message: GetModelRequest) -> GetModelResponse:
-        """What is served; raises Unavailable until a group has registered."""
+        """The model that is served. Raises Unavailable until a group has registered."""
         check_parts(message)
         model = GetModelResponse()
         model.CopyFrom(self._model())
@@ -232,14 +238,13 @@ class GenerateService:
         return model
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the threads and the grammar validator."""
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _shed(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
-        """Whoever is refused for the load is refused at once, before its prompt is tokenised: raises Overloaded and
-        DeadlineExceeded."""
-        if not message.resume:  # else it was taken before
+    def _require_capacity(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
+        """Refuses a request for the load before its prompt is tokenised: raises Overloaded and DeadlineExceeded."""
+        if not message.resume:  # a resumed request was admitted before
             self._limits.charge_request(tenant)
             self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), deadline)
 
@@ -248,7 +253,7 @@ class GenerateService:
         check_model_name(message.model, self._config.model_name)
         token_ids = await self._ids_within_context(message, self._capacity(self._model()))
         model = self._model()
-        request = admit(
+        request = validate_request(
             message,
             token_ids,
             vocab_size=model.vocab_size,
@@ -273,7 +278,7 @@ class GenerateService:
 
     async def _ids_within_context(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
         """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: most tokens of one
-        sequence. A prompt a little over `capacity` passes here, and `admit` refuses it."""
+        sequence. A prompt a little over `capacity` passes here, and `validate_request` refuses it."""
         try:
             return await self._prompt_ids(message, capacity)
         except NeverFits as error:
@@ -293,8 +298,9 @@ class GenerateService:
         return await self._in_thread(lambda: prompt_token_ids(message, self._tokenizer, at_most))
 
     def _capacity(self, model: GetModelResponse) -> int:
-        rooms = [max_sequence_tokens(registration) for _, registration in self._groups.serving()]
-        return max(rooms, default=model.max_model_len)
+        """Max tokens of one sequence on any group."""
+        capacities = [max_sequence_tokens(registration) for _, registration in self._groups.serving()]
+        return max(capacities, default=model.max_model_len)
 
     def _model(self) -> GetModelResponse:
         if self._groups.model is None:

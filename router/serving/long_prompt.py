@@ -17,6 +17,6 @@ load_tokenizer = cache(TokenizerJson.load)
 def encode_long_prompt(
     directory: str, kind: type[GenerateRequest] | type[TokenizeRequest], message: bytes, at_most: int
 ) -> "array[int]":
-    """The token ids of the prompt in a serialised message of type `kind`. `directory` has the tokenizer. Raises as
+    """The token ids of the prompt in a serialised message of type `kind`. `directory` contains the tokenizer. Raises as
     prompt_token_ids does."""
     return array("I", prompt_token_ids(kind.FromString(message), load_tokenizer(directory), at_most))

@@ -80,10 +80,10 @@ class Relay:
                 prompt_tokens=len(request.prompt_token_ids),
             )
         )
-        for delta in response.begin(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
+        for delta in response.start_choices(frozenset(submission.model.eos_token_ids), self._make_detokenizer):
             submission.abort_choice(delta.choice)
             yield GenerateEvent(delta=delta)
-        while not response.is_whole:
+        while not response.is_complete:
             try:
                 outputs = await anext(submission)
             except GroupLost as lost:
@@ -114,7 +114,7 @@ class Relay:
             self._dispatcher.queue.settle_charge(self._charge, computed, usage.completion_tokens)
             self._charge = None
         if self._submission is not None:
-            self._submission.close(finished=self._response.is_whole)
+            self._submission.close(finished=self._response.is_complete)
             self._submission = None
         self._dispatcher.retries.close_request()
 
@@ -153,8 +153,8 @@ class Relay:
         self._submission = submission
         self.decision = submission.decision
         self._has_answered = False
-        self._response.begin_again()
-        for choice in self._response.ended:  # a group cannot know where a stop string ended a choice
+        self._response.start_next_group()
+        for choice in self._response.ended_choices:  # a group cannot know where a stop string ended a choice
             submission.abort_choice(choice)
         return submission
 
@@ -179,7 +179,7 @@ class Relay:
                 submission.record_cached(output.cached)
                 self._lifecycle.record_cached(output.cached)
                 self._response.record_cached(output.cached)
-        events = self._response.advance(outputs, submission.abort_choice)
+        events = self._response.add_outputs(outputs, submission.abort_choice)
         if events:
             self._has_answered = True
             if self._suspicion:
@@ -193,7 +193,7 @@ class Relay:
             group=submission.group,
             routed_by=submission.decision.why,
             moves=self._moves,
-            choices=self._response.ends(),
+            choices=self._response.choice_ends(),
         )
 
 

@@ -1,7 +1,4 @@
-"""admit(): from the message a client sent to a Request, or to the error that says what to change.
-
-Pure but for the tokeniser and the dice that it is given. It does not know groups or streams.
-"""
+"""validate_request(): turns a client's message into a Request, or raises the error that says what to change."""
 
 import dataclasses
 import random
@@ -22,21 +19,21 @@ from coatcheck.router.groups.request import Request
 from coatcheck.router.text.conversation import chat_text
 from coatcheck.router.text.tokenizer import TokenizerJson
 
-# Most log-probabilities of prompt tokens in one answer; more take seconds to encode.
-MOST_SCORED: Final = 1 << 20
+# Max log-probabilities of prompt tokens in one answer; more take seconds to encode.
+MAX_PROMPT_LOGPROBS: Final = 1 << 20
 _LONGEST_NAME: Final = 256
 _SLICE: Final = 16384  # token ids
 _EMPTY = "the prompt is empty; give at least one token"
 
 
 def check_model_name(asked: str, served: str) -> None:
-    """Raises NotFound for another model than the one that is served."""
+    """Raises NotFound if a client asks for a model that is not served here."""
     if asked and asked != served:
         raise NotFound(f"model {asked[:_LONGEST_NAME]!r} is not served here; this server has {served!r}")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest for an id that the model does not have."""
+    """Raises InvalidRequest for an id outside the vocabulary."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidRequest(f"token id {largest} is outside the vocabulary; ids are below {vocab_size}")
@@ -45,12 +42,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 def prompt_token_ids(
     message: GenerateRequest | TokenizeRequest, tokenizer: TokenizerJson, at_most: int | None = None
 ) -> Sequence[int]:
-    """The prompt's token ids; takes long for a long prompt. Raises InvalidRequest, and NeverFits for a text far over
-    `at_most` tokens before all of it is tokenised."""
+    """Tokenises the prompt of a message; takes long for a long prompt.
+
+    Raises InvalidRequest, and NeverFits for a text far over `at_most` tokens before all of it is tokenised.
+    """
     match message.WhichOneof("prompt"):
         case "text":
             if not message.text and isinstance(message, GenerateRequest):
-                raise InvalidRequest(_EMPTY)  # though a tokenizer that opens every text would make it one token
+                raise InvalidRequest(_EMPTY)  # some tokenizers would add a token at the beginning
             special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
             return tokenizer.encode(message.text, special, at_most=at_most)
         case "chat":
@@ -62,7 +61,7 @@ def prompt_token_ids(
             raise InvalidRequest("there is no prompt; set text, token_ids or chat")
 
 
-def admit(
+def validate_request(
     message: GenerateRequest,
     token_ids: Sequence[int],
     *,
@@ -81,7 +80,7 @@ def admit(
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
     sampling.check_model(vocab_size)
     retention = Retention.from_message(message.retention) if message.HasField("retention") else None
-    for name in ("request_id", "cache_salt", "session_id"):  # they are kept, logged, sent on, or hashed for each group
+    for name in ("request_id", "cache_salt", "session_id"):  # these are kept, logged, sent on, or hashed for each group
         if len(getattr(message, name)) > _LONGEST_NAME:
             raise InvalidRequest(
                 f"{name} has {len(getattr(message, name))} characters; at most {_LONGEST_NAME} are taken"
@@ -100,11 +99,11 @@ def admit(
             f"{capacity - 1} tokens",
         )
     check_token_ids(token_ids, vocab_size)
-    scored = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
-    if scored > MOST_SCORED:
+    logprobs = length * (sampling.prompt_logprobs + 1) if sampling.prompt_logprobs is not None else 0
+    if logprobs > MAX_PROMPT_LOGPROBS:
         raise NeverFits(
-            f"prompt_logprobs is {sampling.prompt_logprobs} and the prompt has {length} tokens, which makes {scored} "
-            f"log-probabilities; at most {MOST_SCORED} are returned: ask for fewer, or shorten the prompt"
+            f"prompt_logprobs is {sampling.prompt_logprobs} and the prompt has {length} tokens, which makes {logprobs} "
+            f"log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned: ask for fewer, or shorten the prompt"
         )
     room = capacity - length
     for name, asked in (("max_tokens", sampling.max_tokens or 1), ("min_tokens", sampling.min_tokens)):
@@ -136,7 +135,7 @@ def admit(
 
 def _copy_ids(ids: Sequence[int], at_most: int | None) -> Sequence[int]:
     """A copy of `ids`: a list, or for more than _SLICE an array. The array is made in slices, because one call for all
-    holds the GIL for 40 ms per million ids. More ids than `at_most` are not copied: `admit` refuses them."""
+    holds the GIL for 40 ms per million ids. More ids than `at_most` are not copied: `validate_request` refuses them."""
     if len(ids) <= _SLICE:
         return list(ids)
     if at_most is not None and len(ids) > at_most:

@@ -1,7 +1,6 @@
-"""ResponseBuilder: what the client has of the answer to one request, over however many groups that takes.
+"""ResponseBuilder: the answer to one request, from the outputs of one group after another.
 
-It turns a group's outputs into events, and knows what the next group is not to send again. It does not know which
-groups, nor why they change.
+It turns outputs into events for the client, and knows the tokens that the next group must not send again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,68 +14,71 @@ from coatcheck.router.text.detokenizer import Detokenizer
 
 
 class ResponseBuilder:
-    """`begin` with the first group, `begin_again` with each further one; `advance` with whatever comes."""
+    """Call `start_choices` for the first group, `start_next_group` for each further one, and `add_outputs` for all that
+    they send."""
 
     def __init__(self, request: Request) -> None:
         self._usage = Usage(prompt_tokens=len(request.prompt_token_ids))
         self._request = request
         self._choices: list[Choice] = []
-        self._counted = False  # whether we know what the first group found in its cache
-        # Prompt tokens whose log-probabilities were passed on, and that the present group has sent: it begins again.
+        self._has_cached = False  # whether the first group has reported its cached tokens
+        # Prompt tokens whose log-probabilities the client has, and those that the present group has sent. Each group
+        # sends all of them.
         self._echoed = self._scored = 0
 
     @property
     def usage(self) -> Usage:
-        """What it took so far."""
+        """Tokens so far."""
         self._usage.completion_tokens = self.completion_tokens
         return self._usage
 
     @property
     def completion_tokens(self) -> int:
-        """Delivered so far, over all choices."""
+        """Tokens delivered so far, over all choices."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
     def delivered(self) -> Mapping[int, Sequence[int]]:
-        """By choice, what the client has, be it from us or from a router before."""
+        """Tokens by choice that the client has, from this router or from an earlier one."""
         return {choice.index: choice.token_ids for choice in self._choices} or self._request.resume
 
     @property
-    def ended(self) -> list[int]:
-        """Choices that are over."""
+    def ended_choices(self) -> list[int]:
+        """Choices that have ended."""
         return [choice.index for choice in self._choices if choice.finish_reason]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether there is nothing more to come but the end."""
+    def is_complete(self) -> bool:
+        """Whether all choices have ended."""
         return bool(self._choices) and all(choice.finish_reason for choice in self._choices)
 
-    def begin(self, eos: AbstractSet[int], detokenizer: Callable[[], Detokenizer]) -> list[Delta]:
-        """Makes the choices and takes up what the client already has; returns the ends that it implies."""
+    def start_choices(self, eos: AbstractSet[int], make_detokenizer: Callable[[], Detokenizer]) -> list[Delta]:
+        """Creates the choices with the tokens that the client has. Returns a delta for each choice that these tokens
+        end."""
         sampling = self._request.sampling
         deltas = []
         for index in range(sampling.n):
-            choice = Choice(index, detokenizer(), sampling.stop, eos, sampling.include_stop)
+            choice = Choice(index, make_detokenizer(), sampling.stop, eos, sampling.include_stop)
             self._choices.append(choice)
-            delta = choice.prime(self._request.resume.get(index, ()))
+            delta = choice.resume_from(self._request.resume.get(index, ()))
             if delta is not None:
                 deltas.append(delta)
         return deltas
 
-    def begin_again(self) -> None:
-        """Another group has it from now on."""
+    def start_next_group(self) -> None:
+        """Outputs come from another group from now on."""
         self._scored = 0
 
     def record_cached(self, cached: Cached) -> None:
         """A group has computed the prompt, and found `cached` tokens of it; the first group's report counts."""
-        if not self._counted:
-            self._counted = True
+        if not self._has_cached:
+            self._has_cached = True
             self._usage.cached_device_tokens = cached.device_tokens
             self._usage.cached_host_tokens = cached.host_tokens
 
-    def advance(self, outputs: Sequence[SequenceOutput], abort: Callable[[int], None]) -> list[GenerateEvent]:
-        """All that came at once, as one delta per choice. The group is told of a choice that is over and that it would
-        go on with."""
+    def add_outputs(self, outputs: Sequence[SequenceOutput], abort: Callable[[int], None]) -> list[GenerateEvent]:
+        """The events for outputs that came together: one delta for each choice. `abort` is called with each choice that
+        has ended here but not in the group, because of a stop string."""
         events: list[GenerateEvent] = []
         deltas: dict[int, Delta] = {}
         for output in outputs:
@@ -85,19 +87,19 @@ class ResponseBuilder:
             index = output.choice
             choice = self._choices[index]
             if choice.finish_reason or not (output.token_ids or output.finish_reason):
-                continue  # it is over, or its prompt is still being computed
+                continue  # the choice has ended, or its prompt is still being computed
             delta = deltas.get(index)
             if delta is None:
                 event = GenerateEvent()
                 events.append(event)
                 delta = deltas[index] = event.delta
                 delta.choice = index
-            choice.advance(output, delta)
+            choice.add_output(output, delta)
             if choice.finish_reason and not output.finish_reason:
                 abort(index)
         return events
 
-    def ends(self) -> list[ChoiceEnd]:
+    def choice_ends(self) -> list[ChoiceEnd]:
         """How each choice has ended."""
         return [
             ChoiceEnd(
@@ -109,7 +111,7 @@ class ResponseBuilder:
         ]
 
     def _score(self, output: SequenceOutput) -> PromptLogprobs | None:
-        """What the client does not have yet of the next prompt tokens' log-probabilities; None if it has them all."""
+        """The prompt log-probabilities in `output` that the client does not have; None if it has all of them."""
         part = output.prompt_logprobs
         known = self._echoed - self._scored
         self._scored += len(part)
