@@ -1,12 +1,13 @@
-"""A process that compiles grammars and does nothing else, so that one that never ends costs a process and no router.
+"""A process that only compiles grammars, so that a grammar that never finishes ends this process and not a router.
 
     python -m coatcheck.router.event_loop.grammar_validator_process
 
 It reads JSON lines {"kind", "text"} and answers each with a JSON line {"error", "seconds"}.
 
-A job may have a second or two of the processor and so much memory; what wants more ends the process. It does not know
-vocabularies: over single bytes a grammar compiles as it does over tokens, but sooner. What compiles is followed for a
-few bytes: some limits of the parser are met only there, and on a rank they would end an answer that has begun.
+A grammar may take a second or two of CPU time and _MEMORY_BYTES; one that takes more ends the process. The tokenizer is
+one of single bytes, over which the same grammars compile as over a vocabulary, but faster. A grammar that compiles is
+followed for a few bytes, because some limits of the parser are reached only then; on a rank they would end a response
+that has begun.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _SECONDS = 1
 _MEMORY_BYTES = 2 << 30
 _STACK_BYTES = 2 << 20
 _BYTES_FOLLOWED: Final = 32
-_ALL_BYTES: Final = (1 << 256) - 1  # as a mask; the byte tokenizer's other tokens are special ones
+_ALL_BYTES: Final = (1 << 256) - 1  # as a bit mask; the other tokens of the byte tokenizer are special ones
 _PART_SECONDS: Final = 0.25
-_SHARED: Final = ("$defs", "definitions", "$schema")  # that a schema within a schema needs
+_SHARED: Final = ("$defs", "definitions", "$schema")  # keywords of the root that schemas inside it may need
 _SCHEMAS_BY_NAME: Final = frozenset({"$defs", "definitions", "properties", "patternProperties"})
 _SCHEMAS: Final = frozenset({
     "items", "additionalProperties", "additionalItems", "prefixItems", "anyOf", "allOf", "oneOf", "not"
@@ -40,9 +41,9 @@ _SCHEMAS: Final = frozenset({
 
 
 def main() -> None:
-    """Until its input ends."""
-    # A grammar that is nested deep overflows a stack, which is the end of a process (the kernel logs a segfault in
-    # llguidance's _lib.abi3.so). Ranks have more of it than this (see workers/grammar_press).
+    """Serves until stdin ends."""
+    # A deeply nested grammar overflows the stack and ends the process; the kernel logs a segfault in llguidance's
+    # _lib.abi3.so. Ranks have a larger stack than this (see workers/runner/grammar_compiler.py).
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve)
     thread.start()
@@ -62,19 +63,19 @@ def _serve() -> None:
         error = None
         try:
             grammar = Grammar(**json.loads(line))
-            _try(grammar, tokenizer)
+            _check_grammar(grammar, tokenizer)
         except GrammarRefused as refused:
             error = refused.reason
-        answer = {"error": error, "seconds": time.process_time() - began}
+        result = {"error": error, "seconds": time.process_time() - began}
         if error and grammar.kind == "json_schema":
-            place = _failing_part(grammar, error, began + _PART_SECONDS)
-            answer["error"] = f"{error}, at {place}" if place else error
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            pointer = _failing_part(grammar, error, began + _PART_SECONDS)
+            result["error"] = f"{error}, at {pointer}" if pointer else error
+        sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _try(grammar: Grammar, tokenizer: LLTokenizer) -> None:
-    """Raises GrammarRefused."""
+def _check_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> None:
+    """Raises GrammarRefused if the grammar does not compile or cannot be followed."""
     from llguidance import LLMatcher
 
     grammar.check_compiles()
@@ -83,7 +84,7 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> None:
         raise grammar.compile_error(matcher.get_error())
     if not any(matcher.compute_bitmask()):
         raise grammar.compile_error(describe_matcher_error(matcher))
-    for pick in (_lowest, _highest):  # of JSON's values the first goes through a string, the second through an object
+    for pick in (_lowest, _highest):  # for JSON the first leads through a string, the second through an object
         _follow(grammar, matcher.deep_copy(), pick)
 
 
@@ -107,8 +108,8 @@ def _highest(bits: int) -> int:
 
 
 def _failing_part(grammar: Grammar, reason: str, ends_at: float) -> str:
-    """The JSON pointer of the innermost schema within a schema that is refused for the same reason, "" for none. Looks
-    until `ends_at`, by this process's clock."""
+    """The JSON pointer of the innermost schema inside a JSON schema that is refused for the same reason, or "". The
+    search ends at `ends_at`, by process_time()."""
     try:
         root = json.loads(grammar.text)
     except (ValueError, RecursionError):
@@ -119,17 +120,17 @@ def _failing_part(grammar: Grammar, reason: str, ends_at: float) -> str:
     pointer, schema, is_found = "", root, True
     while is_found:
         is_found = False
-        for place, part in _parts(schema):
+        for path, part in _subschemas(schema):
             if time.process_time() > ends_at:
                 break
-            if isinstance(part, dict) and _without_place(_reason({**shared, **part})) == _without_place(reason):
-                pointer, schema, is_found = f"{pointer}/{place}", part, True
+            if isinstance(part, dict) and _without_location(_reason({**shared, **part})) == _without_location(reason):
+                pointer, schema, is_found = f"{pointer}/{path}", part, True
                 break
     return f"#{pointer}" if pointer else ""
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """(JSON pointer, schema) of the schemas that stand in a schema; definitions first, for others refer to them."""
+def _subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """(relative JSON pointer, schema) of the schemas directly inside a schema; definitions first."""
     for keyword in (*_SHARED, *sorted(schema.keys() - set(_SHARED))):
         value = schema.get(keyword)
         if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
@@ -142,7 +143,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, object]]:
             yield keyword, value
 
 
-def _without_place(reason: str) -> str:
+def _without_location(reason: str) -> str:
     return reason.partition(" while processing ")[0]
 
 
@@ -151,7 +152,7 @@ def _reason(schema: dict[str, Any]) -> str:
         Grammar("json_schema", json.dumps(schema)).check_compiles()
     except GrammarRefused as refused:
         return refused.reason
-    except InvalidRequest:  # too long, with all definitions
+    except InvalidRequest:  # too long with all definitions
         pass
     return ""
 

@@ -1,8 +1,8 @@
 """LoopHeartbeat: tells a busy event loop from a hung one, read from another thread.
 
-A task on the loop records the time every 0.25 s. If it is late and the loop's thread computes, or waits for a CPU that
-other processes of the host have, the loop is busy and will answer. If it is late and the thread does neither, the loop
-is blocked. A call that runs on the loop itself could not tell the two apart, because neither loop would answer it.
+A task on the loop records the time every 0.25 s. If it is late and the loop's thread computes, or is ready to run but
+gets no CPU, the loop is busy and will answer. If it is late and the thread does neither, the loop is blocked. A call
+that runs on the loop itself could not tell the two apart, because neither loop would answer it.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class LoopHeartbeat:
         self._task = asyncio.create_task(self._beat(), name="heartbeat")
 
     def read(self) -> Heartbeat:
-        """What has passed since the last tick."""
+        """The state since the last tick."""
         passed = [max(now - last, 0.0) for now, last in zip(self._now(), self._last, strict=True)]
         return Heartbeat(max(passed[0] - _TICK_SECONDS, 0.0), *passed[1:])
 

@@ -1,4 +1,4 @@
-"""Limits on the number of entries in a message, so that checking and answering it is bounded work on the event loop.
+"""Limits on the number of entries in a message, which bound the work that it costs on the event loop.
 
 A chat of a few megabytes can have a hundred thousand messages, and a gRPC message of 32 MiB sixteen million. Each takes
 a few microseconds to check and tens of microseconds to render, so the number is limited as well as the bytes. Pure.
@@ -15,13 +15,13 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, TokenizeRequest
 _Kind = TypeVar("_Kind", bound=Message)
 
 # Messages in one chat. OpenAI's own API takes 2,048.
-MOST_MESSAGES: Final = 8192
+MAX_MESSAGES: Final = 8192
 # Functions that a chat's model may call.
-MOST_TOOLS: Final = 1024
+MAX_TOOLS: Final = 1024
 # Parts of one message: the entries of all its lists and maps, at any depth, except for lists of numbers.
-MOST_PARTS: Final = 2 * MOST_MESSAGES
+MAX_PARTS: Final = 2 * MAX_MESSAGES
 # Numbers in one list, such as token ids.
-MOST_NUMBERS: Final = 1 << 22
+MAX_NUMBERS: Final = 1 << 22
 # Checking the parts of a longer message may take over 25 ms.
 LONG_BYTES: Final = 16 << 10
 # For a longer prompt the tokenizer holds the GIL for over 25 ms while it makes the list of ids.
@@ -48,44 +48,44 @@ def check_bytes(kind: type[Message], data: bytes) -> None:
 
 
 def parse(kind: type[_Kind], data: bytes) -> _Kind:
-    """The message in `data`; raises InvalidRequest if it is no message of this kind."""
+    """The message in `data`; raises InvalidRequest if it is not a message of type `kind`."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.full_name}: {error}") from error
+        raise InvalidRequest(f"the bytes are not a {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
 def check_parts(message: Message) -> None:
-    """Raises InvalidRequest for a message with more than MOST_PARTS parts, more than MOST_NUMBERS numbers in one list,
-    or a field that the .proto file does not have: no field that a client sends is ignored."""
+    """Raises InvalidRequest for a message with more than MAX_PARTS parts, more than MAX_NUMBERS numbers in one list,
+    or an unknown field: no field that a client sends is ignored."""
     if message.ByteSize() > LONG_BYTES and _has_unknown_fields(message):
         raise InvalidRequest(f"{message.DESCRIPTOR.name} has fields that this server does not know; leave them out")
-    _count(message, MOST_PARTS)
+    _count_parts(message, MAX_PARTS)
 
 
 def check_chat(message: GenerateRequest | TokenizeRequest, capacity: int) -> None:
-    """Raises InvalidRequest for a chat of more than MOST_MESSAGES messages, and NeverFits for one of `capacity`
+    """Raises InvalidRequest for a chat of more than MAX_MESSAGES messages, and NeverFits for one of `capacity`
     messages or more. `capacity`: the most tokens of one sequence; each message takes at least one token."""
     count = len(message.chat.messages)
-    if count > MOST_MESSAGES:
-        raise InvalidRequest(f"the chat has {count} messages; at most {MOST_MESSAGES} are taken")
+    if count > MAX_MESSAGES:
+        raise InvalidRequest(f"the chat has {count} messages; at most {MAX_MESSAGES} are allowed")
     if count >= capacity:
         raise NeverFits(
-            f"the chat has {count} messages, each of a token at least; this server holds {capacity} tokens per "
+            f"the chat has {count} messages, each of at least one token; this server holds {capacity} tokens per "
             "sequence, prompt and answer together: send fewer"
         )
 
 
 def _has_unknown_fields(message: Message) -> bool:
-    """Whether the message or a message inside it has unknown fields. To ask UnknownFieldSet would take ten seconds for
-    a million fields."""
+    """Whether the message or a message inside it has unknown fields. UnknownFieldSet takes ten seconds for a million
+    fields."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
     return known.ByteSize() != message.ByteSize()
 
 
-def _count(message: Message, left: int) -> int:
+def _count_parts(message: Message, left: int) -> int:
     """`left` less the parts of this message. Raises InvalidRequest if that is below 0."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
@@ -96,18 +96,18 @@ def _count(message: Message, left: int) -> int:
     for descriptor, value in message.ListFields():
         kind = descriptor.message_type
         if not descriptor.is_repeated:
-            left = _count(value, left) if kind is not None else left
+            left = _count_parts(value, left) if kind is not None else left
             continue
         if kind is None and descriptor.cpp_type != descriptor.CPPTYPE_STRING:
-            if len(value) > MOST_NUMBERS:
-                raise InvalidRequest(f"{descriptor.name} has {len(value)} entries; at most {MOST_NUMBERS} are taken")
+            if len(value) > MAX_NUMBERS:
+                raise InvalidRequest(f"{descriptor.name} has {len(value)} entries; at most {MAX_NUMBERS} are allowed")
             continue
         left -= len(value)
         if left < 0:
             raise InvalidRequest(
-                f"{descriptor.name} has {len(value)} entries; a request may have {MOST_PARTS} entries in all its lists"
+                f"{descriptor.name} has {len(value)} entries; a request may have {MAX_PARTS} entries in all its lists"
             )
         if kind is not None and not kind.GetOptions().map_entry:
             for part in value:
-                left = _count(part, left)
+                left = _count_parts(part, left)
     return left

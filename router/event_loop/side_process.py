@@ -1,13 +1,13 @@
 """SideProcesses: runs functions in other processes, so that long work never stops the event loop.
 
-A thread is not enough: reading a large JSON body or making a long list of token ids is one call of C code that holds
-the GIL, and every stream stands still meanwhile. A function and its arguments go to a child process as one
-pickle, and its result or its error comes back as one.
+A thread is not enough: parsing a large JSON body or making a long list of token ids is one call of C code that holds
+the GIL and stops every stream. A function and its arguments go to a child process as one pickle, and its result or its
+error comes back as one.
 
-    python -m coatcheck.router.event_loop.side_process    the child: reads calls from its input until that ends
+    python -m coatcheck.router.event_loop.side_process    the child: runs calls from stdin until it ends
 
-A child starts with the first call that needs one. A call may take a minute of processor time; one that takes more ends
-its child, and the next call gets a new one.
+A child is started by the first call that needs it. A call that takes more than a minute of CPU time ends its child; the
+next call starts a new one.
 """
 
 import asyncio
@@ -31,46 +31,48 @@ from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, U
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Two, so that one long call does not hold up all others; a router needs its own core more than they do.
+# Two, so that one long call does not delay all others. They have a lower CPU priority than the router (_NICENESS).
 _PROCESSES: Final = 2
-_MOST_WAITING: Final = 32
+_MAX_WAITING: Final = 32
 _CPU_SECONDS: Final = 60
 _NICENESS: Final = 5
 _LENGTH: Final = struct.Struct("<Q")
 
 
 class SideProcesses:
-    """Owns the children and one thread for each. Use it inside one event loop, and `close` it."""
+    """Owns the child processes and one thread for each. Use it inside one event loop, and `close` it."""
 
-    def __init__(self, processes: int = _PROCESSES, most_waiting: int = _MOST_WAITING) -> None:
+    def __init__(self, processes: int = _PROCESSES, max_waiting: int = _MAX_WAITING) -> None:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="side")
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._waiting = 0
         self._local = threading.local()  # the child of this thread
         self._children: list[subprocess.Popen[bytes]] = []
-        self._lock = threading.Lock()  # for `_children`: each thread starts its own
+        self._lock = threading.Lock()  # guards _children: each thread starts its own child
         self._closed = threading.Event()
 
     async def run(
         self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
     ) -> _Result:
-        """Returns what `function` returns in a child; it must be importable there by name. Raises the CoatcheckError
-        that it raises, InvalidRequest if the child is killed (for its processor time, or by the kernel for its memory),
-        Overloaded if too many calls wait already, and RuntimeError for any other error in the child."""
-        if self._waiting >= self._most_waiting:
+        """Returns what `function` returns in a child process; it must be importable there by name.
+
+        Raises the CoatcheckError that `function` raises; InvalidRequest if the child is killed, for its CPU time or by
+        the kernel for its memory; Overloaded if max_waiting calls wait already; RuntimeError for any other error.
+        """
+        if self._waiting >= self._max_waiting:
             raise Overloaded(
-                f"{self._waiting} long requests are being read already; try again shortly", reason="long_requests"
+                f"{self._waiting} long requests are being processed already; try again shortly", reason="long_requests"
             )
         self._waiting += 1
         try:
-            return await self.finish(function, *arguments, **named)
+            return await self.run_unlimited(function, *arguments, **named)
         finally:
             self._waiting -= 1
 
-    async def finish(
+    async def run_unlimited(
         self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
     ) -> _Result:
-        """As `run`, for the answer to a request that has been taken: it waits, however many calls wait already."""
+        """As `run`, but never raises Overloaded: for the response of a request that was accepted."""
         call = (function, arguments, named)
         is_result, answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._call, call)
         if is_result:
@@ -81,7 +83,7 @@ class SideProcesses:
         raise RuntimeError(f"a side process failed: {answer}")
 
     def close(self) -> None:
-        """Ends the children; calls that wait are cancelled."""
+        """Kills the children and cancels the calls that wait."""
         self._closed.set()
         with self._lock:
             children = self._children
@@ -103,7 +105,9 @@ class SideProcesses:
         child.communicate()
         if self._closed.is_set():
             return False, Unavailable("this router is stopping; send the request again")
-        return False, InvalidRequest("this request, or its answer, takes too much time or memory; send or ask for less")
+        return False, InvalidRequest(
+            "this request, or its response, takes too much time or memory; send or ask for less"
+        )
 
     def _child(self) -> subprocess.Popen[bytes]:
         child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
@@ -113,7 +117,7 @@ class SideProcesses:
             child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
             self._local.child = child
             with self._lock:
-                self._children = [*(one for one in self._children if one.poll() is None), child]
+                self._children = [*(child for child in self._children if child.poll() is None), child]
             if self._closed.is_set():
                 child.kill()
         return child
@@ -134,10 +138,10 @@ def _read(pipe: IO[bytes]) -> Any:
     data = pipe.read(length)
     if len(data) < length:
         raise EOFError
-    return pickle.loads(data)  # what our own child, or our own parent, has written
+    return pickle.loads(data)  # written by our own child or parent
 
 
-def _answer(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[bool, Any]:
+def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[bool, Any]:
     function, arguments, named = call
     try:
         return True, function(*arguments, **named)
@@ -149,8 +153,8 @@ def _answer(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) ->
 
 
 def main() -> None:
-    """Answers calls until the input ends. What a function prints goes nowhere."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Runs calls from stdin until it ends. What a function prints is dropped."""
+    results = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -162,7 +166,7 @@ def main() -> None:
             if most != resource.RLIM_INFINITY:
                 seconds = min(seconds, most)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
-            _write(answers, _answer(call))
+            _write(results, _run_call(call))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pydantic import Field
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import Grammar
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall
-from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
+from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.sampling_fields import Count, RequestBody, SamplingFields
 from coatcheck.router.openai.tool_parser import ToolCallFormat
 from coatcheck.router.openai.tools import (
@@ -45,9 +45,9 @@ class Message(RequestBody):
     accepted_values: ClassVar = {"annotations": ([],), "reasoning_content": ("",), "reasoning": ("",)}
 
     role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] = ""
     name: str = ""
-    tool_calls: Annotated[list[AssistantToolCall], Field(fail_fast=True, max_length=MOST_MESSAGES)] = Field(
+    tool_calls: Annotated[list[AssistantToolCall], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(
         default_factory=list
     )
     tool_call_id: str = ""
@@ -79,12 +79,12 @@ class ChatRequest(SamplingFields):
         "return_prompt_text": (False,),
     }
 
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True

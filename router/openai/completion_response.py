@@ -108,7 +108,7 @@ class CompletionResponse:
         writer._prompts, writer._offsets, writer._lengths = {place: self._prompts[place]}, {}, {}
         index, offsets = self._begin_choice(place, delta)
         if delta.logprobs:
-            offsets.of([score.token_id for score in delta.logprobs])
+            offsets.next_offsets([score.token_id for score in delta.logprobs])
         echo = self._prompts[place].echo if self._request.echo else ""
         self._lengths[index] = len(echo) + (0 if self._request.scores_only else len(delta.text))
         return writer
@@ -161,7 +161,11 @@ class CompletionResponse:
         text = "" if request.scores_only else delta.text
         logprobs: Iterable[TokenLogprob | int] = () if request.scores_only else delta.logprobs
         token_ids = [] if request.scores_only else list(delta.token_ids)
-        offsets = [] if request.scores_only else self._offsets[index].of([score.token_id for score in delta.logprobs])
+        offsets = (
+            []
+            if request.scores_only
+            else self._offsets[index].next_offsets([score.token_id for score in delta.logprobs])
+        )
         if is_first and request.echo:
             text = prompt.echo + text
             # Not a list: protobuf hashes the address of each message, 26 to 57 s for a million.

@@ -67,7 +67,7 @@ class LargeResponses:
         if values <= LARGE_VALUES or not self._is_picklable:
             return await self.make_json(values, whole.make_response, responses)
         packed = await asyncio.to_thread(_pack, responses)
-        return _SlicedJsonResponse(await self._side.finish(_make_response, whole, packed))
+        return _SlicedJsonResponse(await self._side.run_unlimited(_make_response, whole, packed))
 
     async def make_json(
         self, values: int, make: Callable[_Arguments, Any], *arguments: _Arguments.args, **named: _Arguments.kwargs
@@ -77,7 +77,7 @@ class LargeResponses:
             return AsciiJsonResponse(make(*arguments, **named))
         if not self._is_picklable:
             return _SlicedJsonResponse(await asyncio.to_thread(lambda: large_json(make(*arguments, **named))))
-        return _SlicedJsonResponse(await self._side.finish(_make_json, make, *arguments, **named))
+        return _SlicedJsonResponse(await self._side.run_unlimited(_make_json, make, *arguments, **named))
 
     async def make_chunk(self, response: StreamedResponse, place: int, event: GenerateEvent) -> bytes:
         """The chunk of `response` for an event."""
@@ -86,7 +86,7 @@ class LargeResponses:
             return response.make_chunk(place, event)
         if not self._is_picklable:
             return await asyncio.to_thread(writer.make_delta_chunk, place, event.delta)
-        return await self._side.finish(_make_delta_chunk, writer, place, event.delta)
+        return await self._side.run_unlimited(_make_delta_chunk, writer, place, event.delta)
 
 
 class _SlicedJsonResponse(Response):

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.stubs.coatcheck_pb2 import Chat, DetokenizeRequest, TokenizeRequest, TokenizeResponse
-from coatcheck.router.event_loop.message_limits import MOST_MESSAGES, MOST_TOOLS
+from coatcheck.router.event_loop.message_limits import MAX_MESSAGES, MAX_TOOLS
 from coatcheck.router.openai.chat_request import Message, to_chat_proto
 from coatcheck.router.openai.logprobs_format import LogprobsFormatter
 from coatcheck.router.openai.sampling_fields import RequestBody, TokenId
@@ -20,8 +20,8 @@ class TokenizeBody(RequestBody):
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] = Field(default_factory=list)
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None

@@ -198,7 +198,7 @@ class GenerateService:
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Raises GrammarRefused if the grammar does not compile."""
-        await self._grammars.require(grammar)
+        await self._grammars.validate(grammar)
 
     async def explain(self, message: GenerateRequest, tenant: Tenant = ANYONE) -> Explanation:
         """Where the request would be sent now, and its cost on each group; it is not sent."""
@@ -264,7 +264,7 @@ class GenerateService:
             deadline=deadline,
         )
         if request.sampling.structured is not None:
-            await self._grammars.require(request.sampling.structured)
+            await self._grammars.validate(request.sampling.structured)
         if len(token_ids) > _LONG_PROMPT:
             await self._in_thread(lambda: request.prepare_long_prompt(model))
         return request

@@ -16,7 +16,7 @@ from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, Resumed, TokenizeRequest
 from coatcheck.router.access.tenant import ANYONE, Tenant
 from coatcheck.router.groups.request import Request
-from coatcheck.router.text.conversation import chat_text
+from coatcheck.router.text.chat_template import render_chat
 from coatcheck.router.text.tokenizer import TokenizerJson
 
 # Max log-probabilities of prompt tokens in one answer; more take seconds to encode.
@@ -53,7 +53,7 @@ def prompt_token_ids(
             special = not isinstance(message, TokenizeRequest) or _or_true(message, "add_special_tokens")
             return tokenizer.encode(message.text, special, at_most=at_most)
         case "chat":
-            text = chat_text(message.chat, tokenizer.template)
+            text = render_chat(message.chat, tokenizer.template)
             return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
         case "token_ids" if isinstance(message, GenerateRequest):
             return _copy_ids(message.token_ids.ids, at_most)

@@ -1,7 +1,6 @@
-"""ChatTemplate: a conversation as the one text that its model was trained on.
+"""render_chat(): a chat as the prompt text that its model was trained on.
 
-A model's jinja template runs in jinja's sandbox: it comes with a checkpoint and is not ours to trust. It does not know
-tokens.
+The template comes with a checkpoint and is not trusted, so it runs in jinja's sandbox.
 """
 
 import json
@@ -18,16 +17,60 @@ import jinja2.parser
 import jinja2.sandbox
 
 from coatcheck.proto.errors import InvalidModel, InvalidRequest
+from coatcheck.proto.stubs.coatcheck_pb2 import Chat, ChatMessage
 
-# Variables that a conversation sets by its own fields.
-_OURS = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+# Variables that the fields of a Chat set.
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+
+
+def render_chat(chat: Chat, template: "ChatTemplate | None") -> str:
+    """The prompt of a Chat message; slow for a long chat. Raises InvalidRequest."""
+    if template is None:
+        raise InvalidRequest("this model has no chat template; send the prompt as text or token_ids")
+    if not chat.messages:
+        raise InvalidRequest("the chat has no messages; give at least one")
+    return template.render(
+        [_template_message(message) for message in chat.messages],
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        [_parse_object("tools", tool) for tool in chat.tools],
+        _parse_object("template_arguments", chat.template_arguments or "{}"),
+    )
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        fields["name"] = message.name
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                # An object and not its text: each template writes it in the form of its model.
+                "function": {"name": call.name, "arguments": _parse_object("arguments of a tool call", call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _parse_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be the text of a JSON object, not {text[:80]!r}")
+    return value
 
 
 class ChatTemplate:
-    """One model's template with its special tokens; safe to call from several threads."""
+    """A model's template with its special tokens. Safe to call from several threads."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises InvalidModel when the source does not compile."""
+        """Raises InvalidModel if the source does not compile."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -36,7 +79,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-            # What a conversation may bring beside its messages.
+            # The variables that the template reads.
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise InvalidModel(f"the model's chat template does not compile: {error}") from error
@@ -45,10 +88,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: dict[str, Any]) -> "ChatTemplate | None":
-        """From chat_template.jinja or tokenizer_config.json; None for a model that has none."""
+        """From chat_template.jinja or tokenizer_config.json in `directory`; None if the model has no template."""
         path = directory / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
-        if isinstance(source, list):  # several by name
+        if isinstance(source, list):  # several templates by name
             try:
                 named = {entry["name"]: entry["template"] for entry in source}
             except (KeyError, TypeError):
@@ -57,8 +100,8 @@ class ChatTemplate:
         if not source:
             return None
         if not isinstance(source, str):
-            raise InvalidModel("tokenizer_config.json's chat_template is neither a text nor a list of named ones")
-        special = {name: _text_of(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
+            raise InvalidModel("tokenizer_config.json's chat_template is neither a text nor a list of named texts")
+        special = {name: _token_text(token) for name, token in tokenizer_config.items() if name.endswith("_token")}
         return cls(source, {name: token for name, token in special.items() if token is not None})
 
     def render(
@@ -68,12 +111,12 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The whole text; raises InvalidRequest for what the template does not read, and with its own words when it
-        refuses the conversation."""
+        """The prompt text. Raises InvalidRequest for tools or `arguments` that the template does not read, and with the
+        template's own message if it refuses the messages."""
         if tools and "tools" not in self.variables:
-            raise InvalidRequest("this model's chat template knows no tools; leave tools out")
+            raise InvalidRequest("this model's chat template does not support tools; leave tools out")
         for name in arguments or ():
-            if name not in self.variables or name in _OURS:
+            if name not in self.variables or name in _RESERVED:
                 raise InvalidRequest(f"this model's chat template has no variable {name!r} to set; leave it out")
         try:
             text = self._template.render(
@@ -83,25 +126,25 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools or None,
             )
-            text.encode()  # half of a surrogate pair, which JSON can escape, is no text
+            text.encode()  # raises for a lone surrogate, which JSON can escape
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template refuses this conversation: {error}") from error
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is simply part of the text."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. Here its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration is a plain set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The nodes between the two tags."""
+        """The nodes between `generation` and `endgeneration`."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    # jinja's own escapes HTML, which models were not trained on.
+    # jinja's own filter escapes HTML, which models were not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -109,7 +152,7 @@ def _refuse(message: str) -> Never:
     raise jinja2.TemplateError(message)
 
 
-def _text_of(token: object) -> str | None:
-    """A special token is written as a string or as an object with its content."""
+def _token_text(token: object) -> str | None:
+    """A special token is given as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

@@ -1,8 +1,7 @@
-"""Detokenizers: token ids in, text out as soon as it is certain, a character never split.
+"""Incremental detokenizers: token ids in; text out as soon as no later token can change it.
 
-What has come out is a function of the tokens fed so far, not of how they were batched, so a resumed request is primed
-by feeding what was delivered. A detokenizer is given pieces or a decode function; it does not know files, stop strings
-or requests.
+The text returned so far depends only on the tokens fed so far and not on how they were batched. So the detokenizer of a
+resumed request is brought to its state by feeding it the delivered tokens.
 """
 
 import codecs
@@ -10,23 +9,23 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, Protocol
 
-# A character is at most four bytes; a longer run of replacement characters is not one in the making.
-_MOST_HELD: Final = 8
+# A character has at most four bytes, so after this many tokens replacement characters are no incomplete character.
+_MAX_HELD_TOKENS: Final = 8
 _REPLACEMENT: Final = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """One choice's text in the making."""
+    """The detokenizer of one choice."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """The text that these tokens complete."""
 
     def flush(self) -> str:
-        """The last tokens have come: what was held back, however incomplete."""
+        """What was held back, at the end of the tokens; an incomplete character becomes U+FFFD."""
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies, where a token is bytes and a text their concatenation: cheap."""
+    """For byte-level vocabularies, in which a text is the concatenation of its tokens' bytes."""
 
     __slots__ = ("_decode", "_pieces")
 
@@ -35,7 +34,7 @@ class ByteDetokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """See Detokenizer; ids outside the vocabulary have no text."""
+        """See Detokenizer. Ids outside the vocabulary have no text."""
         pieces = self._pieces
         return self._decode(b"".join([pieces[token] for token in token_ids if token < len(pieces)]))
 
@@ -45,10 +44,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: decodes the last emitted tokens with and without the new one, and emits the difference.
+    """For other vocabularies: decodes the last few tokens with and without the new one, and returns the difference.
 
-    The window is a few tokens long, so a token costs two short decodes. Skipped tokens never enter it: they would make
-    the token behind them look like the first of a text, whose leading space many decoders drop.
+    Skipped tokens never enter the window: the token after one would be decoded like the first of a text, whose leading
+    space many decoders drop.
     """
 
     __slots__ = ("_context", "_decode", "_skipped", "_text", "_window")
@@ -57,8 +56,8 @@ class WindowDetokenizer:
         self._decode = decode
         self._skipped = skipped
         self._window: list[int] = []
-        self._context = 0  # how many tokens of the window have been emitted ...
-        self._text = ""  # ... and their text
+        self._context = 0  # number of tokens of the window whose text was returned
+        self._text = ""  # the text of those tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """See Detokenizer."""
@@ -71,7 +70,7 @@ class WindowDetokenizer:
     def _feed_one(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) and len(self._window) - self._context < _MOST_HELD:
+        if text.endswith(_REPLACEMENT) and len(self._window) - self._context < _MAX_HELD_TOKENS:
             return ""
         return self._emit(text)
 

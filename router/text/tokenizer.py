@@ -1,8 +1,7 @@
-"""TokenizerJson: text to ids, ids to text, and what a model's files say about tokens.
+"""TokenizerJson: text to token ids and back, from the files of a model.
 
-Reads tokenizer.json with the tokenizers package; a checkpoint that has none goes through transformers' AutoTokenizer,
-imported only then because it brings torch along. It does not know requests; nothing here waits, so callers keep long
-texts off their event loop.
+Reads tokenizer.json with the tokenizers package. A checkpoint without one is read by transformers' AutoTokenizer, which
+is imported only then because it imports torch. Callers must keep long texts off the event loop.
 """
 
 import re
@@ -21,11 +20,11 @@ from coatcheck.router.text.detokenizer import ByteDetokenizer, Detokenizer, Wind
 _FILES = [
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     "generation_config.json",
-    *("config.json", "*.model", "vocab.*", "merges.txt"),  # where AutoTokenizer is needed
+    *("config.json", "*.model", "vocab.*", "merges.txt"),  # for AutoTokenizer
 ]
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
-# A text of fewer characters than this for each token that fits is encoded whole.
+# `encode` encodes a text of at most this many characters per allowed token as a whole.
 _CHARACTERS_PER_TOKEN: Final = 8
 
 
@@ -36,15 +35,15 @@ def find_files(model: str) -> Path:
 
 
 class TokenizerJson:
-    """One model's tokenizer; safe to call from several threads."""
+    """The tokenizer of one model. Safe to call from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.template = template
-        self.directory: str | None = None  # where tokenizer.json lies, for a side process; None without such a file
-        # All made here: a large vocabulary takes long, and the first request would wait for it on the event loop.
+        self.directory: str | None = None  # of tokenizer.json, for side processes; None without that file
+        # Computed here and not at the first request, because a large vocabulary would block the event loop.
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # one more than the largest id that has a token
         added = tokenizer.get_added_tokens_decoder()
@@ -57,7 +56,7 @@ class TokenizerJson:
 
     @classmethod
     def load(cls, model: str) -> "TokenizerJson":
-        """From a directory or a hub id; raises InvalidModel with what is missing."""
+        """`model`: a directory or a hub id. Raises InvalidModel, naming the file that is missing or wrong."""
         directory = find_files(model)
         names = ("special_tokens_map.json", "tokenizer_config.json")
         special, config = (read_json_object(directory / name) or {} for name in names)
@@ -71,9 +70,10 @@ class TokenizerJson:
         return made
 
     def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
-        """The ids of a text. Raises NeverFits for one of more than `at_most`, of a very long one after its beginning.
+        """The token ids of a text.
 
-        The beginning has to come to twice as many: where the cut falls changes a few.
+        `at_most`: the most tokens that are of use to the caller. Raises NeverFits, without encoding all of the text, if
+        a beginning of it has more than twice as many: cutting a text changes a few tokens only.
         """
         if at_most is not None:
             length = _CHARACTERS_PER_TOKEN * at_most
@@ -87,23 +87,23 @@ class TokenizerJson:
         return self._encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids, exactly as a stream of them would give it."""
+        """The text of token ids, equal to the streamed text of the same tokens."""
         detokenizer = self.detokenizer(skip_special_tokens)
         return detokenizer.feed(token_ids) + detokenizer.flush()
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """A fresh one, for one choice."""
+        """A new detokenizer for one choice."""
         pieces = self._text_pieces if skip_special_tokens else self._pieces
         if pieces is not None:
             return ByteDetokenizer(pieces)
         return WindowDetokenizer(self._decode_all, self._special if skip_special_tokens else frozenset())
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, so that decoded texts leave it out by default."""
+        """Whether the token is special; decoded texts leave special tokens out by default."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token by itself, special ones written out; ids without a token have none."""
+        """The bytes of one token, also of a special one; empty for an id without a token."""
         if self._pieces is not None:
             return self._pieces[token_id] if token_id < len(self._pieces) else b""
         token = self._tokenizer.id_to_token(token_id) or ""
@@ -113,7 +113,7 @@ class TokenizerJson:
         return text.encode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Not `encode`, which holds the interpreter's lock: a text of 10 MB would stop everybody's streams for seconds.
+        # Not `encode`, which holds the GIL: a text of 10 MB would stop all streams for seconds.
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -124,35 +124,37 @@ class TokenizerJson:
 
 
 def _pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
-    """Each token's bytes, by its id."""
+    """The bytes of each token, by its id."""
     alphabet = _byte_alphabet()
     pieces = [b""] * size
     for token, index in vocabulary.items():
-        # As the byte-level decoder does it: a token with a character outside the alphabet is plain text.
-        known = all(character in alphabet for character in token)
-        pieces[index] = bytes(alphabet[character] for character in token) if known else token.encode()
+        # Like the byte-level decoder: a token with a character outside the alphabet is plain text.
+        is_encoded = all(character in alphabet for character in token)
+        pieces[index] = bytes(alphabet[character] for character in token) if is_encoded else token.encode()
     return pieces
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 bytes stand for themselves, the others for characters from 256 on."""
+    """GPT-2's byte alphabet: printable Latin-1 bytes are themselves, other bytes are the characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _download(model: str) -> Path:
-    if Path(model).is_absolute():  # `coatcheck serve` has seen it, on another host
+    if Path(model).is_absolute():  # `coatcheck serve` found it on another host
         raise InvalidModel(
             f"no model directory {model} on {socket.gethostname()}; every node with a router needs its tokenizer under "
             "this path, mounted or copied"
         )
-    from huggingface_hub import snapshot_download  # imported late: it takes a while, and a directory needs none of it
+    from huggingface_hub import snapshot_download  # imported late: it is slow, and a directory does not need it
 
     try:
         return Path(snapshot_download(model, allow_patterns=_FILES))
-    except Exception as error:  # whatever the hub client raises, the reader needs the same two facts
-        raise InvalidModel(f"{model!r} is neither a directory here nor a model that the hub gives: {error}") from error
+    except Exception as error:  # the hub client raises many kinds of errors
+        raise InvalidModel(
+            f"{model!r} is neither a directory here nor a model that can be downloaded from the hub: {error}"
+        ) from error
 
 
 def _from_transformers(directory: Path) -> Tokenizer:

@@ -79,7 +79,7 @@ def check() -> Iterator[GrammarValidator]:
 async def test_no_grammar_ends_or_stops_a_process(check: GrammarValidator, rank: Rank, case: str) -> None:
     """The request gets an error that says what to change, or it works. Other requests are answered."""
     try:
-        await check.require(GRAMMARS[case]())
+        await check.validate(GRAMMARS[case]())
     except GrammarRefused as error:
         assert "cannot be compiled: " in str(error) and "; change the named part" in str(error)
     else:
@@ -87,4 +87,4 @@ async def test_no_grammar_ends_or_stops_a_process(check: GrammarValidator, rank:
         assert said["tokens"]["free"] == TOKENS and said["seconds"] < _MOST_SECONDS
         assert said["tokens"]["hostile"] > 0 or said["refused"]
         assert "free" not in said["refused"]
-    await check.require(GOOD)
+    await check.validate(GOOD)

@@ -30,10 +30,10 @@ async def check() -> AsyncIterator[GrammarValidator]:
 async def test_what_takes_too_long_is_refused(check: GrammarValidator, case: str) -> None:
     """With what to change; the next grammar compiles as if nothing had been, and asking again takes no time."""
     with pytest.raises(InvalidRequest, match=r"cannot be compiled: it takes .*change the named part") as first:
-        await check.require(HOSTILE[case])
-    await check.require(GOOD)
+        await check.validate(HOSTILE[case])
+    await check.validate(GOOD)
     with pytest.raises(InvalidRequest) as second:
-        await check.require(HOSTILE[case])
+        await check.validate(HOSTILE[case])
     assert str(first.value) == str(second.value)
 
 
@@ -47,8 +47,8 @@ async def test_what_would_end_an_answer_that_has_begun_is_refused(check: Grammar
         (Grammar("grammar", 'start: "a" start\n'), "Too many items"),
     ):
         with pytest.raises(InvalidRequest, match=words):
-            await check.require(grammar)
-    await check.require(Grammar("json_schema", json.dumps({**wide, "required": list(wide["properties"])})))
+            await check.validate(grammar)
+    await check.validate(Grammar("json_schema", json.dumps({**wide, "required": list(wide["properties"])})))
 
 
 @pytest.mark.parametrize(("schema", "place"), [
@@ -60,12 +60,12 @@ async def test_what_would_end_an_answer_that_has_begun_is_refused(check: Grammar
 async def test_the_part_that_is_wrong_is_named(check: GrammarValidator, schema: dict[str, object], place: str) -> None:
     """By a JSON pointer to the innermost schema that is refused for the same reason."""
     with pytest.raises(InvalidRequest) as refused:
-        await check.require(Grammar("json_schema", json.dumps(schema)))
+        await check.validate(Grammar("json_schema", json.dumps(schema)))
     assert (f", at {place};" in str(refused.value)) if place else (", at #" not in str(refused.value))
 
 
 async def test_what_is_wrong_is_said(check: GrammarValidator) -> None:
     """By whoever reads the grammar."""
     with pytest.raises(InvalidRequest, match="regex cannot be compiled: .*invalid regex"):
-        await check.require(Grammar("regex", "("))
-    await check.require(Grammar.of_choices(["yes", "no"]))
+        await check.validate(Grammar("regex", "("))
+    await check.validate(Grammar.of_choices(["yes", "no"]))

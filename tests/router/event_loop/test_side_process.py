@@ -17,7 +17,7 @@ from tests.cluster.serving import until
 @pytest.fixture
 async def side() -> AsyncIterator[SideProcesses]:
     """One child, behind which one call may wait."""
-    side = SideProcesses(processes=1, most_waiting=2)
+    side = SideProcesses(processes=1, max_waiting=2)
     yield side
     await asyncio.to_thread(side.close)
 
@@ -34,7 +34,7 @@ async def test_results_and_errors_come_back(side: SideProcesses) -> None:
         await side.run(refuse, "too many")
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         await side.run(operator.floordiv, 1, 0)
-    assert await side.finish(operator.add, 1, 2) == 3
+    assert await side.run_unlimited(operator.add, 1, 2) == 3
 
 
 async def test_a_child_that_ends_is_replaced(side: SideProcesses) -> None:
@@ -50,7 +50,7 @@ async def test_too_many_calls_are_refused_but_answers_wait(side: SideProcesses) 
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await side.run(operator.add, 1, 2)
-    assert await side.finish(operator.add, 1, 2) == 3
+    assert await side.run_unlimited(operator.add, 1, 2) == 3
     await asyncio.gather(*calls)
 
 

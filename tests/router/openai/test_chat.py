@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({}, "messages is missing"),
     "empty": ({"messages": []}, "no messages"),
     "role": ({"messages": [{"role": "bard", "content": "x"}]}, "unknown role"),
-    "tools": ({"messages": HELLO, "tools": [WEATHER]}, "knows no tools"),
+    "tools": ({"messages": HELLO, "tools": [WEATHER]}, "does not support tools"),
     "strict": (
         {"messages": HELLO, "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
         "does not mark its tool calls",

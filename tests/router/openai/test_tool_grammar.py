@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from coatcheck.proto.errors import InvalidRequest
 from coatcheck.proto.grammar import MAX_BYTES, Grammar
-from coatcheck.router.event_loop.message_limits import MOST_TOOLS
+from coatcheck.router.event_loop.message_limits import MAX_TOOLS
 from coatcheck.router.openai.tools import Function, named_call_grammar, required_calls_grammar, strict_calls_grammar
 
 BYTES = LLTokenizer("byte")
@@ -130,7 +130,7 @@ def test_as_many_calls_as_are_allowed() -> None:
 def test_as_many_functions_as_a_chat_may_have() -> None:
     """Functions without parameters, or with the same ones, take little room: 1,024 of them compile."""
     for schema in (None, NUMBER):
-        functions = [Function(name=f"function_{place}", parameters=schema) for place in range(MOST_TOOLS)]
+        functions = [Function(name=f"function_{place}", parameters=schema) for place in range(MAX_TOOLS)]
         grammar = required_calls_grammar(functions, True)
         assert fits(grammar, f"[{call('function_1023', {'a': 1})}]") and not fits(grammar, f"[{call('other', {})}")
 
