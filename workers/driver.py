@@ -17,7 +17,7 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.engine.engine import Engine
 from coatcheck.workers.engine.engine_loop import EngineLoop
 from coatcheck.workers.host.crash_record import CrashRecord
-from coatcheck.workers.host.process_setup import die
+from coatcheck.workers.host.process_setup import exit_process
 from coatcheck.workers.rank_loading import LoadedRank, build_engine
 from coatcheck.workers.runner.memory_budget import MemoryBudget
 from coatcheck.workers.runner.tp_runner import TpRunner
@@ -85,7 +85,7 @@ class Driver:
     def close(self) -> None:
         """Stop the other ranks and end every stream."""
         if self._tp_runner is not None:
-            self._tp_runner.stop()
+            self._tp_runner.stop_followers()
         self._service.stop()
         if self._tracing is not None:
             self._tracing.close()
@@ -94,11 +94,11 @@ class Driver:
         """The engine has failed, and the group ends. Routers are told the cause, if it is known: a request that was
         running may have caused it."""
         try:
-            self._record.note(error)
-            if cause := self._record.cause(error):
+            self._record.record_error(error)
+            if cause := self._record.describe_cause(error):
                 self._service.send_last_word(cause, self.engine.unstarted_requests())
         finally:  # also if the last word cannot be sent
-            die(self._name, error)
+            exit_process(self._name, error)
 
 
 def _registration(config: GroupConfig, spec: ModelSpec, engine: Engine, memory: MemoryBudget) -> wire.Registration:

@@ -22,9 +22,9 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.driver import Driver
 from coatcheck.workers.host.crash_record import CrashRecord
 from coatcheck.workers.host.free_memory import peak_bytes
-from coatcheck.workers.host.process_setup import die, divide_cores
+from coatcheck.workers.host.process_setup import divide_cores, exit_process
 from coatcheck.workers.rank_loading import LoadedRank, load_rank
-from coatcheck.workers.runner.tp_runner import follow
+from coatcheck.workers.runner.tp_runner import follow_driver
 
 
 class Rank:
@@ -61,7 +61,7 @@ class Rank:
     def run(self, rendezvous: str) -> None:
         """Start, serve, and return when the group was stopped. Raises CoatcheckError for what cannot be served."""
         config = self.config
-        self._record.keep()
+        self._record.open_record()
         torch.set_num_threads(divide_cores(config.threads, self._ranks_on_host))
         device = choose_device(config.device)
         communicator = Communicator.join(
@@ -84,10 +84,10 @@ class Rank:
                 self._drive(loaded, communicator, ranks)
             else:
                 self._update_progress(phase=Phase.SERVING)
-                follow(loaded.runner, communicator)
+                follow_driver(loaded.runner, communicator)
         except BaseException as error:
-            self._record.note(error)
-            die(self.name, error)
+            self._record.record_error(error)
+            exit_process(self.name, error)
         communicator.close()
         self._update_progress(phase=Phase.ENDED)
 

@@ -120,7 +120,7 @@ def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> 
     copies = None
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
-        runner.warm()
+        runner.warm_up()
     # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
     wanted = config.max_batch_tokens if on_gpu else _WARM_UP_TOKENS
     room = min(runner.model.spec.max_model_len, memory.tokens)

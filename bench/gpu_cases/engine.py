@@ -132,7 +132,7 @@ class Group:
             capture_sizes=sizes,
             copier=None if host is None else make_copier(pool, host, communicator or Communicator()),
         )
-        self.runner.warm()
+        self.runner.warm_up()
 
     def engine(self, *, runner: Any = None, budget: int = 8192, num_blocks: int | None = None) -> Engine:
         """A new one: nothing is cached in it."""

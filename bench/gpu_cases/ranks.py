@@ -23,7 +23,7 @@ from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.block_copier import BlockCopier
 from coatcheck.workers.runner.cuda_block_copier import make_copier
 from coatcheck.workers.runner.kv_memory import allocate_host_pool
-from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 
 _GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, seed=3)
 _WAIT = 120
@@ -42,7 +42,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
         equal = True
         for _ in range(2):  # the first is slower: pages and streams are new
             started = time.perf_counter()
-            copier.start(plan)
+            copier.start_copies(plan)
             if way == "to the host":
                 pool.zero_()  # in the computing stream, as a step would that takes the blocks
             statuses = _settle(copier, count)
@@ -62,7 +62,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
             note=rate,
         )
     host[3, 100] ^= 1
-    copier.start(StepPlan(restores=back))
+    copier.start_copies(StepPlan(restores=back))
     statuses = _settle(copier, count)
     broken = [index for index, status in enumerate(statuses) if status is CopyStatus.CORRUPT]
     right = [slot for slot, _ in back].index(3)
@@ -82,7 +82,7 @@ def _settle(copier: BlockCopier, count: int) -> list[CopyStatus]:
     deadline = time.monotonic() + _WAIT
     while len(statuses) < count:
         assert time.monotonic() < deadline, "copies do not end"
-        report = copier.report()
+        report = copier.report_copies()
         statuses += [] if report is None else [s for s in report.statuses if s is not CopyStatus.IN_PROGRESS]
     return statuses
 
@@ -198,12 +198,12 @@ def as_rank(words: str) -> None:
     communicator.barrier()
     group = _large(model, device, communicator)
     if communicator.rank:
-        follow(group.runner, communicator)
+        follow_driver(group.runner, communicator)
     else:
         leader = TpRunner(group.runner, communicator)
         tokens = _tokens(serve(group.engine(runner=leader), prompts_of(5, 90, 512), _GREEDY))
         print(json.dumps({"transport": communicator.transport, "tokens": tokens}))
-        leader.stop()
+        leader.stop_followers()
     communicator.close()
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.simulated_gpu.install import install
 from tests.simulated_gpu.simulated_run import make, serve
 from tests.simulated_gpu.tensors import DEVICE
@@ -22,11 +22,11 @@ def main() -> None:
     communicator = Communicator.join(rank, 2, address, device=DEVICE, stage_on_host=True)
     runner = make(path, DEVICE, "auto", communicator=communicator)
     if rank:
-        follow(runner, communicator)
+        follow_driver(runner, communicator)
     else:
         group = TpRunner(runner, communicator)
         said, restored = serve(runner, group)
-        group.stop()
+        group.stop_followers()
         assert restored > 0, "nothing came back from the host: this proves nothing of it"
         print(json.dumps(said))
     communicator.close()

@@ -146,7 +146,7 @@ def what_is_forgotten_is_found(fresh: Callable[[], ModelRunner], gpu: SimulatedG
     if runner.graphs.sizes:
         runner.graphs.capture()
         runner.launch(plain)
-        runner.graphs._rows = runner.graphs._rows.clone()
+        runner.graphs._inputs = runner.graphs._inputs.clone()
         with hazard("freed"):
             runner.launch(StepPlan(rows=[Row(0, 9, 1, sample=True)]))
 

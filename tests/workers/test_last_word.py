@@ -115,7 +115,7 @@ def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
         "import ctypes, logging, sys; from coatcheck.workers.host.crash_record import CrashRecord\n"
         "def at_fault(): ctypes.string_at(0)\n"
         "logging.basicConfig(level=logging.INFO)\n"
-        "CrashRecord(sys.argv[1], 1, 2).keep(); at_fault()\n"
+        "CrashRecord(sys.argv[1], 1, 2).open_record(); at_fault()\n"
     )
     told = subprocess.run([sys.executable, "-c", code, base := f"{tmp_path}/own/g.0"], capture_output=True, text=True)
     assert told.returncode == -signal.SIGSEGV

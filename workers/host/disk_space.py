@@ -1,6 +1,6 @@
-"""Detects a full disk under Ray's folder, which makes Ray's processes end without an error message.
+"""Detects a full disk under Ray's folder.
 
-A process of Ray first opens its log files. If they cannot be written the process ends at once, and Ray reports only
+A Ray process first opens its log files. If the disk is full it ends at once without a message, and Ray reports only
 that it died.
 """
 
@@ -13,9 +13,9 @@ _FULL_BYTES: Final = 1 << 20  # a starting process writes a few hundred KiB of l
 
 
 def describe_full_disk(logs: str | Path) -> str:
-    """An error clause with what to do if the disk of the folder `logs` is full; else "". `logs`: a Ray session's.
+    """A clause for an error message if the disk of `logs`, a Ray session's log folder, is full; else "".
 
-    A disk without free inodes is full as well. A folder whose disk cannot be checked counts as not full.
+    A disk without free inodes is full, too. A disk that cannot be checked counts as not full.
     """
     try:
         about = os.statvfs(logs)
@@ -27,7 +27,7 @@ def describe_full_disk(logs: str | Path) -> str:
     without_files = about.f_files > 0 and free_files == 0  # file systems without a limit report 0 of 0
     if free_bytes >= _FULL_BYTES and not without_files:
         return ""
-    left = "no file more" if without_files else f"{free_bytes >> 10} KiB free"
+    left = "no inodes free" if without_files else f"{free_bytes >> 10} KiB free"
     return (
         f"the disk under {Path(logs).parent.parent} on {socket.gethostname()} is full ({left}), so Ray can start no "
         "process there: make room, or start Ray with its folder on another disk (RAY_TMPDIR, or `ray start --temp-dir`)"

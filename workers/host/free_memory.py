@@ -1,4 +1,4 @@
-"""How much memory a rank may still take, and the most it has taken. It does not know what for."""
+"""Free memory of a rank's device and host, and the peak of its own use."""
 
 import resource
 from pathlib import Path
@@ -11,17 +11,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: "torch.device") -> int:
-    """Free bytes of the device; for a CPU the host's."""
+    """Free bytes of a GPU; for a CPU those of the host."""
     if device.type != "cuda":
         return host_free_bytes()
-    import torch  # here: of a host one may ask without it
+    import torch  # imported late: `coatcheck serve` asks about hosts without torch
 
-    torch.cuda.empty_cache()  # what loading has left with torch's allocator is free as well
+    torch.cuda.empty_cache()  # memory that torch's allocator caches is free as well
     return torch.cuda.mem_get_info(device)[0]
 
 
 def host_free_bytes() -> int:
-    """What the host or its container can still give without swapping."""
+    """Bytes that the host, or its container, can allocate without swapping."""
     available = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -32,19 +32,22 @@ def host_free_bytes() -> int:
 
 
 def container_free_bytes(cgroup: Path) -> int | None:
-    """What a container's limit leaves; None where there is none. Files that were read and are not in use count as
-    free, as the kernel gives them up first: else a checkpoint just read would look like memory taken."""
+    """Bytes below a container's memory limit; None without a limit.
+
+    Inactive page cache counts as free, because the kernel reclaims it first. Otherwise a checkpoint that was just read
+    would count as used memory.
+    """
     try:
         limit, used = (int((cgroup / file).read_text()) for file in ("memory.max", "memory.current"))
         lines = (cgroup / "memory.stat").read_text().splitlines()
-        idle = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        inactive = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return None
-    return max(limit - max(used - idle, 0), 0)
+    return max(limit - max(used - inactive, 0), 0)
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """The most that this process has held: allocated on the GPU, resident on a CPU."""
+    """The peak of this process: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         import torch
 

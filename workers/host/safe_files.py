@@ -1,9 +1,9 @@
 """Files in folders where other users of the host may write, such as Ray's.
 
-Another user can put a symbolic link, a FIFO or a file of their own at any name there. `create_file` fails if the name
-exists. `read_file` fails for anything but a regular file; it neither follows a link in the last part of the path nor
-blocks on a FIFO. A PrivateFolder is a folder that only this user can enter, so that nobody else can create, replace or
-remove a file in it.
+There another user can put a symbolic link, a FIFO or their own file at any name. So `create_file` fails if the name
+exists. `read_file` fails for anything but a regular file; it does not follow a link in the last part of the path, and
+does not block on a FIFO. A PrivateFolder can be entered only by this user, so nobody else can create, replace or remove
+its files.
 """
 
 import os
@@ -28,7 +28,7 @@ def read_file(
 ) -> str:
     """Return the first `most_bytes` bytes of a regular file as text. Raises OSError for anything that is not one.
 
-    `private`: raise PermissionError as well unless this user owns the file and nobody else may read or write it.
+    `private`: also raise PermissionError unless this user owns the file and nobody else may read or write it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
@@ -43,7 +43,7 @@ def read_file(
 
 
 class PrivateFolder:
-    """A folder of this user with mode 0700. It is held open, so that renaming it has no effect on later calls."""
+    """A folder of this user with mode 0700. It is kept open, so renaming its path has no effect on later calls."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class PrivateFolder:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Raises OSError if there is no such folder, and PermissionError if other users may use it."""
+        """Raise OSError if there is no such folder, PermissionError if other users may use it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _require_private(os.fstat(descriptor), path)
@@ -62,23 +62,23 @@ class PrivateFolder:
 
     @classmethod
     def make(cls, path: str) -> Self:
-        """As `open`, but creates the folder first if it does not exist."""
+        """As `open`, but create the folder if it does not exist."""
         with suppress(FileExistsError):
             os.mkdir(path, _PRIVATE_MODE)
         return cls.open(path)
 
     def create(self, name: str) -> int:
-        """Create a file for writing, in place of any file of this name, and return its descriptor."""
+        """Create a file for writing, replacing any file of this name, and return its descriptor."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
         return create_file(name, folder=self._descriptor)
 
     def read(self, name: str, most_bytes: int) -> str:
-        """As `read_file`."""
+        """See `read_file`."""
         return read_file(name, most_bytes, folder=self._descriptor)
 
     def close(self) -> None:
-        """Close the folder. Files that were opened in it stay open."""
+        """Close the folder. Its open files stay open."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:

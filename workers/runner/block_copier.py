@@ -1,10 +1,10 @@
-"""BlockCopier: one rank's part in moving blocks between its pool and its host memory, and the word that it is done.
+"""Copies KV blocks between a rank's pool and its host tier, checks them, and reports when all ranks are done.
 
-    start(plan) ... the step is computed ... report() -> CopyReport of what is under way on any rank
+    start_copies(plan)   ... the step is computed ...   report_copies() -> CopyReport
 
-Every block that goes out leaves a checksum behind, which is made again as it comes back. On a CPU there is no engine
-that copies beside the cores, so copies are made here and now by all of the rank's threads; the plan asks for no more
-than its step has time for. It does not know which prefix a block holds, nor why it moves.
+Every demoted block gets a checksum, which is verified when the block is restored. On a CPU the copies run at once on
+the rank's threads (there is no copy engine beside the cores); the scheduler plans no more than a step has time for. On
+a GPU see cuda_block_copier.py.
 """
 
 import time
@@ -22,62 +22,63 @@ from coatcheck.workers.core.copy_report import CopyReport, CopyStatus
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
 
-_PLANS = 5  # so many with copies are what "lately" is
+_NUM_MEASURED = 5  # plans whose copy time counts
 _NANO = 1e9
 Pairs = Sequence[tuple[int, int]]
 
 
 class BlockCopier(Protocol):
-    """What a ModelRunner has when there is a host tier."""
+    """What a ModelRunner needs for a host tier."""
 
-    def start(self, plan: StepPlan) -> None:
-        """Begins the plan's demotes and restores: before the plan's step computes, and after every step before it."""
+    def start_copies(self, plan: StepPlan) -> None:
+        """Start the plan's demotes and restores, after every earlier step and before the plan's own."""
 
-    def report(self) -> CopyReport | None:
-        """What all ranks say of all copies begun and not yet reported as ended; None if there are none."""
+    def report_copies(self) -> CopyReport | None:
+        """The status, agreed among all ranks, of the copies not yet reported as ended; None if there are none."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockCopy:
-    """One block's; whoever copies says how it ended."""
+    """The status of one block's copy."""
 
     status: CopyStatus = CopyStatus.IN_PROGRESS
 
 
 class CopyLog:
-    """What one rank has been asked to copy, how far that is, and how long a block takes."""
+    """The copies of one rank that are in progress, and how long a block took lately."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._copies: list[BlockCopy] = []  # those that no report has said to be ended, oldest first
-        self._demote, self._restore = deque[float](maxlen=_PLANS), deque[float](maxlen=_PLANS)
+        self._copies: list[BlockCopy] = []  # not yet reported as ended, oldest first
+        # Seconds per block.
+        self._demote_times, self._restore_times = deque[float](maxlen=_NUM_MEASURED), deque[float](maxlen=_NUM_MEASURED)
 
-    def begin(self, count: int) -> list[BlockCopy]:
-        """The next copies."""
-        begun = [BlockCopy() for _ in range(count)]
-        self._copies += begun
-        return begun
+    def add_copies(self, count: int) -> list[BlockCopy]:
+        """Add copies in progress. All ranks add the same copies in the same order."""
+        added = [BlockCopy() for _ in range(count)]
+        self._copies += added
+        return added
 
-    def demoted(self, copies: list[BlockCopy], seconds: float) -> None:
-        """They lie in host memory."""
-        self._demote.append(seconds / len(copies))
+    def record_demotes(self, copies: list[BlockCopy], seconds: float) -> None:
+        """Mark `copies` as done. `seconds`: for all of them."""
+        self._demote_times.append(seconds / len(copies))
         for copy in copies:
             copy.status = CopyStatus.DONE
 
-    def restored(self, copies: list[BlockCopy], intact: list[bool], seconds: float) -> None:
-        """They lie in the pool, or are not what they were."""
-        self._restore.append(seconds / len(copies))
-        for copy, good in zip(copies, intact, strict=True):
+    def record_restores(self, copies: list[BlockCopy], is_intact: list[bool], seconds: float) -> None:
+        """Mark `copies` as done, or as corrupt if the checksum differed."""
+        self._restore_times.append(seconds / len(copies))
+        for copy, good in zip(copies, is_intact, strict=True):
             copy.status = CopyStatus.DONE if good else CopyStatus.CORRUPT
 
-    def report(self) -> CopyReport | None:
-        """Agreed among the ranks, which were all asked for the same; what has ended everywhere is forgotten."""
+    def agree_on_report(self) -> CopyReport | None:
+        """The minimum status of each copy over ranks, and the largest time per block. Ended copies are removed."""
         if not self._copies:
             return None
-        mine = [copy.status for copy in self._copies]
-        seconds = [-int(_usual(lately) * _NANO) for lately in (self._demote, self._restore)]
-        *statuses, demote, restore = self._communicator.all_reduce_min([*mine, *seconds])
-        agreed = tuple(map(CopyStatus, statuses))
+        statuses = [copy.status for copy in self._copies]
+        times = [-int(_typical(recent) * _NANO) for recent in (self._demote_times, self._restore_times)]
+        *minimum, demote, restore = self._communicator.all_reduce_min([*statuses, *times])
+        agreed = tuple(map(CopyStatus, minimum))
         self._copies = [
             copy for copy, status in zip(self._copies, agreed, strict=True) if status is CopyStatus.IN_PROGRESS
         ]
@@ -85,38 +86,39 @@ class CopyLog:
 
 
 class CpuBlockCopier:
-    """`host` is uint8 [host_blocks, bytes_per_block], in the same memory as the pool."""
+    """`pool`, `host`: uint8 [blocks, bytes_per_block], both in host memory."""
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator) -> None:
         self.host = host
         self._pool = pool
         self._log = CopyLog(communicator)
-        self._sums = torch.zeros(len(host), dtype=torch.int64)
+        self._checksums = torch.zeros(len(host), dtype=torch.int64)
 
-    def start(self, plan: StepPlan) -> None:
-        """Copies it all."""
+    def start_copies(self, plan: StepPlan) -> None:
+        """See BlockCopier. Every copy is done when this returns."""
         if plan.demotes:
             began = time.perf_counter()
-            blocks, slots = columns(plan.demotes)
-            self._sums[slots] = move_blocks(self._pool, blocks, self.host, slots)
-            self._log.demoted(self._log.begin(len(blocks)), time.perf_counter() - began)
+            blocks, slots = split_pairs(plan.demotes)
+            self._checksums[slots] = move_blocks(self._pool, blocks, self.host, slots)
+            self._log.record_demotes(self._log.add_copies(len(blocks)), time.perf_counter() - began)
         if plan.restores:
             began = time.perf_counter()
-            slots, blocks = columns(plan.restores)
-            intact = move_blocks(self.host, slots, self._pool, blocks) == self._sums[slots]
-            self._log.restored(self._log.begin(len(blocks)), intact.tolist(), time.perf_counter() - began)
+            slots, blocks = split_pairs(plan.restores)
+            is_intact = move_blocks(self.host, slots, self._pool, blocks) == self._checksums[slots]
+            copies = self._log.add_copies(len(blocks))
+            self._log.record_restores(copies, is_intact.tolist(), time.perf_counter() - began)
 
-    def report(self) -> CopyReport | None:
-        """As of now."""
-        return self._log.report()
+    def report_copies(self) -> CopyReport | None:
+        """See BlockCopier."""
+        return self._log.agree_on_report()
 
 
-def columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Both halves of the pairs, int64 [n]."""
+def split_pairs(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """The first and the second elements, int64 [n] each."""
     first, second = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
     return first, second
 
 
-def _usual(lately: deque[float]) -> float:
-    """The median, of two the lower: one bad moment of the machine, be it the first, is no price."""
-    return median_low(lately) if lately else 0.0
+def _typical(recent: deque[float]) -> float:
+    """The lower median: a single disturbed measurement, even the first, must not count."""
+    return median_low(recent) if recent else 0.0

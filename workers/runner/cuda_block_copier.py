@@ -1,10 +1,12 @@
-"""CudaBlockCopier: the Copier of a rank on a GPU: copies run beside the computing, on a stream of their own.
+"""CudaBlockCopier: copies KV blocks on a CUDA stream of its own, beside the steps.
 
-Events both ways: the copies wait for all steps launched before them, since those write what goes out and may read
-what lies where something comes in; the step waits for what goes out, since it writes over it. What comes in is read by
-no step until all ranks have said that it is there, so no step waits for that. Checksums are made in host memory, by a
-thread of its own: after the way out, before the way in. A copy on the bus itself is not checked. It does not know
-which prefix a block holds.
+- The copies wait for all steps launched before them: those write the blocks that are demoted, and may still read the
+  blocks that are overwritten by a restore.
+- A step waits for the demotes of its plan, because it may overwrite the demoted blocks.
+- No step waits for restores: the scheduler uses a restored block only after all ranks have reported it.
+
+A thread computes the checksums in host memory: after a demote, before a restore. An error on the bus between checksum
+and GPU is not detected.
 """
 
 import time
@@ -19,86 +21,83 @@ from coatcheck.kernels.kv.move_blocks import sum_blocks
 from coatcheck.workers.core.copy_report import CopyReport
 from coatcheck.workers.core.step_plan import StepPlan
 from coatcheck.workers.distributed.communicator import Communicator
-from coatcheck.workers.runner.block_copier import BlockCopier, BlockCopy, CopyLog, CpuBlockCopier, columns
+from coatcheck.workers.runner.block_copier import BlockCopier, BlockCopy, CopyLog, CpuBlockCopier, Pairs, split_pairs
 
-_IDLE_SECONDS = 0.001
+_IDLE_WAIT_SECONDS = 0.001
+
+
+def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> BlockCopier:
+    """The copier for the device of `pool`."""
+    return (CudaBlockCopier if pool.device.type == "cuda" else CpuBlockCopier)(pool, host, communicator)
 
 
 class CudaBlockCopier:
-    """`pool` lies on the GPU, `host` in pinned memory. `thread` ends what it is given in that order, so that copies of
-    one slot end as they were asked for."""
+    """`pool`: on the GPU. `host`: pinned. `thread`: runs tasks in order, so that copies of one slot stay ordered."""
 
-    def __init__(
-        self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None) -> None:
         self.host = host
         self._pool = pool
         self._log = CopyLog(communicator)
-        self._sums = torch.zeros(len(host), dtype=torch.int64)
+        self._checksums = torch.zeros(len(host), dtype=torch.int64)
         self._stream = torch.cuda.Stream(pool.device)
         self._thread = thread or ThreadPoolExecutor(1, "copier", initializer=lambda: torch.set_num_threads(1))
-        self._work: deque[Future[None]] = deque()
-        self._idle = False
+        self._tasks: deque[Future[None]] = deque()
+        self._is_idle_step = False
 
-    def start(self, plan: StepPlan) -> None:
-        """Queues what goes out; what comes in is queued when it has been checked."""
-        self._idle = not plan.rows
+    def start_copies(self, plan: StepPlan) -> None:
+        """See BlockCopier. Demotes are queued here; restores are queued by the thread once they are verified."""
+        self._is_idle_step = not plan.rows
         if not (plan.demotes or plan.restores):
             return
-        computing = torch.cuda.current_stream(self._pool.device)
-        self._stream.wait_stream(computing)
+        compute_stream = torch.cuda.current_stream(self._pool.device)
+        self._stream.wait_stream(compute_stream)
         if plan.demotes:
-            began, out = self._queue([(self.host[slot], self._pool[block]) for block, slot in plan.demotes])
-            computing.wait_event(out)
-            copies = self._log.begin(len(plan.demotes))
-            self._work.append(self._thread.submit(self._end_demotes, plan.demotes, copies, began, out))
+            began, done = self._queue([(self.host[slot], self._pool[block]) for block, slot in plan.demotes])
+            compute_stream.wait_event(done)
+            copies = self._log.add_copies(len(plan.demotes))
+            self._tasks.append(self._thread.submit(self._finish_demotes, plan.demotes, copies, began, done))
         if plan.restores:
-            copies = self._log.begin(len(plan.restores))
-            self._work.append(self._thread.submit(self._restore, plan.restores, copies))
+            copies = self._log.add_copies(len(plan.restores))
+            self._tasks.append(self._thread.submit(self._restore, plan.restores, copies))
 
-    def report(self) -> CopyReport | None:
-        """As of now; where the step computes nothing, it is worth a moment's wait."""
-        if self._idle and self._work:
-            wait(self._work, timeout=_IDLE_SECONDS)
-        while self._work and self._work[0].done():
-            self._work.popleft().result()  # raises what went wrong
-        return self._log.report()
+    def report_copies(self) -> CopyReport | None:
+        """See BlockCopier. In a step that computes nothing, waits for up to 1 ms: nothing else is there to do."""
+        if self._is_idle_step and self._tasks:
+            wait(self._tasks, timeout=_IDLE_WAIT_SECONDS)
+        while self._tasks and self._tasks[0].done():
+            self._tasks.popleft().result()  # raises the task's exception
+        return self._log.agree_on_report()
 
     def _queue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Copies (to, from) on the stream; events before the first and after the last."""
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        """Queue copies of (target, source). Returns events before the first and after the last."""
+        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
             began.record(self._stream)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            ended.record(self._stream)
-        return began, ended
+            done.record(self._stream)
+        return began, done
 
-    def _end_demotes(
-        self, pairs: Sequence[tuple[int, int]], copies: list[BlockCopy], began: torch.cuda.Event, out: torch.cuda.Event
+    def _finish_demotes(
+        self, pairs: Pairs, copies: list[BlockCopy], began: torch.cuda.Event, done: torch.cuda.Event
     ) -> None:
-        out.synchronize()
-        summing = time.perf_counter()
-        _, slots = columns(pairs)
-        self._sums[slots] = sum_blocks(self.host, slots)
-        self._log.demoted(copies, _seconds(began, out) + time.perf_counter() - summing)
+        done.synchronize()
+        started = time.perf_counter()
+        _, slots = split_pairs(pairs)
+        self._checksums[slots] = sum_blocks(self.host, slots)
+        self._log.record_demotes(copies, _seconds_between(began, done) + time.perf_counter() - started)
 
-    def _restore(self, pairs: Sequence[tuple[int, int]], copies: list[BlockCopy]) -> None:
-        summing = time.perf_counter()
-        slots, _ = columns(pairs)
-        intact = (sum_blocks(self.host, slots) == self._sums[slots]).tolist()
-        summed = time.perf_counter() - summing
-        good = [pair for pair, is_good in zip(pairs, intact, strict=True) if is_good]
-        began, ended = self._queue([(self._pool[block], self.host[slot]) for slot, block in good])
-        ended.synchronize()
-        self._log.restored(copies, intact, summed + _seconds(began, ended))
-
-
-def _seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    """What the copies took, not how long the stream had waited for the step before them."""
-    return float(began.elapsed_time(ended)) / 1e3
+    def _restore(self, pairs: Pairs, copies: list[BlockCopy]) -> None:
+        started = time.perf_counter()
+        slots, _ = split_pairs(pairs)
+        is_intact = (sum_blocks(self.host, slots) == self._checksums[slots]).tolist()
+        checksum_seconds = time.perf_counter() - started
+        intact = [pair for pair, is_good in zip(pairs, is_intact, strict=True) if is_good]
+        began, done = self._queue([(self._pool[block], self.host[slot]) for slot, block in intact])
+        done.synchronize()
+        self._log.record_restores(copies, is_intact, checksum_seconds + _seconds_between(began, done))
 
 
-def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> BlockCopier:
-    """What moves blocks between the two, by where the pool lies."""
-    return (CudaBlockCopier if pool.device.type == "cuda" else CpuBlockCopier)(pool, host, communicator)
+def _seconds_between(began: torch.cuda.Event, done: torch.cuda.Event) -> float:
+    """The time of the copies alone, without the stream's wait for earlier steps."""
+    return float(began.elapsed_time(done)) / 1e3

@@ -1,9 +1,9 @@
-"""GrammarCompiler: compiles grammars on one rank beside its steps, and says how many are ready on all ranks.
+"""GrammarCompiler: compiles grammars on one rank beside its steps, and reports how many are compiled on all ranks.
 
-    start(plan) ... the step is computed ... report()
+    start_compiling(plan)   ... the step is computed ...   report_compiled()
 
-A large grammar takes as long as many steps, and steps of other requests must not wait for it. So each compile queue
-has a thread of its own, and a request joins the plans when every rank has compiled its grammar.
+A large grammar takes as long as many steps, and other requests' steps must not wait for it. So each compile queue
+(see grammar_registry.py) has a thread, and a request is scheduled once every rank has compiled its grammar.
 """
 
 import os
@@ -17,62 +17,66 @@ from coatcheck.workers.distributed.communicator import Communicator
 from coatcheck.workers.structured.grammar_backend import CompiledGrammar, GrammarBackend
 from coatcheck.workers.structured.grammar_registry import MAX_COMPILING, compile_queue_of
 
-_IDLE_SECONDS = 0.001
-_NICE = 4  # of these threads: where cores are few, a third of one beside a step's
-# The library recurses over rules that refer to rules, and a stack that overflows ends the process. A router refuses
-# what overflows 2 MiB (see router/grammar_compiler). A thread's default is as little where the stack's limit
-# (ulimit -s) is unlimited, and less where that is low.
+_IDLE_WAIT_SECONDS = 0.001
+# Niceness of the compile threads. Eight chats beside a schema of 500 properties: at nice 4 steps of 13.7 ms (median)
+# and the grammar after 162 ms; at nice 10 13.9 ms and 887 ms; at nice 0 12.2 ms and 91 ms, but p99 48 ms
+# (bench/LOG.md, "What somebody's new grammar costs").
+_NICE = 4
+# llguidance recurses over rules that refer to rules, and a stack overflow ends the process. The router refuses a
+# grammar that overflows 2 MiB (router/event_loop/grammar_validator.py). Python's default for a thread is no more than
+# that if the stack limit (ulimit -s) is unlimited, and less if it is low.
 _STACK_BYTES = 16 << 20
 
 
 class GrammarCompiler:
-    """`grammars` gets what is compiled, in the step's own thread."""
+    """Puts compiled grammars into `grammars`, in the thread that steps."""
 
     def __init__(self, grammars: GrammarBackend, communicator: Communicator) -> None:
         self._grammars = grammars
         self._communicator = communicator
-        self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_give_way) for _ in MAX_COMPILING]
-        self._work = [
-            deque[tuple[int, Future[CompiledGrammar]]]() for _ in MAX_COMPILING
-        ]  # each with its grammar's number
-        self._made = [0 for _ in MAX_COMPILING]
-        self._agreed = 0  # in all compile queues together
-        self._next = 0  # the next grammar's number
-        self._idle = False
+        # One entry per compile queue.
+        self._threads = [ThreadPoolExecutor(1, "grammar", initializer=_lower_priority) for _ in MAX_COMPILING]
+        self._pending = [deque[tuple[int, Future[CompiledGrammar]]]() for _ in MAX_COMPILING]  # with grammar ids
+        self._num_compiled = [0 for _ in MAX_COMPILING]
+        self._num_agreed = 0  # compiled on all ranks, over all queues
+        self._next_id = 0
+        self._is_idle_step = False
 
-    def start(self, plan: StepPlan) -> None:
-        """Forgets what the plan says, and queues what it announces."""
-        self._idle = not plan.rows
-        for number in plan.dropped_grammars:
-            self._grammars.drop(number)
+    def start_compiling(self, plan: StepPlan) -> None:
+        """Drop the plan's `dropped_grammars`, and queue its `new_grammars`."""
+        self._is_idle_step = not plan.rows
+        for grammar_id in plan.dropped_grammars:
+            self._grammars.drop(grammar_id)
         for grammar in plan.new_grammars:
             queue = compile_queue_of(grammar)
-            self._work[queue].append((self._next, self._submit(queue, grammar)))
-            self._next += 1
-
-    def report(self) -> tuple[int, ...] | None:
-        """For each compile queue, how many of the grammars sent so far are compiled on every rank; None while none is
-        being compiled. Waits for a moment if the step computes nothing."""
-        if self._agreed == self._next:
-            return None
-        if self._idle and (first := [work[0][1] for work in self._work if work]):
-            wait(first, timeout=_IDLE_SECONDS, return_when=FIRST_COMPLETED)
-        for queue, work in enumerate(self._work):
-            while work and work[0][1].done():
-                number, made = work.popleft()
-                self._grammars.store(number, made.result())
-                self._made[queue] += 1
-        agreed = tuple(self._communicator.all_reduce_min(self._made))
-        self._agreed = sum(agreed)
-        return agreed
+            self._pending[queue].append((self._next_id, self._submit(queue, grammar)))
+            self._next_id += 1
 
     def _submit(self, queue: int, grammar: Grammar) -> Future[CompiledGrammar]:
-        before = threading.stack_size(_STACK_BYTES)  # a queue's thread starts with its first grammar
+        before = threading.stack_size(_STACK_BYTES)  # the executor starts its thread at the first submit
         try:
             return self._threads[queue].submit(self._grammars.compile_grammar, grammar)
         finally:
             threading.stack_size(before)
 
+    def report_compiled(self) -> tuple[int, ...] | None:
+        """For each compile queue, how many of the grammars sent so far are compiled on every rank.
 
-def _give_way() -> None:
+        None while none is being compiled. Waits for up to 1 ms if the step computes nothing.
+        """
+        if self._num_agreed == self._next_id:
+            return None
+        if self._is_idle_step and (oldest := [pending[0][1] for pending in self._pending if pending]):
+            wait(oldest, timeout=_IDLE_WAIT_SECONDS, return_when=FIRST_COMPLETED)
+        for queue, pending in enumerate(self._pending):
+            while pending and pending[0][1].done():
+                grammar_id, compiled = pending.popleft()
+                self._grammars.store(grammar_id, compiled.result())
+                self._num_compiled[queue] += 1
+        agreed = tuple(self._communicator.all_reduce_min(self._num_compiled))
+        self._num_agreed = sum(agreed)
+        return agreed
+
+
+def _lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

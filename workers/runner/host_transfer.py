@@ -1,7 +1,7 @@
-"""Transfer: small host values to a rank's device and back, without making the host wait where it need not.
+"""Small copies between host and device that do not make the host wait for the device.
 
-On a GPU a plain copy waits for every kernel queued before it; pinned memory and events keep a step that is being
-launched from waiting for the one before. It does not know what the values mean.
+On a GPU a plain copy waits for every kernel queued before it. Pinned memory and events let the next step be launched
+while the previous one still runs.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def upload(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values (numbers, or nested lists of them) on the device; the copy is queued behind what runs there."""
+    """The values (numbers, or nested lists of them) as a tensor on `device`; on a GPU the copy is only queued."""
     tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cpu" or tensor.numel() == 0:
         return tensor.to(device)
@@ -21,25 +21,25 @@ def upload(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(slots=True)
 class Download:
-    """A device tensor on its way to the host."""
+    """A device tensor that is being copied to the host."""
 
     _host: Tensor
-    _arrived: torch.cuda.Event | None
+    _done: torch.cuda.Event | None
 
     @classmethod
     def start(cls, tensor: Tensor) -> "Download":
-        """Queues the copy; what is queued later does not delay it."""
+        """Queue the copy. Work that is queued later does not delay it."""
         if tensor.device.type == "cpu":
             return cls(tensor, None)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(host, arrived)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(host, done)
 
     def wait(self) -> list[Any]:
-        """The values, nested as the tensor's dimensions are, once they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Block until the copy is done. Returns the values, nested as the tensor's dimensions are."""
+        if self._done is not None:
+            self._done.synchronize()
         values: list[Any] = self._host.tolist()
         return values

@@ -1,8 +1,13 @@
-"""ModelRunner: carries out step plans on one rank.
+"""ModelRunner: computes step plans on one rank.
 
-Keeps the rank's mirror of the scheduler's state, one row per slot: token ids, block table, sampling parameters. A plan
-changes the mirror, then one forward pass computes all its rows, and the sampler writes new tokens into the mirror,
-where the next plan finds them. It does not know requests, nor why a row is in a plan.
+The scheduler sends only changes. So every rank keeps a copy of the scheduler's batch state, one row per slot (a running
+sequence): token ids, block table and sampling parameters. A step
+
+    1. applies the plan's changes to that state,
+    2. runs one forward pass over all rows of the plan (or replays a CUDA graph, if all rows decode),
+    3. samples, and writes the new tokens into the state, where the next step reads them.
+
+Sampled tokens therefore never go through the host before the next step, and steps can be launched ahead.
 """
 
 from collections.abc import Sequence
@@ -30,12 +35,15 @@ from coatcheck.workers.runner.token_bitmask import TokenBitmasks
 from coatcheck.workers.runner.warm_up import kernel_plans
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
-_LOGITS_ROWS = 64  # prompt logprobs take the vocabulary times this many floats at a time
+_PROMPT_LOGITS_ROWS = 64  # at a time for prompt logprobs: float32 [64, vocab] is 31 MiB for a vocabulary of 128,000
 
 
 class ModelRunner:
-    """One rank's model, pool and mirror; `copier` where there is a host tier, `communicator` where there are other
-    ranks, so that all know which grammars all have. `capture_sizes`: of cuda_graphs.py."""
+    """One rank's model, KV pool and batch state.
+
+    `pool`: uint8 [num_blocks, bytes_per_block]. `copier`: None without a host tier. `communicator`: None for a rank
+    without peers. `capture_sizes`: batch sizes of the CUDA graphs (cuda_graphs.py); used once `warm_up` captured them.
+    """
 
     def __init__(
         self,
@@ -53,100 +61,83 @@ class ModelRunner:
         self.model = model
         self.pool = pool
         self.steps = 0
-        self._copier = copier
         self._layout = layout
         self._kv = layer_caches(layout, pool)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
-        self._tokens = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
-        self._tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
-        self.graphs = CudaGraphs(
-            model, self._kv, self._tokens, self._tables,
-            block_size=layout.block_size, sizes=capture_sizes, most_tokens=len(pool) * layout.block_size,
-        )  # fmt: skip
+        # The batch state, one row per slot. The token column after the last holds the token sampled there.
+        self._token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
+        self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
         self._sampler = Sampler(max_num_seqs, self._device)
-        grammars = grammars or GrammarBackend(None, "this runner was given no grammars")
-        self._press = GrammarCompiler(grammars, communicator or Communicator())
-        self._masks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
+        grammars = grammars or GrammarBackend(None, "this runner has no grammar backend")
+        self._bitmasks = TokenBitmasks(grammars, model.spec.vocab_size, self._device)
+        self._grammar_compiler = GrammarCompiler(grammars, communicator or Communicator())
+        self._copier = copier
+        self.graphs = CudaGraphs(
+            model, self._kv, self._token_ids, self._block_tables,
+            block_size=layout.block_size, sizes=capture_sizes, max_total_seq_len=len(pool) * layout.block_size,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
-        """Carries out a plan; on a GPU the kernels are queued when this returns."""
+        """Compute a plan. On a GPU the kernels are queued, not done, when this returns."""
         self.steps += 1
-        self._press.start(plan)
+        self._grammar_compiler.start_compiling(plan)
         if self._copier is not None:
-            self._copier.start(plan)
-        step = self._compute(plan)
+            self._copier.start_copies(plan)
+        self._update_state(plan)
+        self._copy_blocks(plan.copies)
+        step = self._compute_rows(plan.rows) if plan.rows else DeviceStep(0, [], None)
         if self._copier is not None:
-            step.copies = self._copier.report()
-        step.num_compiled = self._press.report()
+            step.copies = self._copier.report_copies()
+        step.num_compiled = self._grammar_compiler.report_compiled()
         return step
 
-    @torch.inference_mode()
-    def warm(self) -> None:
-        """Launches every kernel that serving can ask for, then captures the graphs; all ranks together, before any
-        other plan. What it leaves in the pool and the mirror nobody has named yet."""
-        vocab, size = self.model.spec.vocab_size, self._layout.block_size
-        room = min(self._tokens.shape[1] - 1, len(self.pool) * size)
-        groups = {layer.num_heads // layer.num_kv_heads for layer in self.model.spec.layers}
-        lengths = sorted({length for group in groups for length in chunk_lengths(group)})
-        for plan in kernel_plans(
-            chunk_lengths=lengths, room=room, num_blocks=len(self.pool), block_size=size
-        ):  # fmt: skip
-            self.launch(plan).wait()
-        logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
-        apply_token_mask(logits, self._int64([0]), self._int32(mask))
-        self.graphs.capture()
-
-    def wait_for_copies(self) -> None:
-        """Waits until no copy between the tiers is under way on any rank; for all ranks together, between plans."""
-        while self._copier is not None and self._copier.report() is not None:
-            pass
-
-    def _compute(self, plan: StepPlan) -> DeviceStep:
-        self._update_mirror(plan)
-        self._copy_blocks(plan.copies)
-        if not plan.rows:
-            return DeviceStep(0, [], None)
-        scores_prompt = any(self._sampler.scores_prompt(row.slot, row.start) for row in plan.rows)
-        if not scores_prompt and (size := self.graphs.pick(plan.rows)) is not None:
-            return self._sample(plan.rows, self.graphs.logits(plan.rows, size), {})
-        wanted = None if scores_prompt else self._wanted(plan.rows)
-        hidden = self._forward(plan.rows, wanted)
-        if not any(row.sample for row in plan.rows) and not scores_prompt:
-            return DeviceStep(len(plan.rows), [], None)
-        if not scores_prompt:
-            return self._sample(plan.rows, self.model.logits(hidden), {})
-        ends = list(accumulate(row.num_tokens for row in plan.rows))
-        reports = self._prompt_logprobs(plan.rows, ends, hidden)
-        last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.sample]
-        if not last:
-            return DeviceStep(len(plan.rows), [], None, prompt_logprobs=reports)
-        return self._sample(plan.rows, self.model.logits(hidden[self._int64(last)]), reports)
-
-    def _update_mirror(self, plan: StepPlan) -> None:
+    def _update_state(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
-            self._tokens[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
-            self._sampler.set(new)
-            self._masks.set(new)
+            self._token_ids[new.slot, : len(new.token_ids)] = self._int32(new.token_ids)
+            self._sampler.set_parameters(new)
+            self._bitmasks.set_grammar(new)
         if plan.table_writes:
             triples = self._int32([(write.slot, write.index, write.block) for write in plan.table_writes]).T
-            # Of two writes to one entry the later must win, which an indexed store does not promise.
+            # If two writes have one entry, the later must win, which an indexed store does not guarantee.
             latest = {(write.slot, write.index): i for i, write in enumerate(plan.table_writes)}
             if len(latest) < len(plan.table_writes):
                 triples = triples[:, self._int64(list(latest.values()))]
-            self._tables[triples[0].long(), triples[1].long()] = triples[2]
+            self._block_tables[triples[0].long(), triples[1].long()] = triples[2]
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        # Copies of one plan may chain (a block freed by one is the target of the next): then one by one, in order.
+        """Copy blocks within the pool (copy-on-write), in order if a block is both a source and a target."""
+        if not copies:
+            return
         sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
-        chained = len({*sources, *targets}) < len(copies) + len(set(sources))
-        for batch in [[pair] for pair in copies] if chained else [copies] if copies else []:
+        is_chained = len({*sources, *targets}) < len(copies) + len(set(sources))
+        for batch in [[pair] for pair in copies] if is_chained else [copies]:
             pairs = self._int64(batch).T.contiguous()
             copy_blocks(self.pool, pairs[0], pairs[1])
 
-    def _wanted(self, rows: list[Row]) -> LogitsIndices | None:
-        """The tokens that are sampled after; None when that is every token, as when all rows decode."""
+    def _compute_rows(self, rows: list[Row]) -> DeviceStep:
+        if any(self._sampler.needs_prompt_logprobs(row.slot, row.start) for row in rows):
+            return self._compute_with_prompt_logprobs(rows)
+        if (size := self.graphs.pick_size(rows)) is not None:
+            return self._sample(rows, self.graphs.replay(rows, size), {})
+        hidden = self._forward(rows, self._logits_indices(rows))
+        if not any(row.sample for row in rows):
+            return DeviceStep(len(rows), [], None)
+        return self._sample(rows, self.model.logits(hidden), {})
+
+    def _compute_with_prompt_logprobs(self, rows: list[Row]) -> DeviceStep:
+        """As _compute_rows, with the hidden states of all tokens, which prompt logprobs need."""
+        hidden = self._forward(rows, None)
+        ends = list(accumulate(row.num_tokens for row in rows))
+        reports = self._prompt_logprobs(rows, ends, hidden)
+        last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
+        if not last:
+            return DeviceStep(len(rows), [], None, prompt_logprobs=reports)
+        return self._sample(rows, self.model.logits(hidden[self._int64(last)]), reports)
+
+    def _logits_indices(self, rows: list[Row]) -> LogitsIndices | None:
+        """The last token of each row that samples. None if these are all tokens of the step."""
         if all(row.sample and row.num_tokens == 1 for row in rows):
             return None
         ends = accumulate(row.num_tokens for row in rows)
@@ -154,59 +145,61 @@ class ModelRunner:
         counts = accumulate((int(row.sample) for row in rows), initial=0)
         return LogitsIndices(self._int64(tokens), self._int32(list(counts)))
 
-    def _forward(self, rows: list[Row], wanted: LogitsIndices | None) -> Tensor:
-        """Hidden states [T, hidden] of every token of the rows, or [R, hidden] of those wanted."""
+    def _forward(self, rows: list[Row], logits_indices: LogitsIndices | None) -> Tensor:
+        """Hidden states of the rows' T tokens, [T, hidden]; with `logits_indices`, of its R tokens, [R, hidden]."""
         lens = [row.num_tokens for row in rows]
-        cu = list(accumulate(lens, initial=0))
-        longest = max(lens)
+        cu_seqlens = list(accumulate(lens, initial=0))
+        max_seqlen_q = max(lens)
         slots, starts, counts = self._int64([(row.slot, row.start, row.num_tokens) for row in rows]).T
         seq_lens = starts + counts
-        if longest == 1:
+        if max_seqlen_q == 1:
             token_slots, positions = slots, starts
         else:
-            row_of = torch.arange(len(rows), device=self._device).repeat_interleave(counts, output_size=cu[-1])
+            row_of = torch.arange(len(rows), device=self._device).repeat_interleave(counts, output_size=cu_seqlens[-1])
             token_slots = slots[row_of]
-            positions = torch.arange(cu[-1], device=self._device) + (starts - self._int64(cu[:-1]))[row_of]
+            first_token = self._int64(cu_seqlens[:-1])
+            positions = torch.arange(cu_seqlens[-1], device=self._device) + (starts - first_token)[row_of]
         size = self._layout.block_size
         max_seq_len = max(row.start + row.num_tokens for row in rows)
-        blocks = self._tables[token_slots, positions // size]
+        blocks = self._block_tables[token_slots, positions // size]
         metadata = AttentionMetadata(
             slot_mapping=blocks.long() * size + positions % size,
-            block_tables=self._tables[slots, : -(-max_seq_len // size)],
+            block_tables=self._block_tables[slots, : -(-max_seq_len // size)],
             seq_lens=seq_lens.to(torch.int32),
-            cu_seqlens_q=self._int32(cu),
-            max_seqlen_q=longest,
+            cu_seqlens_q=self._int32(cu_seqlens),
+            max_seqlen_q=max_seqlen_q,
             max_seq_len=max_seq_len,
             batch_invariant=self.model.deterministic,
             total_seq_len=sum(row.start + row.num_tokens for row in rows),
             num_prefills=sum(row.num_tokens > 1 for row in rows),
         )
-        ids = self._tokens[token_slots, positions].long()
-        return self.model.forward(ids, positions, metadata, self._kv, wanted)
+        input_ids = self._token_ids[token_slots, positions].long()
+        return self.model.forward(input_ids, positions, metadata, self._kv, logits_indices)
 
     def _sample(self, rows: list[Row], logits: Tensor, prompt_logprobs: dict[int, list[LogprobReport]]) -> DeviceStep:
-        """Draws after each row that samples; `logits` [R, vocab], which it changes, are those of their last tokens."""
+        """Sample one token for each row with `sample`. `logits`: float32 [sampled rows, vocab], changed in place."""
         sampled = [index for index, row in enumerate(rows) if row.sample]
         slots = [rows[index].slot for index in sampled]
         positions = [rows[index].start + rows[index].num_tokens for index in sampled]
-        counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.wants_logprobs(slot)) is not None}
+        # Logprobs are of the model's logits, before the mask, bias and penalties change them.
+        counts = {r: count for r, slot in enumerate(slots) if (count := self._sampler.num_logprobs(slot)) is not None}
         reported = self._int64(list(counts))
-        raw = logits[reported] if counts else logits
-        failed = self._constrain(logits, slots)
-        token_ids = self._sampler.draw(logits, slots, positions, self._tokens)
-        self._tokens[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
-        arriving = Download.start(token_ids)
-        self._masks.drew(slots, arriving)
+        raw_logits = logits[reported] if counts else logits
+        failed = self._apply_bitmasks(logits, slots)
+        token_ids = self._sampler.sample_tokens(logits, slots, positions, self._token_ids)
+        self._token_ids[self._int64(slots), self._int64(positions)] = token_ids.to(torch.int32)
+        download = Download.start(token_ids)
+        self._bitmasks.record_tokens(slots, download)
         logprobs = None
         if counts:
-            report = LogprobReport.start(raw, token_ids[reported], list(counts.values()))
+            report = LogprobReport.start(raw_logits, token_ids[reported], list(counts.values()))
             logprobs = [sampled[r] for r in counts], report
-        said = {sampled[r]: reason for r, reason in failed.items()}
-        return DeviceStep(len(rows), sampled, arriving, logprobs, prompt_logprobs, failed=said)
+        failed_rows = {sampled[r]: reason for r, reason in failed.items()}
+        return DeviceStep(len(rows), sampled, download, logprobs, prompt_logprobs, failed=failed_rows)
 
-    def _constrain(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
-        """Leaves each row the tokens that its structured output can go on with; returns why a row has none."""
-        masks = self._masks.masks(slots)
+    def _apply_bitmasks(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
+        """Mask the tokens that structured output forbids. Returns, by row, why a row cannot continue."""
+        masks = self._bitmasks.compute_masks(slots)
         if masks is None:
             return {}
         rows, bits, failed = masks
@@ -214,21 +207,46 @@ class ModelRunner:
         return failed
 
     def _prompt_logprobs(self, rows: list[Row], ends: list[int], hidden: Tensor) -> dict[int, list[LogprobReport]]:
+        """Queue the logprobs of prompt tokens. `ends`: the end of each row in `hidden`, [T, hidden]."""
         reports: dict[int, list[LogprobReport]] = {}
         for index, row in enumerate(rows):
-            count = self._sampler.wants_prompt_logprobs(row.slot)
-            # The hidden state at position p speaks of token p + 1, which must be the prompt's.
-            known = min(row.start + row.num_tokens, self._sampler.prompt_len(row.slot) - 1) - row.start
-            if count is None or known < 1:
+            count = self._sampler.num_prompt_logprobs(row.slot)
+            # The hidden state at position p predicts token p + 1, which must belong to the prompt.
+            last = min(row.start + row.num_tokens, self._sampler.prompt_len(row.slot) - 1)
+            num_scored = last - row.start
+            if count is None or num_scored < 1:
                 continue
             first = ends[index] - row.num_tokens
             reports[index] = []
-            for at in range(0, known, _LOGITS_ROWS):
-                n = min(_LOGITS_ROWS, known - at)
+            for at in range(0, num_scored, _PROMPT_LOGITS_ROWS):
+                n = min(_PROMPT_LOGITS_ROWS, num_scored - at)
                 logits = self.model.logits(hidden[first + at : first + at + n])
-                said = self._tokens[row.slot, row.start + at + 1 : row.start + at + 1 + n].long()
-                reports[index].append(LogprobReport.start(logits, said, [count] * n))
+                targets = self._token_ids[row.slot, row.start + at + 1 : row.start + at + 1 + n].long()
+                reports[index].append(LogprobReport.start(logits, targets, [count] * n))
         return reports
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launch every kernel that serving can need, then capture the CUDA graphs, so nothing compiles while serving.
+
+        All ranks call this together, before the first plan: it overwrites the pool and the batch state.
+        """
+        vocab, size = self.model.spec.vocab_size, self._layout.block_size
+        max_tokens = min(self._token_ids.shape[1] - 1, len(self.pool) * size)
+        groups = {layer.num_heads // layer.num_kv_heads for layer in self.model.spec.layers}
+        lengths = sorted({length for group in groups for length in chunk_lengths(group)})
+        for plan in kernel_plans(
+            chunk_lengths=lengths, max_tokens=max_tokens, num_blocks=len(self.pool), block_size=size
+        ):  # fmt: skip
+            self.launch(plan).wait()
+        logits, mask = torch.zeros(1, vocab, device=self._device), [[-1] * -(-vocab // 32)]
+        apply_token_mask(logits, self._int64([0]), self._int32(mask))
+        self.graphs.capture()
+
+    def wait_for_copies(self) -> None:
+        """Wait until no copy between tiers is in progress on any rank. All ranks call this together."""
+        while self._copier is not None and self._copier.report_copies() is not None:
+            pass
 
     def _int32(self, values: object) -> Tensor:
         return upload(values, torch.int32, self._device)

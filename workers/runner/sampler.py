@@ -1,8 +1,7 @@
-"""Sampler: turns logits into tokens for the slots that sample, as each slot's request asked.
+"""Sampler: logits to tokens, with the sampling parameters of each slot.
 
-Keeps one row of parameters per slot on the rank's device, set when a sequence takes the slot. Every rank runs it on
-the same gathered logits and so draws the same tokens. It does not know prompts beyond the token mirror it is given,
-nor when a sequence ends.
+The parameters lie on the device, one column per slot, written when a sequence takes the slot. Every rank samples from
+the same gathered logits with the same seeds, and so gets the same tokens.
 """
 
 import math
@@ -18,18 +17,18 @@ from coatcheck.workers.runner.host_transfer import upload
 
 
 class Sampler:
-    """Parameters of `num_slots` slots, and the draw."""
+    """The sampling parameters of `num_slots` slots."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        # One row per parameter, so that a new sequence is one column written; `set` has the order.
+        # One row per parameter, in the order of `set_parameters`: a new sequence is one upload of a column.
         self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._new: dict[int, NewRow] = {}
+        self._new: dict[int, NewRow] = {}  # by slot
 
-    def set(self, new: NewRow) -> None:
-        """A sequence takes its slot."""
+    def set_parameters(self, new: NewRow) -> None:
+        """Set the slot's parameters to those of a new sequence."""
         params, slot = new.sampling, new.slot
         self._new[slot] = new
         floats = (
@@ -41,17 +40,17 @@ class Sampler:
         seed = params.seed or 0
         self._seeds[slot] = upload(seed - (1 << 64) if seed >= 1 << 63 else seed, torch.int64, self._device)
 
-    def draw(self, logits: Tensor, slots: list[int], positions: list[int], tokens: Tensor) -> Tensor:
-        """One token per row: int64 [R].
+    def sample_tokens(self, logits: Tensor, slots: list[int], positions: list[int], token_ids: Tensor) -> Tensor:
+        """Sample one token per row: int64 [R].
 
-        logits: float32 [R, V], changed in place; row r belongs to slots[r] and its token goes to positions[r];
-        tokens: int32 [num_slots, max_len], the mirror, of which positions[r] tokens count.
+        logits:    float32 [R, vocab], changed in place; row r belongs to slots[r], its token to positions[r]
+        token_ids: int32 [num_slots, max_len]; of row r the first positions[r] tokens are the sequence so far
         """
         news = [self._new[slot] for slot in slots]
-        self._bias(logits, news, positions)
+        self._add_bias(logits, news, positions)
         rows, where = upload(slots, torch.int64, self._device), upload(positions, torch.int64, self._device)
-        if any(_penalised(new) for new in news):
-            self._penalise(logits, news, rows, where, tokens[:, : max(positions)])
+        if any(_has_penalties(new) for new in news):
+            self._apply_penalties(logits, news, rows, where, token_ids[:, : max(positions)])
         if all(new.sampling.temperature == 0.0 for new in news):
             return logits.argmax(dim=-1)
         floats, ints = self._floats[:, rows], self._ints[:, rows]
@@ -66,23 +65,8 @@ class Sampler:
             position=where,
         )
 
-    def wants_logprobs(self, slot: int) -> int | None:
-        """How many most likely tokens to report beside each chosen one; None: no logprobs at all."""
-        return self._new[slot].sampling.logprobs
-
-    def wants_prompt_logprobs(self, slot: int) -> int | None:
-        """The same for the tokens of the prompt."""
-        return self._new[slot].sampling.prompt_logprobs
-
-    def scores_prompt(self, slot: int, start: int) -> bool:
-        """Whether a row from position `start` on reports logprobs of prompt tokens."""
-        return self.wants_prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
-
-    def prompt_len(self, slot: int) -> int:
-        """Tokens of the slot's prompt."""
-        return self._new[slot].prompt_len
-
-    def _bias(self, logits: Tensor, news: list[NewRow], positions: list[int]) -> None:
+    def _add_bias(self, logits: Tensor, news: list[NewRow], positions: list[int]) -> None:
+        """Add logit_bias, and forbid end and stop tokens before min_tokens."""
         triples: list[tuple[int, int, float]] = []
         for row, (new, position) in enumerate(zip(news, positions, strict=True)):
             triples.extend((row, token, bias) for token, bias in new.sampling.logit_bias.items())
@@ -93,13 +77,30 @@ class Sampler:
             columns = (upload(rows, torch.int64, self._device), upload(ids, torch.int64, self._device))
             add_logit_bias(logits, *columns, upload(bias, torch.float32, self._device))
 
-    def _penalise(self, logits: Tensor, news: list[NewRow], rows: Tensor, where: Tensor, tokens: Tensor) -> None:
+    def _apply_penalties(
+        self, logits: Tensor, news: list[NewRow], rows: Tensor, where: Tensor, token_ids: Tensor
+    ) -> None:
         floats = self._floats[:, rows]
         prompt_lens = upload([new.prompt_len for new in news], torch.int32, self._device)
-        history = tokens[rows]
+        history = token_ids[rows]
         apply_penalties(logits, history, prompt_lens, where.to(torch.int32), floats[3], floats[4], floats[5])
 
+    def num_logprobs(self, slot: int) -> int | None:
+        """How many most likely tokens to report for each sampled token; None for no logprobs."""
+        return self._new[slot].sampling.logprobs
 
-def _penalised(new: NewRow) -> bool:
+    def num_prompt_logprobs(self, slot: int) -> int | None:
+        """How many most likely tokens to report for each prompt token; None for no prompt logprobs."""
+        return self._new[slot].sampling.prompt_logprobs
+
+    def needs_prompt_logprobs(self, slot: int, start: int) -> bool:
+        """Whether a row from position `start` on reports logprobs of prompt tokens."""
+        return self.num_prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
+
+    def prompt_len(self, slot: int) -> int:
+        return self._new[slot].prompt_len
+
+
+def _has_penalties(new: NewRow) -> bool:
     params = new.sampling
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

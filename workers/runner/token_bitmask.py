@@ -1,8 +1,8 @@
-"""TokenBitmasks: which tokens each constrained slot may have next.
+"""TokenBitmasks: which tokens the grammar of each constrained slot allows next.
 
-A sequence that takes a slot with a grammar gets a matcher, which follows it token by token. Tokens are handed over as
-they are drawn and read only when the next mask needs them: on a GPU that is while the next step's forward pass runs, so
-the host's work hides behind it. It does not know logits, nor when a sequence ends.
+A sequence with a grammar has a matcher, which advances token by token. Sampled tokens are handed over while they are
+still being copied to the host, and read only when the next mask needs them: on a GPU that is while the next step's
+forward pass runs, so the host's work is hidden behind it.
 """
 
 from __future__ import annotations
@@ -25,133 +25,140 @@ from coatcheck.workers.structured.grammar_backend import GrammarBackend
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-_THREADS = 4
-# Of the processor, for masks and for following tokens. Schemas take 0.02 to 0.4 ms a token over 128,000 tokens, the
-# library's own limits let an ambiguous grammar take 0.8 s, and everybody's step waits.
-_SECONDS_AHEAD: Final = 0.25
-_SECONDS_A_TOKEN: Final = 0.005
-_SLOW_SECONDS: Final = 0.02  # of masks made side by side: after that they are made one by one, to see whose is slow
+Bits = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+
+_NUM_THREADS = 4
+# CPU time that a grammar may take for masks and matching: a burst, and what each token adds. JSON schemas take 0.02 to
+# 0.4 ms a token over a vocabulary of 128,000. An ambiguous grammar may take 0.8 s within llguidance's own limits, while
+# every request of the step waits.
+_BURST_SECONDS: Final = 0.25
+_SECONDS_PER_TOKEN: Final = 0.005
+# If computing all masks took longer than this, the next ones are computed one by one, to find the slow grammar.
+_SLOW_SECONDS: Final = 0.02
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Budget:
-    """The processor's seconds that all sequences of one grammar may still take; each token adds to them."""
+class _CpuBudget:
+    """A token bucket of CPU seconds, shared by all sequences with one grammar."""
 
-    seconds: float = _SECONDS_AHEAD
+    seconds: float = _BURST_SECONDS
 
-    def is_overdrawn_by(self, seconds: float) -> bool:
-        """Takes them for one token. A token that took no more than it adds overdraws nothing."""
-        self.seconds = min(self.seconds + _SECONDS_A_TOKEN, _SECONDS_AHEAD) - seconds
-        return self.seconds < 0 and seconds > _SECONDS_A_TOKEN
+    def spend(self, seconds: float) -> bool:
+        """Spend `seconds` for one token. Returns False if the budget is exceeded, and this token was slow itself."""
+        self.seconds = min(self.seconds + _SECONDS_PER_TOKEN, _BURST_SECONDS) - seconds
+        return self.seconds >= 0 or seconds <= _SECONDS_PER_TOKEN
 
 
 @dataclass(slots=True)
-class _Follower:
-    """`seconds`: what following the tokens since its last mask has taken."""
+class _Constraint:
+    """One constrained sequence. `seconds`: CPU time of matching since its last mask."""
 
     matcher: LLMatcher
-    budget: _Budget
+    budget: _CpuBudget
     seconds: float = 0.0
 
 
 class TokenBitmasks:
-    """Of one rank. On a CPU the cores belong to the model's threads, so masks are made one after another.
+    """The matchers of one rank. On a CPU masks are computed in one thread, because the model's threads need the cores.
 
-    A sequence that overdraws its grammar's budget fails, but gets its mask: clocks differ between ranks, masks must
-    not. Only what rank 0 says of failures counts.
+    A sequence that exceeds its grammar's budget is reported as failed but still gets its mask: CPU time differs between
+    ranks, masks must not. Only rank 0's report counts.
     """
 
     def __init__(self, grammars: GrammarBackend, vocab_size: int, device: torch.device) -> None:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._device = device
-        self._followers: dict[int, _Follower] = {}
-        self._budgets = WeakValueDictionary[int, _Budget]()  # by the grammar's number, while a sequence has it
-        self._drawn: list[tuple[Download, list[tuple[int, _Follower]]]] = []  # (tokens, whose each place is)
-        self._pool: LLExecutor | None = None
+        self._constraints: dict[int, _Constraint] = {}  # by slot
+        self._budgets = WeakValueDictionary[int, _CpuBudget]()  # by grammar id, while a sequence has the grammar
+        # Sampled tokens that the matchers have not consumed: the download, and whose token each of its places is.
+        self._unread: list[tuple[Download, list[tuple[int, _Constraint]]]] = []
+        self._executor: LLExecutor | None = None
         self._was_slow = False
 
-    def set(self, new: NewRow) -> None:
-        """A sequence takes its slot; what it has said so far is part of its row."""
-        self._followers.pop(new.slot, None)
+    def set_grammar(self, new: NewRow) -> None:
+        """Constrain the slot of a new sequence, or free it. Output tokens in `new` are consumed."""
+        self._constraints.pop(new.slot, None)
         if new.grammar_id is not None:
-            said = new.token_ids[new.prompt_len :]
-            budget = self._budgets.setdefault(new.grammar_id, _Budget())
-            self._followers[new.slot] = _Follower(self._grammars.create_matcher(new.grammar_id, said), budget)
+            output = new.token_ids[new.prompt_len :]
+            budget = self._budgets.setdefault(new.grammar_id, _CpuBudget())
+            self._constraints[new.slot] = _Constraint(self._grammars.create_matcher(new.grammar_id, output), budget)
 
-    def masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
-        """For rows of these slots: (the constrained rows, a mask for each, int32 [n, ceil(V / 32)] on the device, and
-        why a row cannot go on); None when no row is constrained."""
-        rows = [row for row, slot in enumerate(slots) if slot in self._followers] if self._followers else []
+    def record_tokens(self, slots: Sequence[int], token_ids: Download) -> None:
+        """Hand over the tokens that were sampled for `slots`."""
+        if not self._constraints:
+            return
+        places = [(at, self._constraints[slot]) for at, slot in enumerate(slots) if slot in self._constraints]
+        if places:
+            self._unread.append((token_ids, places))
+
+    def compute_masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
+        """Masks for rows of these slots; None if no row is constrained.
+
+        Returns (the constrained rows, int32 [n, ceil(vocab / 32)] on the device, by row why it cannot continue).
+        """
+        rows = [row for row, slot in enumerate(slots) if slot in self._constraints] if self._constraints else []
         if not rows:
             return None
-        from llguidance.numpy import allocate_token_bitmask  # late, as in proto/grammar.py
+        from llguidance.numpy import allocate_token_bitmask  # imported late, as in proto/grammar.py
 
-        self._catch_up()
-        followers = [self._followers[slots[row]] for row in rows]
+        self._consume_tokens()
+        constraints = [self._constraints[slots[row]] for row in rows]
         bits = allocate_token_bitmask(len(rows), self._vocab_size)
-        slow = self._fill(followers, bits)
+        over_budget = self._fill_masks(constraints, bits)
         failed: dict[int, str] = {}
-        for at, (row, follower) in enumerate(zip(rows, followers, strict=True)):
-            if follower.matcher.is_error() or not bits[at].any():
-                failed[row] = _too_hard(describe_matcher_error(follower.matcher))
-                bits[at] = -1  # its token is drawn for nothing
-            elif at in slow:
-                failed[row] = _too_hard(f"it takes {slow[at] * 1e3:.0f} ms for a token")
-        return rows, self._upload(bits), failed
+        for at, (row, constraint) in enumerate(zip(rows, constraints, strict=True)):
+            if constraint.matcher.is_error() or not bits[at].any():
+                failed[row] = _explain_failure(describe_matcher_error(constraint.matcher))
+                bits[at] = -1  # all tokens: what is sampled is discarded
+            elif at in over_budget:
+                failed[row] = _explain_failure(f"it takes {over_budget[at] * 1e3:.0f} ms for a token")
+        return rows, self._to_device(bits), failed
 
-    def drew(self, slots: Sequence[int], token_ids: Download) -> None:
-        """These slots' next tokens, which may still be on their way."""
-        if not self._followers:
-            return
-        followed = [(at, self._followers[slot]) for at, slot in enumerate(slots) if slot in self._followers]
-        if followed:
-            self._drawn.append((token_ids, followed))
+    def _consume_tokens(self) -> None:
+        for token_ids, places in self._unread:
+            tokens = token_ids.wait()
+            began = time.thread_time()
+            for at, constraint in places:
+                started = time.thread_time()
+                if not constraint.matcher.is_stopped():  # a finished sequence may still have a row in flight
+                    constraint.matcher.consume_token(tokens[at])
+                constraint.seconds += time.thread_time() - started
+            self._was_slow |= time.thread_time() - began > _SLOW_SECONDS
+        self._unread.clear()
 
-    def _fill(
-        self, followers: list[_Follower], bits: np.ndarray[tuple[int, int], np.dtype[np.int32]]
-    ) -> dict[int, float]:
-        """Makes all masks; returns the places of those that overdraw their budgets, and the seconds they took."""
+    def _fill_masks(self, constraints: list[_Constraint], bits: Bits) -> dict[int, float]:
+        """Compute all masks. Returns, by index, the seconds of those that exceed their budget."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-        if self._device.type == "cuda" and len(followers) > 1 and not self._was_slow:
-            self._pool = self._pool or LLExecutor(_THREADS)
+        if self._device.type == "cuda" and len(constraints) > 1 and not self._was_slow:
+            self._executor = self._executor or LLExecutor(_NUM_THREADS)
             started = time.perf_counter()
-            fill_next_token_bitmask_par(self._pool, [(each.matcher, at) for at, each in enumerate(followers)], bits)
+            fill_next_token_bitmask_par(
+                self._executor, [(each.matcher, at) for at, each in enumerate(constraints)], bits
+            )
             self._was_slow = time.perf_counter() - started > _SLOW_SECONDS
-            for follower in followers:
-                follower.seconds = 0.0
+            for constraint in constraints:
+                constraint.seconds = 0.0
             return {}
-        slow: dict[int, float] = {}
+        over_budget: dict[int, float] = {}
         began = time.thread_time()
-        for at, follower in enumerate(followers):
+        for at, constraint in enumerate(constraints):
             started = time.thread_time()
-            fill_next_token_bitmask(follower.matcher, bits, at)
-            seconds = follower.seconds + time.thread_time() - started
-            follower.seconds = 0.0
-            if follower.budget.is_overdrawn_by(seconds):
-                slow[at] = seconds
+            fill_next_token_bitmask(constraint.matcher, bits, at)
+            seconds = constraint.seconds + time.thread_time() - started
+            constraint.seconds = 0.0
+            if not constraint.budget.spend(seconds):
+                over_budget[at] = seconds
         self._was_slow = time.thread_time() - began > _SLOW_SECONDS
-        return slow
+        return over_budget
 
-    def _catch_up(self) -> None:
-        for token_ids, followed in self._drawn:
-            tokens = token_ids.wait()
-            began = time.thread_time()
-            for at, follower in followed:
-                started = time.thread_time()
-                if not follower.matcher.is_stopped():  # a sequence that has ended may have a row in flight
-                    follower.matcher.consume_token(tokens[at])
-                follower.seconds += time.thread_time() - started
-            self._was_slow |= time.thread_time() - began > _SLOW_SECONDS
-        self._drawn.clear()
-
-    def _upload(self, bits: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> Tensor:
+    def _to_device(self, bits: Bits) -> Tensor:
         if self._device.type == "cpu":
             return torch.from_numpy(bits)
         return upload(bits, torch.int32, self._device)
 
 
-def _too_hard(reason: str) -> str:
+def _explain_failure(reason: str) -> str:
     return f"the structured output became too hard to follow ({reason}); make its grammar simpler"

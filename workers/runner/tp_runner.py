@@ -1,8 +1,7 @@
-"""TpRunner: rank 0's runner, which has every rank carry out the plan that it carries out itself.
+"""TpRunner: rank 0's runner in a group of several ranks. It broadcasts each plan, so that every rank computes it.
 
-`follow` is the other ranks' whole life: receive a plan, carry it out, until one says stop. A plan without rows is a
-heartbeat: all ranks meet in one small all-reduce, so that rank 0 notices one that is gone. It does not know what a
-plan is for.
+rank 0        TpRunner.launch(plan) for each step, then stop_followers()
+other ranks   follow_driver(): receive plans and compute them until rank 0 stops
 """
 
 import torch
@@ -14,30 +13,33 @@ from coatcheck.workers.runner.model_runner import ModelRunner
 
 
 class TpRunner:
-    """The Runner that the engine is given when a group has more than one rank."""
+    """Implements Runner over rank 0's ModelRunner."""
 
     def __init__(self, runner: ModelRunner, communicator: Communicator) -> None:
         self._runner = runner
         self._communicator = communicator
 
     def launch(self, plan: StepPlan) -> DeviceStep:
-        """Sends the plan, then carries out rank 0's part."""
+        """Send the plan to all ranks, and compute rank 0's part."""
         self._communicator.broadcast_ints(plan.encode())
-        return execute_plan(plan, self._runner, self._communicator)
+        return launch_on_rank(plan, self._runner, self._communicator)
 
-    def stop(self) -> None:
-        """Sends the other ranks home."""
+    def stop_followers(self) -> None:
+        """End `follow_driver` on the other ranks."""
         self._communicator.broadcast_ints(StepPlan(stop=True).encode())
 
 
-def follow(runner: ModelRunner, communicator: Communicator) -> None:
-    """Carries out rank 0's plans until it sends `stop`; raises when rank 0 is gone."""
+def follow_driver(runner: ModelRunner, communicator: Communicator) -> None:
+    """Compute rank 0's plans until it stops. Raises PeerLost if rank 0 is gone."""
     while not (plan := StepPlan.decode(communicator.broadcast_ints(None))).stop:
-        execute_plan(plan, runner, communicator)
+        launch_on_rank(plan, runner, communicator)
 
 
-def execute_plan(plan: StepPlan, runner: ModelRunner, communicator: Communicator) -> DeviceStep:
-    """One rank's part of a step."""
+def launch_on_rank(plan: StepPlan, runner: ModelRunner, communicator: Communicator) -> DeviceStep:
+    """Launch one rank's part of a step.
+
+    A plan without rows is a heartbeat: one all-reduce, so that an idle group notices a rank that is gone.
+    """
     if not plan.rows and communicator.size > 1:
         communicator.all_reduce(torch.zeros(1, device=runner.pool.device))
     return runner.launch(plan)

@@ -1,9 +1,11 @@
-"""The first steps of a group: every rank computes a prefill and a decode before anything is promised.
+"""The plans that every rank computes before the group serves.
 
-On a GPU `kernel_plans` go before them: between them they launch every kernel that serving can ask for. The keys of
-kernels depend on model and pool, and beside those only on how long a chunk is and what the sampler is asked for.
+- `warm_up_plans`: one prefill and one decode of the largest step, so that a step that does not fit in memory fails now.
+- `kernel_plans`, on a GPU: every Triton kernel in every variant that serving can need, so that none compiles later.
+  Variants depend on model and pool, on a chunk's length, and on what the sampler is asked for.
+- `copy_warm_up_plans`: copies to the host tier and back, so that both directions are measured.
 
-The plans are made by hand, so that no counter, block or event remembers them. Not known here: the engine.
+The plans bypass the scheduler: no statistic counts them, and no block is allocated.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 
-_WARM_UP_BLOCKS = 8
+_NUM_COPIED_BLOCKS = 8
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
-# Each takes another way through the sampler.
+# Each uses other kernels of the sampler.
 _SAMPLINGS = (
     SamplingParams(seed=0),
     SamplingParams(seed=0, top_k=5, top_p=0.9, min_p=0.01),
@@ -24,35 +26,48 @@ _SAMPLINGS = (
 
 
 def warm_up_plans(*, num_tokens: int, block_size: int) -> Iterator[StepPlan]:
-    """A prompt of `num_tokens` - 1 in slot 0 and blocks 0, 1, ..., then a decode. The next NewRow overwrites it all."""
+    """A prompt of `num_tokens` - 1 tokens in slot 0 and blocks 0, 1, …, then a decode."""
     prompt = max(1, num_tokens - 1)
-    yield _first(prompt, _GREEDY, block_size)
+    yield _prefill(prompt, _GREEDY, block_size)
     if num_tokens > prompt:
-        yield _next(prompt, _GREEDY, block_size)
+        yield _decode(prompt, _GREEDY, block_size)
 
 
-def kernel_plans(*, chunk_lengths: Iterable[int], room: int, num_blocks: int, block_size: int) -> Iterator[StepPlan]:
-    """Chunks of these lengths, which between them take every launch, a decode after each, every way of sampling, and a
-    copy; none needs more than `room` tokens in a step or a sequence."""
+def kernel_plans(
+    *, chunk_lengths: Iterable[int], max_tokens: int, num_blocks: int, block_size: int
+) -> Iterator[StepPlan]:
+    """A prefill of each of `chunk_lengths` with a decode after it, every kind of sampling, and a block copy.
+
+    `chunk_lengths`: those for which the attention kernel's launch differs. `max_tokens`: of a sequence; longer chunks
+    are left out.
+    """
     for length in (1, *chunk_lengths):
-        if length < room:
-            yield _first(length, _GREEDY, block_size)
-            yield _next(length, _GREEDY, block_size)
-    for sampling in _SAMPLINGS if room > 2 else ():
-        yield _first(2, sampling, block_size)
-        yield _next(2, sampling, block_size)
-        yield _next(2, sampling, block_size, sample=False)
+        if length < max_tokens:
+            yield _prefill(length, _GREEDY, block_size)
+            yield _decode(length, _GREEDY, block_size)
+    for sampling in _SAMPLINGS if max_tokens > 2 else ():
+        yield _prefill(2, sampling, block_size)
+        yield _decode(2, sampling, block_size)
+        yield _decode(2, sampling, block_size, sample=False)
     if num_blocks > 1:
         yield StepPlan(copies=[(0, 1)], rows=[Row(0, 0, 1, sample=False)])
 
 
-def _first(prompt: int, sampling: SamplingParams, block_size: int) -> StepPlan:
-    """A prompt in slot 0."""
+def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:
+    """Copy a few blocks to the host tier and back, twice: the first time of each direction includes setup."""
+    pairs = [(index, index) for index in range(min(num_blocks, _NUM_COPIED_BLOCKS))]
+    for _ in range(2 if pairs else 0):
+        yield StepPlan(demotes=pairs)
+        yield StepPlan(restores=pairs)
+
+
+def _prefill(prompt: int, sampling: SamplingParams, block_size: int) -> StepPlan:
+    """A prompt of `prompt` tokens in slot 0."""
     return _step(prompt, prompt, Row(0, 0, prompt, sample=True), sampling, block_size)
 
 
-def _next(prompt: int, sampling: SamplingParams, block_size: int, *, sample: bool = True) -> StepPlan:
-    """The token behind a prompt that has been computed; it is given, so that no step depends on another's draw."""
+def _decode(prompt: int, sampling: SamplingParams, block_size: int, *, sample: bool = True) -> StepPlan:
+    """The token after the prompt. It is given, so that no step depends on what another sampled."""
     return _step(prompt, prompt + 1, Row(0, prompt, 1, sample), sampling, block_size)
 
 
@@ -60,11 +75,3 @@ def _step(prompt: int, num_tokens: int, row: Row, sampling: SamplingParams, bloc
     new = NewRow(0, 0, prompt, [0] * num_tokens, sampling, ())
     writes = [TableWrite(0, index, index) for index in range(-(-num_tokens // block_size))]
     return StepPlan(new_rows=[new], table_writes=writes, rows=[row])
-
-
-def copy_warm_up_plans(num_blocks: int) -> Iterator[StepPlan]:
-    """The first few blocks to the host and back, twice, so that both ways are measured before the first decision."""
-    pairs = [(index, index) for index in range(min(num_blocks, _WARM_UP_BLOCKS))]
-    for _ in range(2 if pairs else 0):
-        yield StepPlan(demotes=pairs)
-        yield StepPlan(restores=pairs)

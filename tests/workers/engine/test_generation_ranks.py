@@ -16,7 +16,7 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
     pool = allocate_kv_pool(layout, 60, torch.device("cpu"))
     runner = ModelRunner(model, layout, pool, max_num_seqs=8, max_model_len=256)
     if communicator.rank:
-        follow(runner, communicator)
+        follow_driver(runner, communicator)
         return None
     group = TpRunner(runner, communicator)
     engine = Engine(model.spec, group, num_blocks=60, block_size=8, max_num_seqs=8, max_batch_tokens=24)
@@ -54,7 +54,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, Any] | None:
             tokens, logprobs = said.setdefault(f"{output.request_id}.{output.choice}", ([], []))
             tokens += output.token_ids
             logprobs += [logprob.logprob for logprob in output.logprobs]
-    group.stop()
+    group.stop_followers()
     return said
 
 

@@ -11,7 +11,9 @@ import pytest
 from coatcheck.workers.host.crash_record import CrashRecord, read_crash
 
 _STRANGER = 65534
-_KEEP = "import sys; from coatcheck.workers.host.crash_record import CrashRecord; CrashRecord(sys.argv[1], 0, 1).keep()"
+_OPEN = (
+    "import sys; from coatcheck.workers.host.crash_record import CrashRecord as R; R(sys.argv[1], 0, 1).open_record()"
+)
 _READ = "import sys; from coatcheck.workers.host.crash_record import read_crash; print(read_crash(sys.argv[1], [0], 1))"
 _SECONDS = 60  # what would block, blocks for ever
 
@@ -35,7 +37,7 @@ def logs(tmp_path: Path) -> Path:
 def test_a_record_is_nobody_elses(logs: Path) -> None:
     """The folder of the records is made for this user alone, and so is each record."""
     base = logs / "coatcheck" / "g.0"
-    run(_KEEP, base)
+    run(_OPEN, base)
     (record,) = base.parent.iterdir()
     assert stat.S_IMODE(base.parent.stat().st_mode) == 0o700 and stat.S_IMODE(record.stat().st_mode) == 0o600
     assert read_crash(str(base), [0], 1) == ""
@@ -44,9 +46,9 @@ def test_a_record_is_nobody_elses(logs: Path) -> None:
 def test_a_record_of_a_former_cluster_is_replaced(logs: Path) -> None:
     """Incarnations of the next cluster in the same session have the same numbers; what the last one left is gone."""
     base = logs / "coatcheck" / "g.0"
-    run(_KEEP, base)
+    run(_OPEN, base)
     next(base.parent.iterdir()).write_text("ValueError: of the former one")
-    run(_KEEP, base)
+    run(_OPEN, base)
     assert read_crash(str(base), [0], 1) == ""
 
 
@@ -54,9 +56,9 @@ def test_a_link_empties_no_file(logs: Path, tmp_path: Path) -> None:
     """A link under the record's name leaves what it leads to as it was."""
     (victim := tmp_path / "victim").write_text("precious")
     (logs / "g.0.rank-0.crash").symlink_to(victim)
-    told = run(_KEEP, logs / "g.0")
+    told = run(_OPEN, logs / "g.0")
     assert victim.read_text() == "precious"
-    assert "no record is kept of how this rank ends" in told.stderr
+    assert "this rank has no crash record" in told.stderr
     assert read_crash(str(logs / "g.0"), [0], 1) is None, "what a stranger wrote is not believed"
 
 
@@ -65,7 +67,7 @@ def test_a_linked_folder_is_not_used(logs: Path, tmp_path: Path) -> None:
     (elsewhere := tmp_path / "elsewhere").mkdir(mode=0o700)
     (precious := elsewhere / "g.0.rank-0.crash").write_text("precious")
     (logs / "coatcheck").symlink_to(elsewhere)
-    run(_KEEP, logs / "coatcheck" / "g.0")
+    run(_OPEN, logs / "coatcheck" / "g.0")
     assert precious.read_text() == "precious"
     assert read_crash(str(logs / "coatcheck" / "g.0"), [0], 1) is None
 
@@ -73,7 +75,7 @@ def test_a_linked_folder_is_not_used(logs: Path, tmp_path: Path) -> None:
 def test_a_fifo_does_not_block(logs: Path) -> None:
     """Neither the rank that would write into a FIFO nor the one that would read it waits for its other end."""
     os.mkfifo(logs / "g.0.rank-0.crash")
-    assert "no record is kept" in run(_KEEP, logs / "g.0").stderr
+    assert "has no crash record" in run(_OPEN, logs / "g.0").stderr
     assert run(_READ, logs / "g.0").stdout == "None\n"
 
 
@@ -83,7 +85,7 @@ def test_a_strangers_folder_is_not_used(logs: Path) -> None:
     (folder := logs / "coatcheck").mkdir(mode=0o700)
     (folder / "g.1.rank-0.crash").write_text("ValueError: a lie\n")
     os.chown(folder, _STRANGER, _STRANGER)
-    told = run(_KEEP, folder / "g.0")
+    told = run(_OPEN, folder / "g.0")
     assert f"{folder} belongs to user {_STRANGER}, not to user 0" in told.stderr
     assert [file.name for file in folder.iterdir()] == ["g.1.rank-0.crash"]
     assert read_crash(str(folder / "g.1"), [0], 1) is None
@@ -93,9 +95,9 @@ def test_a_full_disk_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
     """A rank that cannot write its record still ends with its own error."""
     code = (
         "import resource, sys; from coatcheck.workers.host.crash_record import CrashRecord;"
-        "record = CrashRecord(sys.argv[1], 0, 1); record.keep();"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); record.note(ValueError('a defect'));"
-        "print(record.cause(ValueError('a defect')))"
+        "record = CrashRecord(sys.argv[1], 0, 1); record.open_record();"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); record.record_error(ValueError('a defect'));"
+        "print(record.describe_cause(ValueError('a defect')))"
     )
     told = run(code, tmp_path / "own" / "g.0")
     assert told.stdout == "rank 0: ValueError: a defect\n" and not told.stderr
@@ -104,6 +106,6 @@ def test_a_full_disk_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
 def test_without_a_place_nothing_is_kept() -> None:
     """A rank outside Ray has no folder for records, and its error is known all the same."""
     record = CrashRecord("", 0, 1)
-    record.keep()
-    record.note(ValueError("a defect"))
-    assert record.cause(ValueError("a defect")) == "rank 0: ValueError: a defect"
+    record.open_record()
+    record.record_error(ValueError("a defect"))
+    assert record.describe_cause(ValueError("a defect")) == "rank 0: ValueError: a defect"

@@ -41,7 +41,7 @@ def test_a_disk_without_room_for_another_file_is_full(logs: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         for number in range(100):
             (logs / str(number)).touch()
-    assert "is full (no file more)" in describe_full_disk(logs)
+    assert "is full (no inodes free)" in describe_full_disk(logs)
 
 
 def test_what_cannot_be_known_is_not_claimed(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def test_one_bad_moment_is_no_price() -> None:
 
     def price(*seconds: float) -> float:
         for taken in seconds:
-            log.demoted(log.begin(2), 2 * taken)
-        report = log.report()
+            log.record_demotes(log.add_copies(2), 2 * taken)
+        report = log.agree_on_report()
         assert report is not None and report.restore_seconds == 0
         return report.demote_seconds
 

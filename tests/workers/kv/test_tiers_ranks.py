@@ -18,7 +18,7 @@ from coatcheck.workers.model.model import load_model
 from coatcheck.workers.runner.block_copier import CpuBlockCopier
 from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_pool
 from coatcheck.workers.runner.model_runner import DeviceStep, ModelRunner
-from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
     kind = Vandal if communicator.rank == vandal else ModelRunner
     runner = kind(model, layout, pool, max_num_seqs=4, max_model_len=256, copier=copier)
     if communicator.rank:
-        follow(runner, communicator)
+        follow_driver(runner, communicator)
         return None
     group, seconds = TpRunner(runner, communicator), count()
     engine = Engine(
@@ -75,7 +75,7 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
                 if output.cached_host_tokens >= 0:
                     said[f"{name} cached"] = (output.cached_device_tokens, output.cached_host_tokens)
             engine.check()
-    group.stop()
+    group.stop_followers()
     stats = engine.stats()
     return {**said, "failures": stats.integrity_failures, "restores": stats.restores, "price": stats.restore_seconds}
 

@@ -21,7 +21,7 @@ from coatcheck.workers.model.meta_model import build_meta_model, read_config
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from tests.workers.checkpoints import VOCAB, tiny_checkpoint
 from tests.workers.ranks import run_ranks
 
@@ -74,7 +74,7 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
     model = load_model(path, communicator=communicator, dtype=dtype, device="cpu", deterministic=True)
     group = Group(model, communicator, kv_dtype)
     if communicator.rank:
-        follow(group.runner, communicator)
+        follow_driver(group.runner, communicator)
         return None
     ways: dict[str, Any] = {"cold": {}}
     for name in PROMPTS:
@@ -89,7 +89,7 @@ def every_way(communicator: Communicator, arguments: tuple[Path, str, str]) -> d
     ways["preempted"] = run(small, *PROMPTS)
     assert small.scheduler.num_preemptions > 0, "nobody was preempted: this proves nothing"
     if communicator.size > 1:
-        group.group.stop()  # type: ignore[union-attr]  # a TpRunner, since there are others
+        group.group.stop_followers()  # type: ignore[union-attr]  # a TpRunner, since there are others
     return ways
 
 

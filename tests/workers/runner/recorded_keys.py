@@ -85,7 +85,7 @@ def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], 
     recorder = Recorder()
     model = load(path, dtype)
     runner = make_runner(model, capture_sizes(_SEQS) if model.supports_cuda_graphs else (), kv_dtype, _BLOCKS)
-    runner.warm()
+    runner.warm_up()
     warmed, recorder.keys = recorder.keys, set()
     for plan in any_plans(7):
         runner.launch(plan)

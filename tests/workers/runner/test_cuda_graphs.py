@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.workers.core.step_plan import Row
-from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_size
+from coatcheck.workers.runner.cuda_graphs import capture_sizes, pick_capture_size
 from tests.workers.checkpoints import tiny_checkpoint
 from tests.workers.runner.padded_steps import load, make_runner, padded_beside_plain, serve
 
@@ -26,7 +26,7 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
     sizes = capture_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(max_num_seqs, 256)
     rows = [Row(slot, 5, 1, sample=True) for slot in range(count)]
-    size = pick_size(rows, sizes, 10**9)
+    size = pick_capture_size(rows, sizes, 10**9)
     if count > sizes[-1]:
         assert size is None
     else:
@@ -48,7 +48,7 @@ def test_sizes_cover_what_may_run(max_num_seqs: int, count: int) -> None:
 )
 def test_only_decodes_that_fit_take_a_graph(rows: list[Row], size: int | None) -> None:
     """A step goes to the smallest size that holds it, if all of it decodes and its contexts have room."""
-    assert pick_size(rows, (2, 4), 100) == size
+    assert pick_capture_size(rows, (2, 4), 100) == size
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from coatcheck.workers.kv.block_layout import BlockLayout
 from coatcheck.workers.model.model import Model, load_model
 from coatcheck.workers.runner.kv_memory import allocate_kv_pool
 from coatcheck.workers.runner.model_runner import ModelRunner
-from coatcheck.workers.runner.tp_runner import TpRunner, follow
+from coatcheck.workers.runner.tp_runner import TpRunner, follow_driver
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 from tests.workers.ranks import run_ranks
 from tests.workers.structured.structured_engine import (
@@ -114,7 +114,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
         model, layout, pool, max_num_seqs=8, max_model_len=256, grammars=grammars, communicator=communicator
     )
     if communicator.rank:
-        follow(runner, communicator)
+        follow_driver(runner, communicator)
         return None
     group = TpRunner(runner, communicator)
     engine = Engine(model.spec, group, num_blocks=12, block_size=8, max_num_seqs=8, grammars=grammars)
@@ -123,7 +123,7 @@ def answer(communicator: Communicator, path: Path) -> dict[str, list[int]] | Non
         engine, large, EngineRequest("other", PROMPT[5:], params(OTHER)), EngineRequest("r", PROMPT, params(JSON, n=2))
     )
     assert engine.stats().preemptions > 0
-    group.stop()
+    group.stop_followers()
     return said
 
 
