@@ -1,14 +1,14 @@
-"""SimulatedGpu: torch's CPU operators under the rules that hold on a GPU, so that what breaks them is seen without one.
+"""SimulatedGpu: runs torch's CPU operators under a GPU's rules for streams, to find missing synchronisation.
 
-Everything is computed at once, so tokens are those of any device. What is watched is what a GPU would not wait for:
+Every operator is computed at once, so results are those of a CPU. A Hazard is raised for what a GPU would not wait for:
 
-- memory that two streams touch, one of them writing, and neither waits for the other (memory.py);
-- a copy to pinned memory, which arrives when the host has waited for it, and is rubbish until then;
-- a copy from pinned memory that is changed before the copy is known to be over;
-- a graph, which repeats operators and kernels with the numbers that it was captured with (graph.py).
+- two streams use the same memory, one of them writes, and neither waits for the other (memory.py);
+- the host reads pinned memory before it waited for the copy to it: until then it holds garbage;
+- the host changes pinned memory before it waited for the copy from it;
+- a graph uses memory that was freed since its capture (graph.py). A replay repeats the captured numbers.
 
-`waits` says each time what the host waited for. It does not know speed, what the compiler makes of a kernel, nor memory
-that is freed and given away while another stream still uses it.
+`waits` lists what the host waited for. Not simulated: speed, Triton's compiler, and memory that is freed and reused
+while another stream still uses it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from tests.simulated_gpu.streams import Stream
 from tests.simulated_gpu.tensors import CudaTensor
 
 aten = torch.ops.aten
-# What makes the host wait for a result, and operators that take their indices from either side.
-_ASKING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::item"}
+# Operators for whose result the host waits, and operators that take indices on either device.
+_SYNCHRONISING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::item"}
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put"}
 _PINNING = {"aten::pin_memory", "aten::_pin_memory"}
 
 
 class SimulatedGpu:
-    """One device of one process. `streams_wait` and `host_waits`: false makes every such call of the program do
-    nothing, as if it had been forgotten."""
+    """The one device of a process.
+
+    `streams_wait`, `host_waits`: false makes waits between streams, or of the host, do nothing, as if the program had
+    forgotten them.
+    """
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
-        self.host: Clock = Counter()  # what the host knows to be over
+        self.host: Clock = Counter()  # up to which point of each stream the host knows that work is done
         self.waits: list[str] = []
         self.streams_wait = self.host_waits = True
         self.capturing: Graph | None = None
@@ -53,12 +56,12 @@ class SimulatedGpu:
         self._local = threading.local()
 
     def watch(self, pool: Tensor) -> None:
-        """Every 16 bytes of it by themselves, but that kernels may read block 0's keys for those behind the end."""
+        """Check `pool` per 16 bytes. Reads of block 0 are exempt: kernels read it for positions beyond a sequence."""
         assert isinstance(pool, CudaTensor)
         pool.memory.watch(pool.nbytes // len(pool))
         self.watched.append(pool.memory)
 
-    # Streams and the host.
+    # Streams and the host
 
     def current_stream(self, device: object = None) -> Stream:
         stream: Stream = getattr(self._local, "stream", self.streams[0])
@@ -73,27 +76,27 @@ class SimulatedGpu:
             self._local.stream = before
 
     def wait(self, clock: Clock, why: str) -> None:
-        """The host waits."""
+        """The host waits until `clock`. `why` is for `waits`."""
         with self.lock:
             if self.capturing is not None:
                 raise Hazard(f"the host waits ({why}) while a graph is captured")
             self.waits.append(why)
             self.host |= clock
-            self.pinned.settle(self.host)
+            self.pinned.finish_copies(self.host)
 
     def wait_for_all(self, device: object = None) -> None:
         self.wait(Counter({stream.number: stream.clock[stream.number] for stream in self.streams}), "everything")
 
-    # Operators.
+    # Operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator of torch's, if a tensor or the device that it is given is ours."""
+        """Run an operator of torch, with the rules above if one of its tensors or its device is the GPU's."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
             name, device = func.name().partition(".")[0], kwargs.get("device")
             if name in _PINNING:
-                return self.pinned.made(args[0].clone())
+                return self.pinned.pin(args[0].clone())
             if kwargs.get("pin_memory"):
-                return self.pinned.made(func(*args, **{**kwargs, "pin_memory": False}))
+                return self.pinned.pin(func(*args, **{**kwargs, "pin_memory": False}))
             flat = pytree.tree_leaves((args, kwargs))
             ours = [x for x in flat if isinstance(x, CudaTensor)]
             if name in ("aten::_to_copy", "aten::to"):
@@ -106,13 +109,13 @@ class SimulatedGpu:
             if name == "aten::histc" and ours and not args[0].is_floating_point():  # a CPU has it of floats alone
                 return self.run(func, (args[0].float(), *args[1:]), kwargs).to(args[0].dtype)
             if ours or (device is not None and device.type == "cuda"):
-                self._look(name, flat, ours, device)
+                self._check_operands(name, flat, ours, device)
                 return self._compute(func, args, kwargs, ours)
             return func(*args, **kwargs)
 
-    def _look(self, name: str, flat: list[Any], ours: list[CudaTensor], device: torch.device | None) -> None:
-        """At what the host would wait for, and at tensors that are elsewhere."""
-        if name in _ASKING or any(x.dtype == torch.bool for x in ours[1:] if name in _INDEXING):
+    def _check_operands(self, name: str, flat: list[Any], ours: list[CudaTensor], device: torch.device | None) -> None:
+        """Record a wait of the host for a result. Raise RuntimeError for tensors on different devices."""
+        if name in _SYNCHRONISING or any(x.dtype == torch.bool for x in ours[1:] if name in _INDEXING):
             self.wait(Counter(self.current_stream().clock), name)
         for x in flat:
             if isinstance(x, Tensor) and not isinstance(x, CudaTensor) and x.dim() > 0 and device is None:
@@ -133,7 +136,7 @@ class SimulatedGpu:
         made: list[Tensor] = []
         result = pytree.tree_map(lambda y: self._wrapped(y, ours, made) if isinstance(y, Tensor) else y, found)
         changes = any(write for _, write in roles)
-        if self.capturing is not None and (made or changes):  # all else are views
+        if self.capturing is not None and (made or changes):  # otherwise it only made views
             outputs = [y for y in pytree.tree_leaves(found) if isinstance(y, Tensor)]
             touched = [(weakref.ref(x.memory), x.held, write) for x, write in roles]
 
@@ -150,7 +153,7 @@ class SimulatedGpu:
         return result
 
     def _begin(self, name: str, roles: Sequence[tuple[CudaTensor, bool]]) -> None:
-        if self.capturing is None:  # what is captured runs when it is replayed
+        if self.capturing is None:  # a captured operator runs when the graph is replayed
             self.current_stream().tick()
             for x, write in roles:
                 self._touch(x.memory, x.held, name, write=write)
@@ -160,7 +163,7 @@ class SimulatedGpu:
         memory.touch(stream.number, stream.clock, write=write, what=name, places=memory.places_of(held))
 
     def _wrapped(self, held: Tensor, ours: Sequence[CudaTensor], made: list[Tensor]) -> CudaTensor:
-        """The same object where an operator returns what it was given; a view shares its memory."""
+        """`held` as a CudaTensor: the argument itself if the operator returned it; a view shares memory."""
         for x in ours:
             if held is x.held:
                 return x
@@ -171,10 +174,10 @@ class SimulatedGpu:
         made.append(held)
         memory = Memory(held)
         if self.capturing is not None:
-            self.capturing.allocated(memory, held)
+            self.capturing.add_allocation(memory, held)
         return CudaTensor(held, memory)
 
-    # Copies between the host and the device.
+    # Copies between host and device
 
     def _across(self, x: Tensor, device: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> Tensor:
         dtype = dtype or x.dtype
@@ -195,16 +198,16 @@ class SimulatedGpu:
         time = stream.tick()
         if isinstance(to, CudaTensor):
             self._touch(to.memory, to.held, "a copy from the host", write=True)
-            asynchronous = non_blocking and self.pinned.holds(source)
+            asynchronous = non_blocking and self.pinned.is_pinned(source)
             if asynchronous:
-                self.pinned.goes(stream.number, time, source)
+                self.pinned.start_upload(stream.number, time, source)
             to.held.copy_(source)
         else:
             assert isinstance(source, CudaTensor)
             self._touch(source.memory, source.held, "a copy to the host", write=False)
-            asynchronous = non_blocking and self.pinned.holds(to)
+            asynchronous = non_blocking and self.pinned.is_pinned(to)
             if asynchronous:
-                self.pinned.comes(stream.number, time, to, source.held.to(to.dtype, copy=True))
+                self.pinned.start_download(stream.number, time, to, source.held.to(to.dtype, copy=True))
             else:
                 to.copy_(source.held)
         if not asynchronous:
@@ -213,7 +216,7 @@ class SimulatedGpu:
 
 
 def _roles(func: Any, args: Any, kwargs: Any) -> list[tuple[CudaTensor, bool]]:
-    """Which of our tensors an operator reads, and which it writes; what it only makes a view of it does neither."""
+    """(tensor, whether the operator writes it) of the operator's CudaTensors, without those it only makes a view of."""
     roles = []
     for index, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info

@@ -1,8 +1,7 @@
-"""Graph: torch.cuda.CUDAGraph as a list of calls, over the memory that they had when they were captured.
+"""Graph: torch.cuda.CUDAGraph as a list of calls on the memory that they used during the capture.
 
-A replay runs no Python but those calls: what was a number then is that number still. What the graph allocated is filled
-with rubbish first, as others may have used it; what it did not allocate must still be there. Operators it does not
-know.
+A replay runs only these calls, with the numbers of the capture. The graph's own memory is filled with garbage first,
+because other graphs may have used it. Other memory must not have been freed since.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.simulated_gpu.streams import Stream
 if TYPE_CHECKING:
     from tests.simulated_gpu.gpu import SimulatedGpu
 
-RUBBISH = 0xAB
+GARBAGE = 0xAB
 
 
 class Graph:
@@ -31,8 +30,8 @@ class Graph:
         self._own: dict[int, tuple[Memory, Tensor]] = {}
         self._others: dict[int, weakref.ref[Memory]] = {}
 
-    def allocated(self, memory: Memory, held: Tensor) -> None:
-        """By a call that is being captured."""
+    def add_allocation(self, memory: Memory, held: Tensor) -> None:
+        """Record memory that a captured call allocated."""
         self._own[id(memory)] = (memory, held)
 
     def add(self, call: Callable[[], None], used: list[Memory]) -> None:
@@ -43,13 +42,13 @@ class Graph:
         if any(memory() is None for memory in self._others.values()):
             raise Hazard("a graph uses memory that has been freed since it was captured")
         for _, held in self._own.values():
-            spoil(held)
+            fill_with_garbage(held)
         for call in self._calls:
             call()
 
 
 class Capture:
-    """torch.cuda.graph."""
+    """Replaces torch.cuda.graph."""
 
     gpu: SimulatedGpu
 
@@ -68,7 +67,7 @@ class Capture:
         self._on.__exit__(*raised)
 
 
-def spoil(held: Tensor) -> None:
-    """Rubbish in all of a tensor's elements."""
+def fill_with_garbage(held: Tensor) -> None:
+    """Fill a tensor with garbage."""
     if held.numel():
-        held.copy_(torch.full((held.nbytes,), RUBBISH, dtype=torch.uint8).view(held.dtype).view(held.shape))
+        held.copy_(torch.full((held.nbytes,), GARBAGE, dtype=torch.uint8).view(held.dtype).view(held.shape))

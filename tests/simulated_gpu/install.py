@@ -1,7 +1,7 @@
-"""Puts a simulated GPU in torch.cuda's place, for the rest of this process, which has TRITON_INTERPRET=1.
+"""Replaces torch.cuda by a simulated GPU, for the rest of this process. It must have TRITON_INTERPRET=1.
 
-Other packages' names are replaced, as nowhere else in the tests but in mended_bfloat16.py: neither torch nor Triton has
-a seam for a device that is not there. So it is only done in processes that do nothing else.
+This patches names in torch and Triton, because neither has an interface for a device that does not exist. So it is done
+only in processes that do nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.runtime import interpreter  # type: ignore[import-untyped]
 
 from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.graph import Capture, Graph
-from tests.simulated_gpu.kernels import accessed, launch
+from tests.simulated_gpu.kernels import check_access, launch
 from tests.simulated_gpu.streams import Event, Stream
 from tests.simulated_gpu.tensors import CudaTensor, Mode
 
@@ -36,17 +36,17 @@ def install() -> SimulatedGpu:
             cudaHostUnregister=gpu.pinned.remove,
         ),
     }  # fmt: skip
-    for name, stands in in_place.items():
-        setattr(torch.cuda, name, stands)
-    # torch.tensor(values, device="cuda") then makes them on the host, and copies.
+    for name, replacement in in_place.items():
+        setattr(torch.cuda, name, replacement)
+    # Then torch.tensor(values, device="cuda") creates the tensor on the host, and copies it.
     torch._C._set_only_lift_cpu_tensors(True)
-    _follow_kernels(gpu)
+    _patch_interpreter(gpu)
     Mode().__enter__()
     return gpu
 
 
-def _follow_kernels(gpu: SimulatedGpu) -> None:
-    """Into Triton's interpreter."""
+def _patch_interpreter(gpu: SimulatedGpu) -> None:
+    """Observe every launch, load and store in Triton's interpreter."""
     run = interpreter.GridExecutor.__call__
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
@@ -58,11 +58,11 @@ def _follow_kernels(gpu: SimulatedGpu) -> None:
         launch(gpu, kernel, self.fn.__name__, args, kwargs)
 
     def loaded(self: Any, at: Any, mask: Any, *rest: Any) -> Any:
-        accessed(gpu, at.data, mask.data, write=False)
+        check_access(gpu, at.data, mask.data, write=False)
         return load(self, at, mask, *rest)
 
     def stored(self: Any, at: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        accessed(gpu, at.data, mask.data, write=True)
+        check_access(gpu, at.data, mask.data, write=True)
         return store(self, at, value, mask, *rest)
 
     interpreter.GridExecutor.__call__ = launched

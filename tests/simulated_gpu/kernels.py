@@ -1,4 +1,4 @@
-"""Triton's kernels on the simulated GPU: launched in Triton's interpreter, their accesses seen address by address."""
+"""Triton kernels on the simulated GPU: they run in Triton's interpreter, and every load and store is checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulated_gpu.tensors import CudaTensor
 
 
 def launch(gpu: SimulatedGpu, kernel: Callable[..., None], name: str, args: Sequence[Any], kwargs: Any) -> None:
-    """Now, or at every replay of the graph that is being captured, over what the tensors hold."""
+    """Run a kernel now, or at every replay of the graph that is being captured."""
     with gpu.lock, torch.inference_mode(False), torch.no_grad():
         every = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         ours = [x for x in every if isinstance(x, CudaTensor)]
@@ -30,7 +30,7 @@ def launch(gpu: SimulatedGpu, kernel: Callable[..., None], name: str, args: Sequ
             stream.tick()
             for of in touched:
                 memory = of()
-                if memory is not None and not memory.watched:  # what is watched is seen as it is accessed
+                if memory is not None and not memory.watched:  # watched memory is checked at each access
                     memory.touch(stream.number, stream.clock, write=True, what=name)
             kernel(*held, **named)
 
@@ -40,8 +40,8 @@ def launch(gpu: SimulatedGpu, kernel: Callable[..., None], name: str, args: Sequ
             call()
 
 
-def accessed(gpu: SimulatedGpu, addresses: Any, mask: Any, *, write: bool) -> None:
-    """By a kernel that runs."""
+def check_access(gpu: SimulatedGpu, addresses: Any, mask: Any, *, write: bool) -> None:
+    """Check the loads or stores of the running kernel."""
     stream, at = gpu.current_stream(), addresses[mask]
     for memory in gpu.watched:
         places = memory.places_at(at, write=write)

@@ -1,4 +1,4 @@
-"""LateThread: an Executor whose work comes to its end only when it has been asked for several times."""
+"""LateThread: an Executor that runs a task only when its `done` is asked for the third time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-_ASKED = 3
+_ASKS = 3
 
 
 class _Late(Future[Any]):
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__()
-        self._work, self._asked = work, 0
+        self._work, self._num_asked = work, 0
 
     def done(self) -> bool:
-        self._asked += 1
-        if self._asked == _ASKED:
+        self._num_asked += 1
+        if self._num_asked == _ASKS:
             self.set_result(self._work())
         return super().done()
 

@@ -1,8 +1,8 @@
-"""Memory: one allocation on the simulated GPU, and whether who touches it may.
+"""Memory: one allocation on the simulated GPU, with a race detector.
 
-Each stream counts what it runs, and knows of every other stream up to which of its counts it has waited. A read must
-come behind the last write of every other stream, a write behind their last reads too: that is what no GPU checks. Of
-an allocation that is watched this is kept for every 16 bytes, of others as a whole. It does not know operators.
+Each stream counts its operators, and has a vector clock: for every other stream, up to which count it has waited. A
+read must come after the last write of every other stream, a write also after their last reads. A real GPU does not
+check that. A watched allocation is checked per 16 bytes, others as a whole.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _GRANULE = 16
-Clock = Counter[int]  # of each stream, up to where
+Clock = Counter[int]  # by stream, a count of its operators
 Places = NDArray[np.int64]
 
 
 class Hazard(Exception):
-    """What a real GPU would not refuse, and might get wrong."""
+    """A missing synchronisation, for which a real GPU might compute garbage."""
 
 
 class Memory:
-    """Of `held`'s storage; `granules` of it are told apart."""
+    """The allocation of `held`'s storage."""
 
     def __init__(self, held: Tensor) -> None:
         storage = held.untyped_storage()
@@ -35,12 +35,13 @@ class Memory:
         self._read: dict[int, NDArray[np.int64]] = {}
 
     def watch(self, idle_bytes: int) -> None:
-        """From now on by granules. So many bytes kernels may read at any time, as they make nothing of them."""
+        """Check per granule from now on. The first `idle_bytes` may be read at any time: kernels ignore what they
+        read there."""
         self.watched, self._idle, self._granules = True, idle_bytes // _GRANULE, -(-self.nbytes // _GRANULE)
         self._written, self._read = {}, {}
 
     def touch(self, stream: int, clock: Clock, *, write: bool, what: str, places: Places | None = None) -> None:
-        """Raises Hazard where it is not known to come behind all that it must. `places`: granules, all if None."""
+        """Record an access. Raise Hazard if `stream` did not wait for a conflicting one. `places`: granules, or all."""
         at = np.arange(self._granules) if places is None else places
         for table in (self._written, self._read) if write else (self._written,):
             for other, times in table.items():
@@ -54,11 +55,11 @@ class Memory:
         table.setdefault(stream, np.zeros(self._granules, np.int64))[at] = clock[stream]
 
     def streams(self) -> set[int]:
-        """Those that have touched it."""
+        """The streams that accessed it."""
         return {*self._written, *self._read}
 
     def places_of(self, held: Tensor) -> Places | None:
-        """The granules of a view of it."""
+        """The granules of a view; None if they are not told apart."""
         if not self.watched:
             return None
         count = self.nbytes // held.itemsize
@@ -66,7 +67,7 @@ class Memory:
         return np.unique(elements.numpy() * held.itemsize // _GRANULE)
 
     def places_at(self, addresses: NDArray[np.uint64], *, write: bool) -> Places:
-        """The granules that these addresses of a kernel lie in; none for those of other memory."""
+        """The granules at these addresses, which a kernel accesses; addresses in other memory are ignored."""
         inside = addresses[(addresses >= self.first) & (addresses < self.first + self.nbytes)]
         places = np.unique((inside - np.uint64(self.first)) // np.uint64(_GRANULE)).astype(np.int64)
         return places if write else places[places >= self._idle]

@@ -1,7 +1,6 @@
-"""Pinned: host memory that a GPU copies from and to while the host goes on.
+"""Pinned: host memory that the simulated GPU copies to and from while the host continues.
 
-What comes is rubbish until the host has waited for it; what goes must stay as it is until then. It does not know what
-else the streams do.
+Until the host has waited for a copy, its target holds garbage, and its source must not change.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.simulated_gpu.graph import spoil
+from tests.simulated_gpu.graph import fill_with_garbage
 from tests.simulated_gpu.memory import Clock, Hazard
 
 
@@ -30,35 +29,35 @@ class Pinned:
         self._leaving: list[_Copy] = []
 
     def add(self, address: int, nbytes: int) -> int:
-        """CUDA's code for success."""
+        """Register a range. Returns CUDA's code for success."""
         self._ranges[address] = nbytes
         return 0
 
     def remove(self, address: int) -> None:
         del self._ranges[address]
 
-    def made(self, tensor: Tensor) -> Tensor:
-        """A tensor that is pinned for as long as it lives."""
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Pin `tensor` for as long as it lives."""
         self.add(tensor.data_ptr(), tensor.nbytes)
         weakref.finalize(tensor, self._ranges.pop, tensor.data_ptr(), None)
         return tensor
 
-    def holds(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor: Tensor) -> bool:
         return any(first <= tensor.data_ptr() < first + size for first, size in self._ranges.items())
 
-    def comes(self, stream: int, time: int, host: Tensor, content: Tensor) -> None:
-        """A copy to the host, which has begun."""
+    def start_download(self, stream: int, time: int, host: Tensor, content: Tensor) -> None:
+        """Start a copy of `content` to `host`."""
         self._arriving.append(_Copy(stream, time, host, content))
-        spoil(host)
+        fill_with_garbage(host)
 
-    def goes(self, stream: int, time: int, host: Tensor) -> None:
-        """A copy from the host, which has begun."""
+    def start_upload(self, stream: int, time: int, host: Tensor) -> None:
+        """Start a copy from `host`."""
         if any(_overlap(host, copy.host) for copy in self._arriving):
             raise Hazard("a copy reads host memory that is still to be filled by another")
         self._leaving.append(_Copy(stream, time, host, host.clone()))
 
-    def settle(self, known: Clock) -> None:
-        """So much the host knows to be over."""
+    def finish_copies(self, known: Clock) -> None:
+        """Finish the copies before `known`, up to which the host has waited."""
         arriving, self._arriving = self._arriving, []
         for copy in arriving:
             if known[copy.stream] >= copy.time:

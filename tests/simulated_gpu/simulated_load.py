@@ -1,4 +1,4 @@
-"""Loads checkpoints onto a simulated GPU, whose tensors do not mix with others': for test_simulated_gpu.py."""
+"""Loads checkpoints onto a simulated GPU, for test_simulated_gpu.py. Tensors of different devices do not mix there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A rank from start to end on a simulated GPU: for test_simulated_gpu.py, in a process of its own.
 
-It loads, warms every kernel, captures its graphs, serves over gRPC what is asked twice and, in between, more than its
-pool holds, and ends when it is told.
+It loads a model, warms up the kernels, captures its graphs and serves over gRPC: one prompt twice, and in between more
+than its pool holds.
 """
 
 from __future__ import annotations

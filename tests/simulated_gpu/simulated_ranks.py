@@ -1,6 +1,6 @@
-"""One of two ranks that share a simulated GPU, over the host's memory: for test_simulated_gpu.py.
+"""One of two ranks that share a simulated GPU, for test_simulated_gpu.py.
 
-NCCL takes no two ranks of one GPU; what it does itself is not to be had here, what the ranks do around it is.
+Their tensors go through host memory: NCCL is not simulated, only what the ranks do around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
         group = TpRunner(runner, communicator)
         said, restored = serve(runner, group)
         group.stop_followers()
-        assert restored > 0, "nothing came back from the host: this proves nothing of it"
+        assert restored > 0, "no block was restored: this proves nothing"
         print(json.dumps(said))
     communicator.close()
 

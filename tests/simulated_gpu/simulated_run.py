@@ -1,7 +1,7 @@
-"""What a rank of a GPU does, on a simulated one: for test_simulated_gpu.py, in a process of its own.
+"""The GPU path of a runner on a simulated GPU, for test_simulated_gpu.py, in a separate process.
 
-The same requests go through an engine over the CPU's path, and through one over Triton's kernels in its interpreter,
-decode graphs, transfers and the copier's stream, under the rules of tests/simulated_gpu.
+It serves the requests that the CPU path served before, with Triton's interpreter, CUDA graphs, transfers and the
+copier's stream, and compares the tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DRAWN = SamplingParams(
     temperature=0.9, top_p=0.9, top_k=30, max_tokens=3, seed=7, ignore_eos=True, logprobs=2, repetition_penalty=1.2
 )
 _BASE = list(range(3, 19))
-# One after another: what the second drives out to the host, the third wants back.
+# One after another: the second round demotes blocks that the third restores.
 _ROUNDS: list[list[tuple[list[int], SamplingParams]]] = [
     [([*_BASE, 5, 6, 7], _GREEDY), ([40] * 9, _DRAWN)],
     [([60] * 41, _GREEDY)],
@@ -69,7 +69,7 @@ def make(
 
 
 def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list[int]], int]:
-    """What was said, and how many blocks came back from the host."""
+    """(the tokens of each request, the number of restored blocks)."""
     engine = Engine(
         runner.model.spec, group or runner, num_blocks=_BLOCKS, host_blocks=_HOST_BLOCKS, block_size=_SIZE,
         max_num_seqs=4, max_batch_tokens=24, pipeline_depth=1,
@@ -86,16 +86,16 @@ def serve(runner: ModelRunner, group: TpRunner | None = None) -> tuple[list[list
     return list(said.values()), engine.stats().restores
 
 
-def rules_hold(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -> None:
-    """The same tokens; nothing but tokens and reports is waited for, both streams use the pool."""
+def check_rules(runner: ModelRunner, gpu: SimulatedGpu, want: list[list[int]]) -> None:
+    """Tokens equal `want`; the host waits for downloads only; both streams use the pool."""
     runner.graphs.capture()
     gpu.watch(runner.pool)
-    runner.pool.fill_(255)  # a NaN of every float, and nothing that capturing left
+    runner.pool.fill_(255)  # NaN in every float format, in place of what capturing wrote
     gpu.waits.clear()
     have, restored = serve(runner)
     assert have == want, (have, want)
     assert set(gpu.waits) == {"event"}, set(gpu.waits)
-    assert restored > 0 and len(gpu.watched[0].streams()) == 2, "nothing came back: this proves nothing"
+    assert restored > 0 and len(gpu.watched[0].streams()) == 2, "no block was restored: this proves nothing"
     assert (runner.graphs.steps > 0) == bool(runner.graphs.sizes)
 
 
@@ -110,8 +110,8 @@ def hazard(what: str) -> Iterator[None]:
     raise AssertionError(f"no hazard was found: {what}")
 
 
-def what_is_forgotten_is_found(fresh: Callable[[], ModelRunner], gpu: SimulatedGpu) -> None:
-    """Each rule, as the program breaks it that forgets to wait."""
+def check_that_missing_waits_are_found(fresh: Callable[[], ModelRunner], gpu: SimulatedGpu) -> None:
+    """Each hazard is found if a wait is left out."""
     row = NewRow(0, 0, 9, [5] * 9, _GREEDY, ())
     writes = [TableWrite(0, 0, 0), TableWrite(0, 1, 1)]
     plain = StepPlan(new_rows=[row], table_writes=writes, rows=[Row(0, 0, 9, sample=True)])
@@ -126,18 +126,18 @@ def what_is_forgotten_is_found(fresh: Callable[[], ModelRunner], gpu: SimulatedG
     gpu.streams_wait = False
     runner = watched()
     runner.launch(plain).wait()
-    with hazard("a kernel on stream 0 writes"):  # over what goes out
+    with hazard("a kernel on stream 0 writes"):  # to the block that is being demoted
         runner.launch(out)
     runner = watched()
     runner.launch(plain)
-    with hazard("a copy to the host"):  # of what a step computes
+    with hazard("a copy to the host"):  # of a block that a step still computes
         runner.launch(StepPlan(demotes=[(0, 0)]))
     gpu.streams_wait, gpu.host_waits = True, False
     tokens = fresh().launch(plain).wait().token_ids
     assert tokens == [int.from_bytes(b"\xab" * 8, "little", signed=True)], tokens
     runner = fresh()
     runner.launch(StepPlan(demotes=[(0, 0)]))
-    with hazard("another"):  # a block comes back from where it has not arrived
+    with hazard("another"):  # a restore before its demote has arrived
         runner.wait_for_copies()
         runner.launch(back)
         runner.wait_for_copies()
@@ -154,9 +154,9 @@ def what_is_forgotten_is_found(fresh: Callable[[], ModelRunner], gpu: SimulatedG
 def main() -> None:
     path, kv_dtype, want = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     gpu, device = install(), torch.device("cuda", 0)
-    rules_hold(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
+    check_rules(make(path, device, kv_dtype, deterministic="deterministic" in sys.argv), gpu, want)
     if "forget" in sys.argv:
-        what_is_forgotten_is_found(lambda: make(path, device, kv_dtype), gpu)
+        check_that_missing_waits_are_found(lambda: make(path, device, kv_dtype), gpu)
     print("agreed")
 
 

@@ -1,4 +1,4 @@
-"""Streams and events in place of CUDA's: clocks that say who has waited for whom. They do not know what runs."""
+"""CUDA streams and events as vector clocks, which say what each stream has waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     gpu: SimulatedGpu
 
@@ -22,7 +22,7 @@ class Stream:
         self.gpu.streams.append(self)
 
     def tick(self) -> int:
-        """Something begins, behind what the host has seen the end of."""
+        """Count an operator. It comes after everything that the host has waited for."""
         self.clock |= self.gpu.host
         self.clock[self.number] += 1
         return self.clock[self.number]
@@ -39,7 +39,7 @@ class Stream:
 
 
 class Event:
-    """torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     gpu: SimulatedGpu
 
@@ -56,7 +56,7 @@ class Event:
             self.gpu.wait(self.clock, "event")
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds, made up; refused where CUDA refuses."""
+        """An invented number of milliseconds. Raises where CUDA does."""
         if not (self._timed and other._timed and self.clock and other.clock):
             raise RuntimeError("both events must be recorded, and for timing")
         if self.gpu.host_waits and not (self.clock <= self.gpu.host and other.clock <= self.gpu.host):

@@ -1,7 +1,7 @@
-"""CudaTensor: a tensor that says it is on `cuda:0`, and holds one that is not; and the mode that makes them.
+"""CudaTensor: a wrapper of a CPU tensor that claims to be on `cuda:0`, and the dispatch mode that creates it.
 
-To torch's own C++ it is on the CPU, since this torch may have been built without any GPU; to all that is written in
-Python it is on the GPU. What is computed of them, and whether it may be, gpu.py knows.
+For torch's C++ it is on the CPU, because this torch may be built without CUDA. For Python code it is on the GPU. gpu.py
+runs its operators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CudaTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, memory: Memory) -> CudaTensor:
-        with torch.inference_mode(False):  # so that it may be seen and changed in any mode
+        with torch.inference_mode(False):  # otherwise it could not be changed outside of inference mode
             self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
                 device="cpu",
@@ -74,7 +74,7 @@ class CudaTensor(Tensor):
 
 
 class Mode(TorchDispatchMode):
-    """Sends every operator of its thread to the GPU, which leaves alone those that do not concern it."""
+    """Sends every operator of its thread through SimulatedGpu.run, which ignores those without GPU tensors."""
 
     gpu: SimulatedGpu
 

@@ -1,7 +1,7 @@
-"""The same requests through two engines, one of which pads its decode steps: for test_decode_graphs.py.
+"""Serves the same requests with and without padded decode steps, for test_cuda_graphs.py.
 
-Run as a module with TRITON_INTERPRET=1 it does so over the Triton kernels, in Triton's interpreter, beside what the CPU
-path said in the process that started it.
+As a module with TRITON_INTERPRET=1 it runs the Triton kernels in Triton's interpreter, and compares the tokens with
+those of the CPU path, which the parent process passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Said = dict[str, list[int]]
 
 
 def make_runner(model: Model, sizes: Sequence[int], kv_dtype: str = "auto", num_blocks: int = 24) -> ModelRunner:
-    """Over a pool whose bits are all set, a NaN of every float."""
+    """A runner whose pool is filled with NaN in every float format."""
     layout = BlockLayout.of(model.spec.layers, 8, choose_kv_dtype(kv_dtype, model.spec.dtype))
     pool = allocate_kv_pool(layout, num_blocks, torch.device("cpu"))
     pool.fill_(255)
@@ -48,7 +48,7 @@ def load(path: Path, dtype: str = "float32") -> Model:
 
 
 def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]:
-    """What each request said, and the sizes of the padded steps. `short`: two requests of three tokens."""
+    """(each request's tokens, the sizes of the padded steps). `short`: two requests of three tokens."""
     count = 2 if short else len(PROMPTS)
     engine = Engine(
         runner.model.spec, runner, num_blocks=len(runner.pool), block_size=8, max_num_seqs=8, max_batch_tokens=12
@@ -71,7 +71,7 @@ def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]
 def padded_beside_plain(
     model: Model, kv_dtype: str = "auto", short: bool = False
 ) -> tuple[Said, Said, Tensor, Tensor, list[int]]:
-    """What plain and padded steps said, both pools, and which sizes were taken."""
+    """(tokens of plain steps, tokens of padded steps, both pools, the sizes of the padded steps)."""
     sizes = (4,) if short else SIZES
     plain, padded = make_runner(model, (), kv_dtype), make_runner(model, sizes, kv_dtype)
     padded.graphs.capture()

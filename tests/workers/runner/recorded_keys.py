@@ -1,8 +1,7 @@
-"""Which kernels a runner asks Triton for, without a GPU: for test_kernel_keys.py, in a process of its own.
+"""The Triton kernels that a runner launches, without a GPU, for test_kernel_keys.py, in a separate process.
 
-Triton's own code works out each launch's key, for an sm_90 that a driver of ours claims to be there; its hook before a
-compilation notes the key and says that nothing is to be done. So nothing is compiled or computed, and what comes out of
-a kernel means nothing: plans bring their own tokens.
+Triton computes each launch's cache key for an sm_90 that a fake driver claims to have. Its hook before compilation
+records the key and skips the compilation. So kernels compute nothing, and the plans bring their own tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SEQS, _LEN, _BLOCKS = 8, 64, 24
 
 
 class ClaimedGpu:
-    """As much of an sm_90's driver as a launch asks before it compiles, which Triton does without one."""
+    """The part of an sm_90's driver that a launch needs before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -40,21 +39,21 @@ class ClaimedGpu:
 
 
 class Recorder:
-    """The keys asked for so far, each with the kernel's name."""
+    """Records kernel name and key of every launch."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
         arch.TRITON_DEVICES.add("cpu")
         triton.runtime.driver.set_active(ClaimedGpu())
-        triton.knobs.runtime.jit_cache_hook = self._asked
+        triton.knobs.runtime.jit_cache_hook = self._record
 
-    def _asked(self, *, key: Any, repr: str, fn: Any, **others: Any) -> bool:
+    def _record(self, *, key: Any, repr: str, fn: Any, **others: Any) -> bool:
         self.keys.add(f"{fn.name} {key}")
         return True
 
 
-def any_plans(seed: int) -> Iterator[StepPlan]:
-    """Steps of every mix: chunks and decodes of any length, samplings, copies, prompts that are scored."""
+def random_plans(seed: int) -> Iterator[StepPlan]:
+    """Random steps: chunks and decodes of any length, every sampling, copies, prompt logprobs."""
     rng = random.Random(seed)
     for _ in range(60):
         news, writes, rows = [], [], []
@@ -79,7 +78,7 @@ def any_plans(seed: int) -> Iterator[StepPlan]:
 
 
 def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], set[str]]:
-    """For a checkpoint, dtype and kv dtype: the keys that the warm-up asks for, and those that serving asks for."""
+    """(keys of the warm-up, keys of serving) for a (checkpoint, dtype, kv dtype)."""
     path, dtype, kv_dtype = model_of
     torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
@@ -87,6 +86,6 @@ def record(_: Communicator, model_of: tuple[Path, str, str]) -> tuple[set[str], 
     runner = make_runner(model, capture_sizes(_SEQS) if model.supports_cuda_graphs else (), kv_dtype, _BLOCKS)
     runner.warm_up()
     warmed, recorder.keys = recorder.keys, set()
-    for plan in any_plans(7):
+    for plan in random_plans(7):
         runner.launch(plan)
     return warmed, recorder.keys

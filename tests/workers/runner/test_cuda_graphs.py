@@ -1,4 +1,4 @@
-"""Decode steps that are padded to a captured size: which are, and that the padding changes nothing."""
+"""Decode steps padded to a captured size: which steps are, and that padding changes no result."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_only_decodes_that_fit_take_a_graph(rows: list[Row], size: int | None) -
      ("gemma2", "float32", "fp8"), ("olmo2", "float32", "auto")],
 )  # fmt: skip
 def test_padding_changes_no_token_and_no_byte(checkpoint_directory: Path, arch: str, dtype: str, kv_dtype: str) -> None:
-    """Requests through padded steps say the same, and leave the same bytes in the pool."""
+    """Padded steps sample the same tokens, and leave the same bytes in the pool."""
     model = load(tiny_checkpoint(arch, checkpoint_directory), dtype)
     want, have, plain, padded, sizes = padded_beside_plain(model, kv_dtype)
     assert have == want
@@ -66,13 +66,13 @@ def test_padding_changes_no_token_and_no_byte(checkpoint_directory: Path, arch: 
 
 
 def test_graphs_are_not_used_before_they_are_captured(checkpoint_directory: Path) -> None:
-    """A runner that was given sizes steps plainly until they are captured."""
+    """A runner with capture sizes runs without graphs until they are captured."""
     runner = make_runner(load(tiny_checkpoint("llama", checkpoint_directory)), (2, 8))
     assert serve(runner)[1] == []
 
 
 def test_only_fused_dense_models_are_captured(checkpoint_directory: Path) -> None:
-    """Experts that ask the host, and modules that we do not know by heart, go without graphs."""
+    """Mixtures of experts and unfused models run without graphs."""
     supports_cuda_graphs = {
         arch: load(tiny_checkpoint(arch, checkpoint_directory)).supports_cuda_graphs
         for arch in ("llama", "mixtral", "olmo2")
@@ -84,7 +84,7 @@ def test_only_fused_dense_models_are_captured(checkpoint_directory: Path) -> Non
     ("arch", "kv_dtype"), [pytest.param("llama", "auto", marks=pytest.mark.full), ("qwen3", "int8")]
 )
 def test_a_model_through_the_interpreted_kernels(tmp_path: Path, arch: str, kv_dtype: str) -> None:
-    """A whole model over the Triton kernels, interpreted, plain and padded, says what the CPU path says."""
+    """With the Triton kernels in the interpreter, plain and padded steps sample the tokens of the CPU path."""
     path = tiny_checkpoint(arch, tmp_path, num_hidden_layers=1)
     want = padded_beside_plain(load(path), kv_dtype, short=True)[0]
     done = subprocess.run(
