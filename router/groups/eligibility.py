@@ -1,4 +1,4 @@
-"""Which groups can answer a request at all, whatever it costs there. Pure."""
+"""Eligibility: which groups can answer a request at all; routing costs choose among them. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self

@@ -25,10 +25,16 @@ class GroupMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called at each scrape."""
         index, failures, retries = self._groups.index, self._groups.failures, self._retries
-        yield GaugeMetricFamily("coatcheck_index_blocks", "Blocks known, by group and tier.", value=index.entries)
+        yield GaugeMetricFamily(
+            "coatcheck_index_blocks",
+            "Blocks in the prefix index, counted once for each group and tier.",
+            value=index.entries,
+        )
         yield CounterMetricFamily("coatcheck_index_events", "KV events that groups have sent.", value=index.events)
         problems = CounterMetricFamily(
-            "coatcheck_index_troubles", "KV events that were wrong, by how; none gives a false prefix.", labels=["kind"]
+            "coatcheck_index_troubles",
+            "KV events that could not be applied as sent, by problem; none creates a false prefix.",
+            labels=["kind"],
         )
         for kind in EventProblem:
             problems.add_metric([kind.value], index.problems[kind])

@@ -31,7 +31,7 @@ _NOTHING: Final[AbstractSet[Hashable]] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """Requests that wait now, and those taken, displaced by others and refused since the start."""
+    """Requests that wait now, and requests taken, displaced and refused since the start."""
 
     waiting: int = 0
     taken: int = 0
@@ -91,7 +91,7 @@ class FairQueue(Generic[Waiting]):
         self._shares: dict[str, _Share] = {}
         self._classes: Counter[Hashable] = Counter()  # class -> waiting requests
         self._ids = count(1)
-        self._now = 0.0  # the virtual time of those that wait; it only grows
+        self._now = 0.0  # virtual time of the tenants that wait; it only grows
         self._taken = self._displaced = self._refused = 0
 
     def __len__(self) -> int:

@@ -26,30 +26,48 @@ class _Row(NamedTuple):
 
 _GAUGES: Final = (
     _Row("running_sequences", "Sequences that run.", lambda g: g.running),
-    _Row("waiting_sequences", "Sequences that wait for room.", lambda g: g.waiting),
-    _Row("slowness_ratio", "How many times as long as usual its steps take.", lambda g: g.slowness),
-    _Row("step_seconds", "A decode step, as measured lately.", lambda g: g.step_seconds),
+    _Row("waiting_sequences", "Sequences that wait for blocks or a seat.", lambda g: g.waiting),
+    _Row("slowness_ratio", "Duration of its steps relative to its own usual steps.", lambda g: g.slowness),
+    _Row("step_seconds", "Duration of a decode step, measured lately.", lambda g: g.step_seconds),
     _Row("block_bytes", "Bytes of a KV block on one rank.", lambda g: g.bytes_per_block),
-    _Row("prefill_tokens_per_second", "Prompt tokens computed, lately.", lambda g: g.prefill_tokens_per_second),
-    _Row("demote_bytes_per_second", "To host memory, on the slowest rank.", lambda g: g.demote_bytes_per_second),
-    _Row("restore_bytes_per_second", "From host memory, on the slowest rank.", lambda g: g.restore_bytes_per_second),
+    _Row(
+        "prefill_tokens_per_second",
+        "Prompt tokens computed per second of prefill, lately.",
+        lambda g: g.prefill_tokens_per_second,
+    ),
+    _Row(
+        "demote_bytes_per_second",
+        "KV copied to host memory per second, on the slowest rank.",
+        lambda g: g.demote_bytes_per_second,
+    ),
+    _Row(
+        "restore_bytes_per_second",
+        "KV copied from host memory per second, on the slowest rank.",
+        lambda g: g.restore_bytes_per_second,
+    ),
 )
 _COUNTERS: Final = (
-    _Row("prompt_tokens", "Prompt tokens of what was admitted.", lambda g: g.prompt_tokens),
+    _Row("prompt_tokens", "Prompt tokens of admitted requests.", lambda g: g.prompt_tokens),
     _Row("generated_tokens", "Tokens generated.", lambda g: g.generated_tokens),
-    _Row("preemptions", "Sequences that had to give up their blocks.", lambda g: g.preemptions),
+    _Row("preemptions", "Sequences that had to free their blocks.", lambda g: g.preemptions),
     _Row("demoted_blocks", "Blocks copied to host memory.", lambda g: g.demotions),
     _Row("restored_blocks", "Blocks copied back from host memory.", lambda g: g.restores),
-    _Row("integrity_failures", "Blocks that came back wrong and were computed again.", lambda g: g.integrity_failures),
+    _Row(
+        "integrity_failures",
+        "Blocks whose checksum was wrong after a copy; they were computed again.",
+        lambda g: g.integrity_failures,
+    ),
     _Row("late_compiles", "GPU kernels compiled after the ranks had warmed up.", lambda g: g.late_compiles),
-    _Row("restarts", "How often the supervisor has started it again.", lambda g: g.restarts),
+    _Row("restarts", "Starts of the group by the supervisor after the first.", lambda g: g.restarts),
 )
 _AUDIT: Final = (
-    _Row("prompts", "Prompts whose cached tokens were foreseen.", lambda g: g.audit.prompts),
-    _Row("foreseen_tokens", "Cached prompt tokens that the router foresaw.", lambda g: g.audit.foreseen_tokens),
-    _Row("found_tokens", "Those that the groups found.", lambda g: g.audit.found_tokens),
-    _Row("error_tokens", "Sum of the differences, prompt by prompt.", lambda g: g.audit.error_tokens),
-    _Row("divergences", "How often a group's blocks were asked for anew.", lambda g: g.audit.divergences),
+    _Row("prompts", "Prompts whose cached tokens were predicted.", lambda g: g.audit.prompts),
+    _Row("foreseen_tokens", "Cached prompt tokens that the router predicted.", lambda g: g.audit.foreseen_tokens),
+    _Row("found_tokens", "Cached prompt tokens that the groups found.", lambda g: g.audit.found_tokens),
+    _Row("error_tokens", "Sum of the absolute differences, prompt by prompt.", lambda g: g.audit.error_tokens),
+    _Row(
+        "divergences", "Snapshots requested because the predictions were wrong for long.", lambda g: g.audit.divergences
+    ),
 )
 
 
@@ -95,27 +113,27 @@ class _Page:
 
 
 def _add_whole(page: _Page, status: StatusResponse) -> None:
-    """Of the router as one server, also what the Gateway API's inference extension asks of one."""
+    """Metrics of the router as one server, with those that the Gateway API inference extension reads."""
     groups, model = status.groups, status.model
     running, waiting = sum(g.running for g in groups), sum(g.waiting for g in groups)
     total, used = sum(g.blocks_total for g in groups), sum(g.blocks_used for g in groups)
-    # Requests that no group has yet are open here and in none of the groups' counts.
+    # Open requests that no group has yet.
     elsewhere = max(status.active_streams - running - waiting, 0)
-    # The extension reads these sizes from labels, under the names that one engine gives them.
+    # The extension reads these sizes from labels with vLLM's names.
     sizes = _labels(block_size=str(model.block_size), num_gpu_blocks=str(total))
     served = _labels(model=model.name, dtype=model.dtype, kv_dtype=model.kv_dtype, fingerprint=model.fingerprint[:12])
     for name, text, where, value in (
-        ("active_requests", "Requests that are open.", "", status.active_streams),
+        ("active_requests", "Open requests.", "", status.active_streams),
         ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + elsewhere),
-        ("queue_now_seconds", "How long requests wait for room in a group now.", "", status.queue_seconds),
-        ("running_requests", "Sequences that run, in all groups.", "", running),
-        ("kv_utilization_ratio", "Of all groups' KV blocks, the share in use.", "", used / total if total else 0.0),
-        ("kv_block_size_tokens", "Tokens that a KV block holds.", "", model.block_size),
+        ("queue_now_seconds", "How long requests wait now until a group has room.", "", status.queue_seconds),
+        ("running_requests", "Sequences that run in all groups.", "", running),
+        ("kv_utilization_ratio", "Share of all groups' KV blocks that is in use.", "", used / total if total else 0.0),
+        ("kv_block_size_tokens", "Tokens per KV block.", "", model.block_size),
         ("kv_blocks", "KV blocks of all groups.", "", total),
-        ("cache_hit_ratio", "Of prompt tokens, the share found in a cache.", "", status.hit_ratio),
-        ("accepting", "1 while new requests are taken.", "", int(status.state == "serving")),
+        ("cache_hit_ratio", "Share of prompt tokens that was found in a cache.", "", status.hit_ratio),
+        ("accepting", "1 while new requests are accepted.", "", int(status.state == "serving")),
         ("cache_config_info", "Sizes of the KV cache, as labels.", sizes, 1),
-        ("model_info", "What is served.", served, 1),
+        ("model_info", "The model that is served, as labels.", served, 1),
     ):
         page.add("gauge", f"coatcheck_{name}", text, [(where, value)])
 
@@ -143,10 +161,12 @@ def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
         missed += _by_field(group.prefix_misses, begun)
         moved.append((f'{begun},to="host"}}', group.demoted_bytes))
         moved.append((f'{begun},to="device"}}', group.restored_bytes))
-    page.add("counter", "coatcheck_group_evicted_blocks", "Cached blocks that made room, by tier and why.", evicted)
-    page.add("counter", "coatcheck_group_prefix_misses", "Prompts not found whole, by why.", missed)
-    page.add("counter", "coatcheck_group_moved_bytes", "KV copied between device and host, on all ranks.", moved)
-    page.add("gauge", "coatcheck_group_state", "1 for the state that it is in.", states)
+    page.add(
+        "counter", "coatcheck_group_evicted_blocks", "Cached blocks that were evicted, by tier and reason.", evicted
+    )
+    page.add("counter", "coatcheck_group_prefix_misses", "Prompts that were not completely cached, by reason.", missed)
+    page.add("counter", "coatcheck_group_moved_bytes", "KV bytes copied between device and host, on all ranks.", moved)
+    page.add("gauge", "coatcheck_group_state", "1 for the state of the group.", states)
     page.add("gauge", "coatcheck_group_blocks", "KV blocks, by tier and use.", blocks)
     page.add("counter", "coatcheck_group_cached_tokens", "Prompt tokens found in the cache, by tier.", cached)
     for row in _GAUGES:
@@ -159,7 +179,7 @@ def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
 
 
 def _by_field(counts: Evictions | PrefixMisses, begun: str) -> list[tuple[str, float]]:
-    """A sample for each of the message's fields, which are reasons."""
+    """A sample for each field of the message; the fields' names are the reasons."""
     names = [field.name for field in counts.DESCRIPTOR.fields]
     return [(f'{begun},reason="{name}"}}', getattr(counts, name)) for name in names]
 
@@ -173,9 +193,9 @@ def _add_ranks(page: _Page, groups: Sequence[GroupStatus]) -> None:
             healthy.append((f"{where[:-1]},{_labels(node=rank.node)[1:]}", int(rank.healthy)))
             memory.append((where, rank.peak_memory_bytes))
             steps.append((where, rank.steps))
-    page.add("gauge", "coatcheck_rank_healthy", "1 while it works.", healthy)
-    page.add("gauge", "coatcheck_rank_peak_memory_bytes", "At most so far.", memory)
-    page.add("counter", "coatcheck_rank_steps", "Steps computed.", steps)
+    page.add("gauge", "coatcheck_rank_healthy", "1 while the rank works.", healthy)
+    page.add("gauge", "coatcheck_rank_peak_memory_bytes", "Peak device memory so far.", memory)
+    page.add("counter", "coatcheck_rank_steps", "Steps that the rank has computed.", steps)
 
 
 def _labels(**pairs: str) -> str:

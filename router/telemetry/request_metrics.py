@@ -29,7 +29,7 @@ REASONS: Final = (
 )  # fmt: skip
 
 
-class Latency:
+class LatencyMetric:
     """One kind of latency: a histogram since the start, and percentiles of the last five minutes."""
 
     def __init__(self, histogram: Histogram, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,15 +60,17 @@ class RequestMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # doubles the number of series
         self._requests = Counter(
             "coatcheck_requests",
-            "Requests that have ended, by how: ok, cancelled by the client, or the error's name.",
+            "Requests that have ended, by outcome: ok, cancelled, or the error's name.",
             ["outcome"],
             registry=registry,
         )
-        self._tokens = Counter("coatcheck_tokens", "Tokens of whole answers.", ["kind"], registry=registry)
-        self.ttft = Latency(
+        self._tokens = Counter(
+            "coatcheck_tokens", "Tokens of requests that were answered completely.", ["kind"], registry=registry
+        )
+        self.ttft = LatencyMetric(
             Histogram("coatcheck_ttft_seconds", "Arrival to first token.", buckets=_TTFT, registry=registry)
         )
-        self.tpot = Latency(
+        self.tpot = LatencyMetric(
             Histogram(
                 "coatcheck_tpot_seconds",
                 "Seconds per token after the first, one value for each answer.",
@@ -76,12 +78,12 @@ class RequestMetrics:
                 registry=registry,
             )
         )
-        self.itl = Latency(
+        self.itl = LatencyMetric(
             Histogram(
                 "coatcheck_itl_seconds", "Between two deltas of a choice, as sent.", buckets=_TOKEN, registry=registry
             )
         )
-        self.queue = Latency(
+        self.queue = LatencyMetric(
             Histogram(
                 "coatcheck_queue_seconds", "Arrival to the first step in a group.", buckets=_QUEUE, registry=registry
             )
@@ -91,24 +93,24 @@ class RequestMetrics:
         )
         self._failovers = Counter(
             "coatcheck_failovers",
-            "Streams that lost their group after their first token; most went on at another.",
+            "Streams that lost their group after their first token; most continue on another group.",
             ["group"],
             registry=registry,
         )
         self._retries = Counter(
             "coatcheck_retries",
-            "Requests that lost their group before their first token; most were sent to another.",
+            "Requests that lost their group before their first token; most are sent to another group.",
             ["group"],
             registry=registry,
         )
         self._resumes = Counter(
             "coatcheck_resumes",
-            "Requests that brought tokens which an earlier stream had delivered.",
+            "Requests that continue after tokens which an earlier stream has delivered.",
             registry=registry,
         )
         self._refusals = Counter(
             "coatcheck_refusals",
-            "What was refused at the door, before any of it was computed, by why: who it was, or how much it was.",
+            "Requests and connections refused before anything was computed, by reason.",
             ["reason"],
             registry=registry,
         )

@@ -269,7 +269,7 @@ async def test_who_is_late_in_line_is_not_sent(start_router: StartRouter) -> Non
     await waiting(router, 2)
     await asyncio.sleep(deadline - asyncio.get_running_loop().time())
     group.report(waiting=0)
-    with pytest.raises(DeadlineExceeded, match="its deadline came after"):
+    with pytest.raises(DeadlineExceeded, match="its deadline passed after"):
         await late
     await kept
     assert [submit.prompt_token_ids[0] for submit in group.submits] == [2]
