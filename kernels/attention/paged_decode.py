@@ -51,7 +51,7 @@ def pick_launch(group: int, width: int, element_size: int, pool_bits: int, arch:
     row = block_d * max(1, pool_bits // 8)  # bytes of a key
     block_n = max(16, min(128, 16384 // row))
     halves = 2 if pool_bits == 4 else int(pool_bits < 8 * element_size)
-    widened = halves * block_d * element_size  # what values are widened to, a key
+    widened = halves * block_d * element_size  # bytes of a key's values once widened
 
     def fits(tiles: int, keys: int) -> bool:
         own = 3072 + block_m * (block_d + keys) * element_size + keys * widened
@@ -91,7 +91,7 @@ def _decode(
     SPLIT_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # elements in a row of the cache; int4 has two in each
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_rows, in_dims = rows < GROUP, dims < WIDTH
     across, some = tl.arange(0, BLOCK_N), tl.arange(0, SEQS)
@@ -137,13 +137,13 @@ def _decode(
             nth, row = _places(first, across, SIZE, BLOCK_N)
             block = tl.load(table + nth, held, other=0).to(tl.int64)
             at = (kv_head * SIZE + row) * WIDTH
-            v_scale = slope  # stands for them where there are none
+            v_scale = slope  # a placeholder, not used
             if KIND > 0:
                 k_scale, v_scale = _scales_of(
                     k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
                     KIND, SIZE, BLOCK_N, CONVERT,
                 )  # fmt: skip
-            # Keys behind the end are block 0's; their scores are masked. Values could be NaN, so they are zeros.
+            # Keys past the end are read from block 0 and their scores masked. Their values could be NaN, so they are 0.
             at_key = k + (block * k_stride + at)[:, None] + dims[None]
             at_value = v + (block * v_stride + at)[:, None] + dims[None]
             if WIDTH == BLOCK_D:

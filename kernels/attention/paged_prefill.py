@@ -54,7 +54,7 @@ def pick_launch(rows: int, head_dim: int, width: int, element_size: int, quantis
         block_m, block_n, num_warps = 64, 32, 4
     else:
         block_m, block_n, num_warps = 128, 64, 8
-    # On its way, in use, and one more that a matrix product may still be reading.
+    # Tiles being fetched, in use, and still read by a matrix product.
     room = ((block_m + 2 * tiles * block_n) * block_d * element_size <= arch.shared for tiles in (3, 2))
     stages = min(5 if next(room) else 3 if next(room) else 1, arch.most_stages)
     if block_m > rows:
@@ -75,7 +75,7 @@ def chunk_lengths(group: int) -> tuple[int, ...]:
 
 
 def most_tiles(tokens: int, prefills: int, queries: int) -> int:
-    """How many tiles of so many queries so many sequences can have that bring so many tokens together."""
+    """The largest number of tiles of `queries` queries that `prefills` sequences of `tokens` tokens together have."""
     return tokens // queries + prefills
 
 
@@ -88,10 +88,10 @@ def _prefill(
     SINKS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr, CAPPED: tl.constexpr,
     SINGLE: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # of a row of the cache; int4 has two halves in one
-    QUERIES: tl.constexpr = BLOCK_M // PACK  # of a tile
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # elements in a row of the cache; int4 has two in each
+    QUERIES: tl.constexpr = BLOCK_M // PACK  # in a tile
     index, first_head = tl.program_id(0), tl.program_id(1) * PACK
-    # The tile's sequence is behind all those whose tiles have ended before it.
+    # The tile belongs to the first sequence whose tiles do not all come before it.
     seq, behind, seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     some = tl.arange(0, SEQS)
     for base in range(0, num_seqs, SEQS):
@@ -110,7 +110,7 @@ def _prefill(
         return
     first_token = tl.load(cu_seqlens + seq)
     q_len = tl.load(cu_seqlens + seq + 1) - first_token
-    # The last tiles see the most keys: they start first.
+    # The last tiles see the most keys, so they start first.
     first_query = ((q_len + QUERIES - 1) // QUERIES - 1 - (index - behind)) * QUERIES
     shift = tl.load(seq_lens + seq) - q_len
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -137,7 +137,7 @@ def _prefill(
     start = lowest // BLOCK_N * BLOCK_N
     table = tables + seq.to(tl.int64) * table_stride
     kv_head = first_head // GROUP
-    # Where one order is promised all tiles are masked: what masks nothing may still be compiled to other roundings.
+    # Batch-invariant mode masks all tiles, because code without the mask may be compiled to other roundings.
     if not SINGLE:
         whole = tl.where(window > 0, start, (shift + first_query + 1) // BLOCK_N * BLOCK_N)
         acc, high_acc, peak, total = _attend(
@@ -199,7 +199,7 @@ def launch_prefill(
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_D=launch.block_d,
         SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         KIND=KINDS.get(cache.dtype, 0), CONVERT=arch.convert, SINGLE=batch_invariant,
-        # In float32 always: the branch keeps the compiler from fetching more operands than there are registers for.
+        # Always in float32. The branch keeps the compiler from loading more operands than there are registers.
         CAPPED=softcap > 0 or q.dtype == torch.float32,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip

@@ -43,13 +43,13 @@ def _attend(
         else:
             block = tl.load(table + nth).to(tl.int64)
         at = (kv_head * SIZE + row) * WIDTH
-        v_scale = scale  # stands for them where there are none
+        v_scale = scale  # a placeholder, not used
         if KIND > 0:
             k_scale, v_scale = _scales_of(
                 k_scales, v_scales, table, first, end, kv_head, k_scales_stride, v_scales_stride,
                 KIND, SIZE, BLOCK_N, CONVERT,
             )  # fmt: skip
-        # Keys behind the end are block 0's, whose scores are masked; values there could be NaN, so they are zero.
+        # Keys past the end are read from block 0 and their scores masked. Their values could be NaN, so they are 0.
         at_key = k + (block * k_stride + at)[:, None] + dims[None]
         at_value = v + (block * v_stride + at)[:, None] + dims[None]
         if WIDTH == BLOCK_D:

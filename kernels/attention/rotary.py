@@ -74,7 +74,7 @@ def _rotary(
     STORE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS  # of the queries' heads; those of k and v come behind them
+    TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS  # of the query heads; those of k and v follow
     cos += token * ROT
     sin += token * ROT
     if tile < TILES:

@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties on logits, in place.
+"""Repetition, presence and frequency penalties and logit biases, in place.
 
     if token in prompt or output:  logit = logit / repetition  where logit > 0,  logit * repetition  otherwise
     logit -= frequency * (times in output) + presence * (in output ? 1 : 0)
@@ -48,7 +48,7 @@ def _penalise(
     inside = at < tl.load(total_lens + row)
     ids = tl.load(token_ids + row * ids_stride + at, inside, other=-1)
     inside = inside & (ids >= 0) & (ids < vocab)
-    # Of equal tokens only one finds the count; to the others it is 0.
+    # Only one of equal tokens gets the count. The others get 0.
     count = tl.atomic_xchg(counts + row * vocab + ids, tl.zeros([BLOCK], tl.int32), inside, sem="relaxed")
     inside = inside & (count > 0)
     times = (count >> 16).to(tl.float32)
@@ -134,7 +134,7 @@ def apply_penalties_reference(
     at = torch.arange(token_ids.shape[1], device=logits.device)[None]
     seen = at < total_lens[:, None]
     generated = seen & (at >= prompt_lens[:, None])
-    # Padding is pointed at token 0 with weight 0: it may hold anything, ids outside the vocabulary included.
+    # Padding counts for token 0 with weight 0, because it may hold ids outside the vocabulary.
     index = token_ids.masked_fill(~seen, 0).long()
     appears = torch.zeros_like(logits).scatter_add_(1, index, seen.float()) > 0
     count = torch.zeros_like(logits).scatter_add_(1, index, generated.float())
@@ -143,3 +143,25 @@ def apply_penalties_reference(
     logits -= frequency[:, None] * count
     logits -= presence[:, None] * (count > 0)
     return logits
+
+
+def add_logit_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    """logits[rows[i], token_ids[i]] += bias[i], in place; -inf forbids a token. Returns `logits`.
+
+    Shapes: rows, token_ids int64 [n], bias float32 [n]. The biases of a repeated (row, token) pair add up.
+    """
+    want_shape("logits", logits, (None, None))
+    want_dtype("logits", logits, torch.float32)
+    want_rows("logits", logits)
+    want_shape("rows", rows, (None,))
+    for name, tensor, dtype in (("rows", rows, torch.int64), ("token_ids", token_ids, torch.int64),
+                                ("bias", bias, torch.float32)):  # fmt: skip
+        want_shape(name, tensor, (rows.shape[0],))
+        want_dtype(name, tensor, dtype)
+        want_contiguous(name, tensor)
+        want_device(name, tensor, logits.device)
+    return add_logit_bias_reference(logits, rows, token_ids, bias)
+
+
+def add_logit_bias_reference(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    return logits.index_put_((rows, token_ids), bias, accumulate=True)

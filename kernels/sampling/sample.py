@@ -185,7 +185,7 @@ def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     falling = falling.masked_fill(falling < floor, -math.inf)
     mass = torch.exp((falling - highest).double()).cumsum(dim=-1)
     reached = mass >= top_p.double()[:, None] * mass[:, -1:]
-    # Where top_p is 1, rounding of the sum must not cut the tail.
+    # If top_p is 1, the rounding of the sum must not remove any token.
     reached[:, -1] = True
     floor = torch.where(top_p[:, None] < 1, falling.gather(1, reached.int().argmax(dim=-1)[:, None]), -math.inf)
     return kept.masked_fill(kept < floor, -math.inf)

@@ -22,9 +22,8 @@ from coatcheck.kernels.launch_check import LaunchRefused
 from coatcheck.kernels.layers.linear import PackedLinear
 from coatcheck.kernels.layers.rms_norm import rms_norm
 from coatcheck.kernels.layers.silu_mul import silu_mul
-from coatcheck.kernels.sampling.logit_bias import add_logit_bias
 from coatcheck.kernels.sampling.logprobs import logprobs
-from coatcheck.kernels.sampling.penalties import apply_penalties
+from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
 from coatcheck.kernels.sampling.token_mask import apply_token_mask
 from tests.kernels.caches import strided_cache

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import LaunchRefused
-from coatcheck.kernels.sampling.logit_bias import add_logit_bias
 from coatcheck.kernels.sampling.logprobs import logprobs, logprobs_reference
-from coatcheck.kernels.sampling.penalties import apply_penalties, apply_penalties_reference
+from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties, apply_penalties_reference
 from coatcheck.kernels.sampling.sample import filter_reference, noise_bits_reference, sample, sample_reference
 from coatcheck.kernels.sampling.token_mask import apply_token_mask, apply_token_mask_reference
 

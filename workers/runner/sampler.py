@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from coatcheck.kernels.sampling.logit_bias import add_logit_bias
-from coatcheck.kernels.sampling.penalties import apply_penalties
+from coatcheck.kernels.sampling.penalties import add_logit_bias, apply_penalties
 from coatcheck.kernels.sampling.sample import sample
 from coatcheck.workers.core.step_plan import NewRow
 from coatcheck.workers.runner.host_transfer import upload

@@ -1,4 +1,4 @@
-"""A request's way through a BlockPool, with the hashes of its blocks and an evictor: no engine, no tensors."""
+"""One request through a BlockPool with an evictor, without engine or tensors."""
 
 from coatcheck.proto.retention import Retention
 from coatcheck.workers.kv.block_pool import BlockPool
@@ -14,12 +14,12 @@ def make_evictor(order: str, capacity: int, ghosts: int = 1000) -> Evictor:
 
 
 def chain_of(text: str, length: int) -> list[bytes]:
-    """Hashes of a prompt's blocks."""
+    """The hashes of a prompt of `length` blocks."""
     return [f"{text}{depth}".encode() for depth in range(length)]
 
 
 def serve(pool: BlockPool, chain: list[bytes], tenant: str = "", retention: Retention | None = None) -> int:
-    """A request's way through the pool; returns how many blocks were found."""
+    """Look up, compute, register and release a prompt's blocks. Returns how many were cached."""
     pool.registry.record_request(chain, tenant, retention)
     found: list[int] = []
     for block_hash in chain:

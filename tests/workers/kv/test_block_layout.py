@@ -1,4 +1,4 @@
-"""Where keys, values and scales lie in a block: nothing overlaps, and little is lost to padding."""
+"""Byte offsets of keys, values and scales in a block: no overlap, little padding."""
 
 import itertools
 import subprocess
@@ -20,7 +20,7 @@ LAYERS = st.lists(LAYER, min_size=1, max_size=5)
 
 @given(LAYERS, st.sampled_from([4, 8, 16, 128]), st.sampled_from(KvDtype))
 def test_parts_of_a_block_are_apart_and_fill_it(layers: list[LayerSpec], block_size: int, kv_dtype: KvDtype) -> None:
-    """Every layer's elements and scales have their own bytes, elements on cache lines; what is left is padding."""
+    """The parts of a layer do not overlap, elements start on cache lines, and all other bytes are padding."""
     layout = BlockLayout.of(layers, block_size, kv_dtype)
     parts = []
     for layer, slab in zip(layers, layout.slabs, strict=True):
@@ -46,7 +46,7 @@ def test_parts_of_a_block_are_apart_and_fill_it(layers: list[LayerSpec], block_s
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_quantised_pools_hold_more(name: str, at_least: float, head_dim: int, kv_heads: int, block_size: int) -> None:
-    """From the same bytes come at least 1.9 times as many blocks for fp8 and int8, 3.5 times for int4."""
+    """fp8 and int8 give at least 1.9 times as many blocks from the same bytes, int4 3.5 times."""
     layers = [LayerSpec(8, kv_heads, head_dim)] * 2
     plain = BlockLayout.of(layers, block_size, KvDtype.BFLOAT16)
     assert plain.bytes_per_block / BlockLayout.of(layers, block_size, KV_DTYPES[name]).bytes_per_block >= at_least
@@ -59,20 +59,20 @@ def test_a_bfloat16_block_is_what_arithmetic_says() -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "elements", "scales"), [(KvDtype.BFLOAT16, 1152, 0), (KvDtype.INT8, 576, 2)])
 def test_a_latent_cache_holds_one_vector_a_token(kv_dtype: KvDtype, elements: int, scales: int) -> None:
-    """Where values lie in the keys, a layer takes the latent vector and its one scale, and nothing else."""
+    """If values are part of the keys, a layer stores only the latent vector and its scale."""
     layout = BlockLayout.of([LayerSpec(128, 1, 512 + 64, v_head_dim=0)] * 61, 64, kv_dtype)
     assert (layout.bytes_per_token, layout.scale_bytes_per_token) == (61 * (elements + scales), 61 * scales)
 
 
 def test_int4_refuses_an_odd_head_dim_and_names_the_layer() -> None:
-    """Two elements share a byte; the message says which layer, and what to use instead."""
+    """int4 with an odd head_dim is refused; the message names the layer and what to use instead."""
     with pytest.raises(InvalidConfig, match=r"layer 1 has head_dim 65, which is odd; use int8 or fp8"):
         BlockLayout.of([LayerSpec(8, 8, 64), LayerSpec(8, 8, 65)], 16, KvDtype.INT4)
     assert BlockLayout.of([LayerSpec(8, 8, 65)], 16, KvDtype.INT8).slabs[0].head_dim == 65
 
 
 def test_unknown_kv_dtypes_are_refused_with_those_that_exist() -> None:
-    """auto is the model's own."""
+    """`auto` is the model's dtype."""
     assert choose_kv_dtype("auto", "bfloat16") is KvDtype.BFLOAT16
     assert choose_kv_dtype("int4", "bfloat16") is KvDtype.INT4
     with pytest.raises(InvalidConfig, match="kv-dtype is 'int3'; use auto, bf16, fp16, fp8, int8, int4"):
@@ -80,6 +80,6 @@ def test_unknown_kv_dtypes_are_refused_with_those_that_exist() -> None:
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
-    """A planner imports it without paying for torch."""
+    """block_layout imports no torch."""
     code = "import sys, coatcheck.workers.kv.block_layout; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""The block pool under every order of use."""
+"""The block pool under random sequences of operations."""
 
 import time
 
@@ -81,7 +81,7 @@ def test_a_cached_suffix_is_evicted_before_its_prefix() -> None:
 
 
 def test_check_sees_a_lost_block() -> None:
-    """A block held by nobody that still has a reference is reported."""
+    """check() reports a block that has a reference and no holder."""
     pool = BlockPool(3)
     pool.allocate_blocks(1)
     with pytest.raises(AssertionError, match="1 references, 0 holders"):

@@ -1,4 +1,4 @@
-"""What an engine says of a prompt whose prefix it did not find: each reason, and how blocks went."""
+"""Why a prompt's prefix was not cached: each reason, and the evictions behind it."""
 
 import dataclasses
 
@@ -11,12 +11,12 @@ PROMPT = list(range(1, 42))
 
 
 def miss_of(done: Collector, name: str) -> PrefixMiss | None:
-    """As the first output says it."""
+    """The miss in the request's first output."""
     return done.first[name, 0].miss
 
 
 def test_what_nobody_has_asked_for_was_never_seen() -> None:
-    """A new prompt misses at its first block, a longer one of its kind behind what it shares, the same one nowhere."""
+    """A new prompt misses at its first block, a longer one behind the part it shares, and a repeated one nowhere."""
     engine, _ = make_engine(64)
     assert miss_of(ask(engine, "first", PROMPT), "first") == PrefixMiss(0, MissReason.NEVER_SEEN)
     assert miss_of(ask(engine, "longer", PROMPT[:20] + [99] * 20), "longer") == PrefixMiss(5, MissReason.NEVER_SEEN)
@@ -26,7 +26,7 @@ def test_what_nobody_has_asked_for_was_never_seen() -> None:
 
 
 def test_what_was_evicted_says_when_and_why() -> None:
-    """Without a host tier the miss names the device, the reason and how long ago; every eviction is counted by it."""
+    """Without a host tier the miss names the device, the reason and how long ago. Evictions are counted by reason."""
     engine, _ = make_engine(24, 0)
     ask(engine, "first", PROMPT)
     for i in range(3):
@@ -40,7 +40,7 @@ def test_what_was_evicted_says_when_and_why() -> None:
 
 
 def test_what_left_the_host_too_names_the_host() -> None:
-    """The last tier that held a block is the one that a miss names, with its own count of evictions."""
+    """The miss names the last tier that held the block, which counts its own evictions."""
     engine, _ = make_engine(24, 12)
     ask(engine, "first", PROMPT)
     for i in range(12):
@@ -51,7 +51,7 @@ def test_what_left_the_host_too_names_the_host() -> None:
 
 
 def test_a_prompt_said_to_be_unwanted_names_that() -> None:
-    """What went first because its request had said so is a miss of that reason."""
+    """A block evicted because its request said that it is unwanted is a miss of that reason."""
     engine, _ = make_engine(24, 0)
     engine.submit_request(dataclasses.replace(request("first", PROMPT, 4), retention=Retention(0)))
     Collector(engine).run()
@@ -62,7 +62,7 @@ def test_a_prompt_said_to_be_unwanted_names_that() -> None:
 
 
 def test_another_salts_tokens_are_told_apart_from_new_ones() -> None:
-    """The prompt of one tenant asked for by another is a miss of its salt; behind it, what is new to both is new."""
+    """Another salt's prompt is a miss of reason OTHER_SALT; behind it, blocks new to both are NEVER_SEEN."""
     engine, _ = make_engine(64)
     ask(engine, "first", PROMPT, salt="a")
     assert miss_of(ask(engine, "other", PROMPT, salt="b"), "other") == PrefixMiss(0, MissReason.OTHER_SALT)
@@ -71,7 +71,7 @@ def test_another_salts_tokens_are_told_apart_from_new_ones() -> None:
 
 
 def test_a_broken_block_is_named_as_such() -> None:
-    """A block that came back wrong from host memory is the miss, though all before it were found."""
+    """A block with a wrong checksum is the miss, though all before it were found."""
     engine, runner = make_engine()
     ask(engine, "first", PROMPT)
     for i in range(3):
@@ -82,7 +82,7 @@ def test_a_broken_block_is_named_as_such() -> None:
 
 
 def test_what_is_sooner_computed_is_named_as_such() -> None:
-    """Where copies are slow, a block that the host has is computed, and the miss says that it was a choice."""
+    """If copies are slow, a block in the host tier is computed, and the miss says so."""
     engine, _ = make_engine()
     ask(engine, "first", PROMPT)
     for i in range(3):
@@ -93,7 +93,7 @@ def test_what_is_sooner_computed_is_named_as_such() -> None:
 
 
 def test_contents_are_chains() -> None:
-    """The number of a block depends on its tokens and on all before it, and only full blocks have one."""
+    """A block's content hash depends on its tokens and all before it. Only full blocks have one."""
     one, two = content_chain((1, 2, 3, 4, 5), 2), content_chain((9, 2, 3, 4), 2)
     assert len(one) == 2
     assert not set(one) & set(two)

@@ -1,4 +1,4 @@
-"""What copying is weighed against."""
+"""When copying a block is faster than computing it."""
 
 import pytest
 
@@ -11,44 +11,44 @@ DEAR = CopyCost(16, demote=0.02, restore=0.02, prefill=1e-3, step=0.02)
 
 
 def test_a_prefix_is_restored_where_that_is_sooner() -> None:
-    """A fast copy beats a slow prefill, a slow copy does not, and a long queue before it counts too."""
+    """Fast copies are chosen over a slow prefill. Slow copies are not, nor is a restore behind a long queue."""
     assert CHEAP.is_restore_faster(100, num_queued=0, beside_decodes=False)
     assert not DEAR.is_restore_faster(100, num_queued=0, beside_decodes=False)
     assert not CHEAP.is_restore_faster(1, num_queued=1000, beside_decodes=False)
 
 
 def test_beside_decodes_a_short_prefix_is_computed() -> None:
-    """One block would wait for a step of its own; computing its 16 tokens is sooner. Many blocks are worth the wait."""
+    """Beside decodes one block waits for the next step, so its 16 tokens are computed. Many blocks are restored."""
     assert CHEAP.is_restore_faster(1, num_queued=0, beside_decodes=False)
     assert not CHEAP.is_restore_faster(1, num_queued=0, beside_decodes=True)
     assert CHEAP.is_restore_faster(50, num_queued=0, beside_decodes=True)
 
 
 def test_what_is_not_measured_is_tried() -> None:
-    """Before the first prefill and the first copies are measured, blocks are kept and restored."""
+    """Until prefill and copies have been measured, blocks are demoted and restored."""
     assert CopyCost(16).is_demotion_worthwhile and CopyCost(16).is_restore_faster(1, num_queued=9, beside_decodes=True)
     assert CopyCost(16).max_blocks_per_step(beside_decodes=True) > 0
 
 
 def test_a_block_that_costs_more_to_move_than_to_make_is_not_kept() -> None:
-    """Out and back against 16 tokens of prefill."""
+    """A demotion and a restore against 16 tokens of prefill."""
     assert CHEAP.is_demotion_worthwhile and not DEAR.is_demotion_worthwhile
 
 
 @pytest.mark.parametrize(("prices", "beside", "blocks"), [(CHEAP, True, 30), (CHEAP, False, 200), (DEAR, True, 1)])
 def test_a_step_moves_what_it_has_time_for(prices: CopyCost, beside: bool, blocks: int) -> None:
-    """A share of a decode step's time beside decodes, and always at least one block."""
+    """A step copies for a share of its decode time, and always at least one block."""
     assert prices.max_blocks_per_step(beside_decodes=beside) == pytest.approx(blocks, abs=1)
 
 
 def test_a_loss_is_the_cheaper_of_copying_and_computing() -> None:
-    """Whole blocks are copied out and back, or computed; the tokens behind the last whole block are computed."""
+    """Whole blocks are copied or computed, whichever is faster; the tokens behind them are computed."""
     assert CHEAP.recovery_seconds(36) == pytest.approx(2 * 2e-4 + 4e-3)
     assert DEAR.recovery_seconds(36) == pytest.approx(36e-3)
 
 
 def test_one_bad_moment_is_no_price() -> None:
-    """A copy that took a second among others of a millisecond changes nothing, be it the first; several of them do."""
+    """A single slow copy does not change the measured cost, even if it is the first. Several do."""
     log = CopyLog(Communicator())
 
     def price(*seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Which cold block goes next: by worth, by use, by tenant, and in any mix with what requests asked for."""
+"""Which block is evicted next: by policy, by tenant, and by what requests asked to retain."""
 
 import tracemalloc
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """Chains that fork, by three tenants, come and go and are retained while time passes."""
+    """Forking chains of three tenants come and go and are retained while time passes."""
 
     order, capacity = "cost", 12
     takes_what_it_finds = False  # else a request only asks for what is cold, as one that waits does
@@ -60,7 +60,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.pop_checked(gone, leaves)
 
     def pop_checked(self, gone: Prefix, leaves: list[Prefix]) -> None:
-        """One of the leaves that there were is gone."""
+        """Further checks of an eviction, by subclasses."""
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 700.0]))
     def wait(self, seconds: float) -> None:
@@ -76,25 +76,25 @@ class EvictionMachine(RuleBasedStateMachine):
             assert prefix.claims.is_unwanted(now) == self.is_unwanted(prefix)
 
     def claim(self, prefix: Prefix) -> tuple[int, float]:
-        """The highest that anybody has asked for and whose time is not over, of all asked so far."""
+        """(priority, until) of the highest claim of any request that has not expired."""
         claims = [(asked.priority, at + asked.ttl_seconds) for at, asked in self.asked[prefix] if asked is not None]
         return max((claim for claim in claims if claim[0] and claim[1] > self.evictor.registry.now), default=(0, 0.0))
 
     def is_unwanted(self, prefix: Prefix) -> bool:
-        """Whether the last to ask for it had no need of it any more, and nobody claims it."""
+        """Whether the last request said that it is unwanted, and no request retains it."""
         at, asked = self.asked[prefix][-1]
         is_last = asked is not None and asked.priority == 0 and at + asked.ttl_seconds > self.evictor.registry.now
         return is_last and not self.claim(prefix)[0]
 
 
 class LruMachine(EvictionMachine):
-    """The same in order of use."""
+    """The same with LRU order."""
 
     order = "lru"
 
 
 class ClaimMachine(EvictionMachine):
-    """The same far below the cap: whatever has been asked for by whom, the lines are emptied in their order."""
+    """The same far below the retention limit: the queues are emptied in their order."""
 
     order, capacity = "lru", 1000
     takes_what_it_finds = True
@@ -115,7 +115,7 @@ TestEvictionByUse.settings = settings(max_examples=40, stateful_step_count=30, d
 
 
 def test_what_is_wanted_again_stays_through_a_scan() -> None:
-    """A prompt that comes back outlives a flood of prompts that never do, which least recently used cannot give."""
+    """A prompt that comes back stays through a flood of prompts that do not. LRU cannot do that."""
     found = {}
     for order in ("lru", "cost"):
         pool = BlockPool(20, make_evictor(order, 20))
@@ -132,8 +132,8 @@ def test_what_is_wanted_again_stays_through_a_scan() -> None:
 
 @pytest.mark.parametrize("order", ["lru", "cost"])
 def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
-    """A tenant that asks for 50 times the pool leaves a quiet one half of its equal share of what is cold, until
-    that one has asked for nothing for long."""
+    """A tenant that floods the pool leaves a quiet tenant half of an equal share, until that one has been idle for
+    SHELTER_SECONDS."""
     pool = BlockPool(40, make_evictor(order, 40))
     quiet = chain_of("quiet", 10)
     serve(pool, quiet, "quiet")
@@ -149,7 +149,7 @@ def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
 
 @pytest.mark.parametrize("priority", [None, 0, 50])
 def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
-    """A prompt that is asked for over a thousand times without any eviction leaves no more behind than hundreds do."""
+    """A prompt requested 1,200 times without an eviction takes no more memory than after 400 times."""
     pool = BlockPool(40, make_evictor("cost", 40))
     retention = None if priority is None else Retention(priority, 1000.0)
     taken = []
@@ -165,7 +165,7 @@ def test_use_after_use_takes_no_more_memory(priority: int | None) -> None:
 
 
 def test_ghosts_are_bounded() -> None:
-    """The book forgets who was evicted longest ago, and knows those again that it has not forgotten."""
+    """The registry forgets the oldest ghosts and recognises the others."""
     pool = BlockPool(8, make_evictor("cost", 8, ghosts=100))
     for number in range(200):
         serve(pool, chain_of(f"prompt {number} ", 4))

@@ -1,4 +1,4 @@
-"""The host tier's slots under every order of use."""
+"""The host pool under random sequences of operations."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 
 
 class HostPoolMachine(RuleBasedStateMachine):
-    """Blocks come, are read, turn out broken and make room; after each operation every invariant holds."""
+    """Blocks are demoted, restored, found corrupt and evicted. Every invariant holds after each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ TestHostPool.settings = settings(max_examples=60, stateful_step_count=30, deadli
 
 
 def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
-    """While a block is on its way no event speaks of it, yet a restore may already be asked for."""
+    """While a block is being demoted there is no event, but it can be restored already."""
     host_pool, prefix = HostPool(2), PrefixRegistry(4).record_computed(b"a", b"")
     slot = host_pool.begin_demotion(prefix)
     assert slot is not None and b"a" in host_pool
@@ -75,7 +75,7 @@ def test_a_block_is_held_only_when_its_copy_has_ended() -> None:
 
 
 def test_a_broken_block_is_a_miss_and_counted() -> None:
-    """What a restore found broken is gone at once, and its slot is free when the last reader has ended."""
+    """A corrupt block is removed at once. Its slot is free when the last restore that reads it has ended."""
     host_pool = HostPool(1)
     slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
     assert slot is not None
@@ -88,7 +88,7 @@ def test_a_broken_block_is_a_miss_and_counted() -> None:
 
 
 def test_a_restore_ends_only_once() -> None:
-    """A second end would free a slot under another reader's hands: it is an error."""
+    """Ending a restore twice is an error, because it would free a slot that another restore reads."""
     host_pool = HostPool(1)
     slot = host_pool.begin_demotion(PrefixRegistry(4).record_computed(b"a", b""))
     assert slot is not None

@@ -1,4 +1,4 @@
-"""The engine over two tiers, with a fake model that reads its KV back and copies that take their time."""
+"""The engine with two tiers, over a fake model that reads its KV back and copies that take several steps."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tests.workers.kv.two_tier_engine import ask, make_engine
 
 @pytest.mark.parametrize(("depth", "delays"), [(0, [0]), (1, [0]), (1, [0, 1, 5])])
 def test_an_evicted_prefix_comes_back_from_the_host(depth: int, delays: list[int]) -> None:
-    """A prompt whose blocks were evicted is answered from host memory, and only its last tokens are computed."""
+    """An evicted prompt is restored from the host tier, and only its last tokens are computed."""
     engine, runner = make_engine(depth=depth, delays=delays)
     prompt = list(range(1, 42))
     ask(engine, "first", prompt)
@@ -40,8 +40,8 @@ def test_an_evicted_prefix_comes_back_from_the_host(depth: int, delays: list[int
 def test_any_mix_is_answered_exactly(
     data: st.DataObject, depth: int, num_blocks: int, host_blocks: int, delays: list[int]
 ) -> None:
-    """Demotions, restores, broken blocks, aborts, preemption, retention and dear copies, of any tenant in
-    any order, change no answer and lose no block."""
+    """Demotions, restores, corrupt blocks, aborts, preemptions, retention and slow copies, of any tenant and in any
+    order, change no answer and lose no block."""
     engine, runner = make_engine(num_blocks, host_blocks, depth=depth, delays=delays, seqs=data.draw(st.integers(1, 6)))
     collector = Collector(engine)
     stems = [[5] * 9, [6] * 14, [5] * 4 + [7] * 18, list(range(1, 25))]
@@ -75,7 +75,7 @@ def test_any_mix_is_answered_exactly(
 
 
 def test_events_of_both_tiers_rebuild_what_is_held() -> None:
-    """A subscriber that applies every event holds what the snapshot says, tier by tier."""
+    """A subscriber that applies every event knows the same blocks as the snapshot, by tier."""
     engine, _ = make_engine(16, 12, depth=1, delays=[0, 2])
     held = set()
     for i in range(20):
@@ -90,7 +90,7 @@ def test_events_of_both_tiers_rebuild_what_is_held() -> None:
 
 
 def test_a_broken_block_is_computed_again() -> None:
-    """A checksum that does not match is a miss from that block on: counted, computed, and the answer stays right."""
+    """A wrong checksum is counted, and the prompt is computed from that block on; the answer is right."""
     engine, runner = make_engine()
     prompt = list(range(1, 42))
     ask(engine, "first", prompt)
@@ -106,7 +106,7 @@ def test_a_broken_block_is_computed_again() -> None:
 
 
 def test_decodes_go_on_while_blocks_come_back() -> None:
-    """While a long prefix is being restored, every running sequence gets a token at every step."""
+    """While a long prefix is restored, every running sequence gets a token at every step."""
     engine, runner = make_engine(300, 300)
     prompt = [i % 900 + 1 for i in range(500)]
     ask(engine, "first", prompt)
@@ -124,7 +124,7 @@ def test_decodes_go_on_while_blocks_come_back() -> None:
 
 
 def test_two_requests_for_one_evicted_prefix_restore_it_once() -> None:
-    """Who comes while another restores the prefix waits for that, and then shares it."""
+    """A request that needs a prefix which another is restoring waits, and then shares it."""
     engine, runner = make_engine(depth=1, delays=[3])
     stem = list(range(1, 41))
     ask(engine, "first", [*stem, 50])
@@ -137,7 +137,7 @@ def test_two_requests_for_one_evicted_prefix_restore_it_once() -> None:
 
 
 def test_a_preempted_sequence_comes_back_from_the_host() -> None:
-    """What preemption takes from a sequence is demoted, and restored instead of computed when there is room."""
+    """A preempted sequence's blocks are demoted, and restored when there is room."""
     engine, runner = make_engine(12, 64)
     for i in range(4):
         engine.submit_request(request(f"r{i}", [i + 1] * 9, 30, ignore_eos=True))
@@ -150,7 +150,7 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
 
 
 def test_preemption_takes_whose_loss_is_cheapest() -> None:
-    """Of two younger sequences the one that has computed less of its own gives way, though the other came later."""
+    """Of two younger sequences the one with less computed is preempted, though the other arrived later."""
     engine, _ = make_engine(17, 0)  # the oldest is the first to find no block
     engine.submit_request(request("old", [1] * 9, 40, ignore_eos=True))
     engine.submit_request(request("small", [2] * 6, 40, ignore_eos=True))
@@ -166,7 +166,7 @@ def test_preemption_takes_whose_loss_is_cheapest() -> None:
 
 
 def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
-    """Where moving a block takes longer than making it, preemption demotes nothing but a block to try now and then."""
+    """If copying a block takes longer than computing it, preemption demotes only a trial block now and then."""
     engine, runner = make_engine(12, 64)
     prices = engine.scheduler.kv_cache.copy_cost
     for i in range(4):
@@ -182,8 +182,7 @@ def test_a_preempted_sequence_is_computed_where_copying_costs_more() -> None:
 
 
 def test_a_price_of_a_bad_moment_is_measured_again() -> None:
-    """Copies that once took seconds, for the machine was busy with something else, are tried now and then, so that the
-    tier is of use again when they are fast again."""
+    """Copies that were slow once are tried now and then, so that the tier is used again when they are fast."""
     engine, runner = make_engine()
     prompt = list(range(1, 42))
     ask(engine, "first", prompt)
@@ -200,7 +199,7 @@ def test_a_price_of_a_bad_moment_is_measured_again() -> None:
 
 
 def test_restores_that_were_slow_once_are_tried_again() -> None:
-    """While restores are dear a prompt is computed, save for one block now and then; that tells when they are cheap."""
+    """While restores are slow a prompt is computed, except for a trial block now and then, which measures the cost."""
     engine, runner = make_engine(host_blocks=200)
     prompt = list(range(1, 42))
     ask(engine, "first", prompt)
@@ -218,7 +217,7 @@ def test_restores_that_were_slow_once_are_tried_again() -> None:
 
 
 def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
-    """What the fake model says when nothing ends it."""
+    """The fake model's answer without an end token."""
     from tests.workers.fake_runner import next_token
 
     said: list[int] = []
@@ -229,7 +228,7 @@ def answer_on(prompt: list[int], max_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("host_blocks", [0, 12])
 def test_a_retention_counts_while_its_request_waits(host_blocks: int) -> None:
-    """What a request that has no room yet wants retained is not what makes room for those who run meanwhile."""
+    """The retention of a waiting request counts already while others run."""
     engine, runner = make_engine(24, host_blocks)
     runner.seconds["restore"] = 10.0  # dear: what the host has is of no use
     wanted = list(range(1, 21))
@@ -247,7 +246,7 @@ def test_a_retention_counts_while_its_request_waits(host_blocks: int) -> None:
 
 
 def test_without_a_host_tier_nothing_is_copied() -> None:
-    """Size 0 turns the tier off: no plan asks for a copy."""
+    """With 0 host blocks no plan has a copy."""
     engine, runner = make_engine(host_blocks=0)
     for i in range(5):
         ask(engine, f"r{i}", [100 + i] * 80)

@@ -1,4 +1,4 @@
-"""What quantised pools cost in quality: perplexity of the demo model on text that it has never seen."""
+"""The perplexity of the demo model with quantised pools, on unseen text."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ def text() -> list[list[int]]:
 
 
 def perplexity(model: Model, text: list[list[int]], kv_dtype: str) -> float:
-    """Every token is read back from the pool by those after it, chunk boundaries in between."""
+    """Perplexity when every token is read back from the pool, across chunk boundaries."""
     loss = 0.0
     for window in text:
         driver = Driver(model, block_size=16, num_blocks=LENGTH // 16 + 2, kv_dtype=kv_dtype)
@@ -45,7 +45,7 @@ def plain(model: Model, text: list[list[int]]) -> float:
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("fp16", 0.001), ("fp8", 0.005), ("int8", 0.005), ("int4", 0.05)])
 def test_perplexity_stays_near(model: Model, text: list[list[int]], plain: float, kv_dtype: str, most: float) -> None:
-    """fp8 and int8 stay within half a percent of the unquantised pool, int4 within five; and they do differ."""
+    """fp8 and int8 stay within 0.5% of the unquantised pool and int4 within 5%, and all differ from it."""
     change = abs(perplexity(model, text, kv_dtype) / plain - 1)
     assert change < most
     assert change > 0 or kv_dtype == "fp16"

@@ -1,4 +1,4 @@
-"""How many blocks fit, and what an operator reads when none does."""
+"""The number of blocks, and the messages if none fits."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from coatcheck.workers.runner.memory_budget import choose_block_counts
     ],
 )
 def test_bytes_are_per_rank_and_shares_are_shared(kv_memory: float, free: int, sharing: int, blocks: int) -> None:
-    """Bytes are what one rank takes; a share of the free memory is divided among those who share it."""
+    """Bytes are for each rank; a share of the free memory is divided among the ranks that share it."""
     found = choose_num_blocks(
         kv_memory, free_bytes=free, sharing_ranks=sharing, bytes_per_block=1000, block_size=16, max_model_len=None
     )
@@ -40,7 +40,7 @@ def test_bytes_are_per_rank_and_shares_are_shared(kv_memory: float, free: int, s
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(kv_memory: float, max_model_len: int | None, message: str) -> None:
-    """Too large for the device, too small for a block or for the length asked for: the message says what to change."""
+    """A pool too large for the device, or too small for a block or max_model_len, is refused with what to change."""
     with pytest.raises(InvalidConfig) as refused:
         choose_num_blocks(
             kv_memory,

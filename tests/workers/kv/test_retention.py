@@ -1,4 +1,4 @@
-"""Which cold block stays, or goes first, because requests asked for it."""
+"""Which block stays, or is evicted first, because requests asked for it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.workers.kv.pool_visit import chain_of, make_evictor, serve
 
 @pytest.mark.parametrize("order", ["lru", "cost"])
 def test_a_retained_prompt_stays_until_its_time_is_over(order: str) -> None:
-    """A prompt retained for 60 seconds is there after a flood of the same tenant within them, and goes after them."""
+    """A prompt retained for 60 seconds stays through a flood of the same tenant for that time, and no longer."""
     pool = BlockPool(40, make_evictor(order, 40))
     kept = chain_of("kept", 8)
     serve(pool, kept, retention=Retention(50, 60.0))
@@ -26,8 +26,7 @@ def test_a_retained_prompt_stays_until_its_time_is_over(order: str) -> None:
 
 
 def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
-    """A prompt that is retained again while its blocks are cold, since it was found in another tier, stays for the
-    longer time."""
+    """A prompt that is retained again while its blocks are evictable stays for the longer time."""
     pool = BlockPool(40, make_evictor("cost", 40))
     kept = chain_of("kept", 8)
     serve(pool, kept, retention=Retention(50, 60.0))
@@ -44,8 +43,8 @@ def test_a_retention_asked_for_anew_outlasts_the_first() -> None:
 
 
 def test_nobody_undoes_what_another_has_asked_for() -> None:
-    """A prompt that one request retains outlasts another's word that it is unwanted, and a lower claim that lasts
-    longer takes over when the higher one is over."""
+    """A retained prompt stays though another request says that it is unwanted. When the higher claim expires, a lower
+    claim that lasts longer counts."""
     pool = BlockPool(40, make_evictor("lru", 40))
     shared = chain_of("shared", 5)
     for retention in (Retention(80, 100.0), Retention(40, 1000.0), Retention(0, 500.0), None):
@@ -63,7 +62,7 @@ def test_nobody_undoes_what_another_has_asked_for() -> None:
 
 @pytest.mark.parametrize("later", [None, Retention(10, 1.0)])
 def test_what_is_asked_for_after_all_is_not_unwanted(later: Retention | None) -> None:
-    """A prompt said to be unwanted is an ordinary one again once another request has asked for it."""
+    """An unwanted prompt is an ordinary one again once another request has asked for it."""
     pool = BlockPool(12, make_evictor("lru", 12))
     shared, other = chain_of("shared", 5), chain_of("other", 5)
     serve(pool, other)
@@ -76,8 +75,7 @@ def test_what_is_asked_for_after_all_is_not_unwanted(later: Retention | None) ->
 
 @pytest.mark.parametrize("order", ["lru", "cost"])
 def test_of_retained_prompts_the_lowest_priority_goes_beyond_the_cap(order: str) -> None:
-    """Whoever retains more than the cap starves nobody: the highest priorities stay within it, the others count no
-    more than those that asked for nothing."""
+    """Beyond the limit only the highest priorities are retained. The others count as ordinary blocks."""
     capacity = 40
     pool = BlockPool(capacity, make_evictor(order, capacity))
     prompts = [chain_of(f"kept {priority} ", 5) for priority in (10, 90, 20, 80, 30, 40)]
@@ -91,7 +89,7 @@ def test_of_retained_prompts_the_lowest_priority_goes_beyond_the_cap(order: str)
 
 
 def test_what_is_not_wanted_again_goes_first() -> None:
-    """A prompt of priority 0 goes before those that are older."""
+    """A prompt of priority 0 is evicted before older ones."""
     pool = BlockPool(12, make_evictor("cost", 12))
     old, discarded = chain_of("old", 6), chain_of("discarded", 6)
     serve(pool, old)

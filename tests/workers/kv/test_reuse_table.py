@@ -1,10 +1,10 @@
-"""What keeping a block is worth, learned from when blocks like it were wanted again."""
+"""Reuse rates learned from when blocks were requested again."""
 
 from coatcheck.workers.kv.reuse_table import ReuseTable
 
 
 def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> None:
-    """For so long, one block a second begins its life, and all are wanted again after `again` seconds, if ever."""
+    """One block a second for `seconds`; each is requested again after `again` seconds, or never."""
     start = table.now
     begun = []
     for second in range(seconds):
@@ -18,7 +18,7 @@ def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> Non
 
 
 def test_kinds_that_come_back_are_worth_more() -> None:
-    """A kind that always comes back within seconds is worth more at every early age than one that never does."""
+    """A kind that always comes back within seconds has a higher rate at every early age than one that never does."""
     table = ReuseTable(2)
     live(table, 0, 500, None)
     live(table, 1, 500, 3.0)
@@ -27,7 +27,7 @@ def test_kinds_that_come_back_are_worth_more() -> None:
 
 
 def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
-    """Where all come back after a minute, a block is worth most shortly before, and little once that has passed."""
+    """If all blocks come back after a minute, the rate is highest just before that, and low afterwards."""
     table = ReuseTable(1)
     live(table, 0, 2000, 60.0)
     table.advance_clock(table.now + 1)
@@ -39,7 +39,7 @@ def test_worth_rises_towards_the_time_of_return_and_falls_behind_it() -> None:
 
 
 def test_an_old_life_is_counted_in_every_band_it_has_come_to() -> None:
-    """A jump of the clock over several bands ages a cohort through each of them."""
+    """A jump of the clock over several bands counts a cohort in each of them."""
     table = ReuseTable(1)
     cohort = table.create_cohort(0)
     table.add_blocks(cohort, 5)

@@ -1,4 +1,4 @@
-"""Two tiers under a real model, on one rank and on two over gloo: bytes that leave the pool and come back."""
+"""Two tiers with a real model, on one rank and on two over gloo: blocks come back byte for byte."""
 
 from itertools import count
 from pathlib import Path
@@ -29,7 +29,7 @@ SAMPLING = SamplingParams(max_tokens=6, seed=2**40 + 9, ignore_eos=True, tempera
 
 
 class Vandal(ModelRunner):
-    """Flips a bit of its rank's host memory just before the first restore reads it."""
+    """A runner that flips a bit of its rank's host memory before the first restore."""
 
     def launch(self, plan: StepPlan) -> DeviceStep:
         """As a ModelRunner does."""
@@ -41,8 +41,8 @@ class Vandal(ModelRunner):
     done = False
 
 
-def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype]) -> dict[str, Any] | None:
-    """A prompt, others that drive it out, and the prompt again; one rank may be a vandal's."""
+def serve_prompts(communicator: Communicator, argument: tuple[Path, int | None, KvDtype]) -> dict[str, Any] | None:
+    """A prompt, floods that evict it, and the prompt again. `vandal`: the rank that corrupts its memory."""
     path, vandal, kv_dtype = argument
     model = load_model(path, communicator=communicator, device="cpu")
     layout = BlockLayout.of(model.spec.layers, 8, kv_dtype)
@@ -82,7 +82,7 @@ def life(communicator: Communicator, argument: tuple[Path, int | None, KvDtype])
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_blocks_come_back_byte_for_byte(checkpoint_directory: Path, tp: int) -> None:
-    """A prompt whose blocks were demoted and restored on every rank is answered as it was the first time."""
+    """A prompt whose blocks were demoted and restored on every rank gets the same answer."""
     said = run(tp, tiny_checkpoint("llama", checkpoint_directory), None)
     assert said["again"] == said["first"] and len(said["first"]) == 6
     assert said["again cached"] == (0, 72) and said["restores"] == 9
@@ -90,14 +90,14 @@ def test_blocks_come_back_byte_for_byte(checkpoint_directory: Path, tp: int) -> 
 
 
 def test_quantised_blocks_move_as_they_are(checkpoint_directory: Path) -> None:
-    """Elements and scales lie in one row, so that a restored int8 block is the demoted one."""
+    """Elements and scales are moved together, so a restored int8 block equals the demoted one."""
     said = run(1, tiny_checkpoint("llama", checkpoint_directory), None, KvDtype.INT8)
     assert said["again"] == said["first"] and said["again cached"] == (0, 72)
 
 
 @pytest.mark.parametrize(("tp", "vandal"), [(1, 0), (2, 0), (2, 1)])
 def test_a_flipped_bit_is_a_miss(checkpoint_directory: Path, tp: int, vandal: int) -> None:
-    """One bit flipped in one rank's host memory: counted, computed again from there on, and the answer stays right."""
+    """A bit flipped in one rank's host memory is counted, and the prompt is computed from there on."""
     said = run(tp, tiny_checkpoint("llama", checkpoint_directory), vandal)
     assert said["again"] == said["first"]
     assert said["failures"] == 1
@@ -105,8 +105,8 @@ def test_a_flipped_bit_is_a_miss(checkpoint_directory: Path, tp: int, vandal: in
 
 
 def run(tp: int, path: Path, vandal: int | None, kv_dtype: KvDtype = KvDtype.FLOAT32) -> dict[str, Any]:
-    """Rank 0's account."""
+    """What `serve_prompts` returns on rank 0."""
     argument = path, vandal, kv_dtype
-    said = life(Communicator(), argument) if tp == 1 else run_ranks(tp, life, argument)[0]
+    said = serve_prompts(Communicator(), argument) if tp == 1 else run_ranks(tp, serve_prompts, argument)[0]
     assert said is not None
     return said

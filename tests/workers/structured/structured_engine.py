@@ -1,4 +1,4 @@
-"""A tiny random llama with a tokenizer, engines over it whose answers grammars bind, and what these say."""
+"""Engines over a tiny random llama with a tokenizer, for structured output."""
 
 import json
 from collections.abc import Callable
@@ -44,35 +44,35 @@ Make = Callable[..., Engine]
 
 @dataclass(frozen=True)
 class OffTheWire:
-    """Carries out each plan as other ranks get it; `told` is all that they are."""
+    """A runner that encodes and decodes each plan, as for other ranks. `told`: the encoded plans."""
 
     runner: ModelRunner
     told: list[bytes]
 
     def launch(self, plan: StepPlan) -> DeviceStep:
-        """Of this one rank."""
+        """Launch the decoded plan."""
         ints = plan.encode()
         self.told.append(ints.tobytes())
         return self.runner.launch(StepPlan.decode(ints))
 
 
 def params(grammar: Grammar | None, **changes: Any) -> SamplingParams:
-    """Warm sampling, so that every mask matters."""
+    """Sampling with temperature 1, so that every mask matters."""
     return SamplingParams(**{**dict(max_tokens=60, seed=5, temperature=1.0, structured=grammar), **changes})
 
 
 def write_checkpoint(directory: Path) -> Path:
-    """The model with its tokenizer."""
+    """Write the model and its tokenizer."""
     return write_model(tiny_checkpoint("llama", directory, vocab_size=600, eos_token_id=EOS, pad_token_id=3))
 
 
 def load_alone(checkpoint: Path) -> Model:
-    """The model as one rank holds it."""
+    """Load the model on one rank."""
     return load_model(checkpoint, communicator=Communicator(), device="cpu")
 
 
 def engines_of(model: Model) -> Make:
-    """What makes engines over it, each with a pool of its own."""
+    """A factory of engines over `model`, each with its own pool."""
 
     def make_engine(
         num_blocks: int = 200,
@@ -94,7 +94,7 @@ def engines_of(model: Model) -> Make:
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
-    """Every choice's tokens."""
+    """Run the requests to their end. Returns the tokens of each choice, by "id.choice"."""
     said: dict[str, list[int]] = {}
     for request in requests:
         engine.submit_request(request)
@@ -108,6 +108,6 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
 
 
 def text_of(token_ids: list[int]) -> str:
-    """Without the end."""
+    """The text of the tokens, without the end token."""
     text: str = byte_level_tokenizer().decode(token_ids, skip_special_tokens=True)
     return text

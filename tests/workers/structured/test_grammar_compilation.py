@@ -1,4 +1,4 @@
-"""Grammars through the engine: told once, compiled beside the steps and in turn, kept while in use, or refused."""
+"""Grammars through the engine: sent once, compiled beside the steps, kept while in use, or refused."""
 
 import re
 import threading
@@ -49,12 +49,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def make(model: Model) -> Make:
-    """Makes an engine with a pool of its own."""
+    """Makes engines, each with its own pool."""
     return engines_of(model)
 
 
 def refusals(engine: Engine) -> list[tuple[str, CoatcheckError]]:
-    """All that it refuses until it has nothing to do."""
+    """What the engine refuses until it has no work."""
     refused = []
     while engine.has_work:
         refused += engine.step().refused
@@ -87,12 +87,12 @@ def test_a_grammar_is_told_once(make: Make) -> None:
 
 
 class HeldGrammars(GrammarBackend):
-    """Whose large ones, and those of which a regex begins with "dear", take until `go` is set."""
+    """A backend that holds large grammars, and regexes that begin with "dear", until `go` is set."""
 
     go: ClassVar = threading.Event()
 
     def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
-        """When it may."""
+        """Wait for `go`."""
         if grammar == LARGE or grammar.text.startswith("dear"):
             assert self.go.wait(60)
         return super().compile_grammar(grammar)
@@ -100,14 +100,14 @@ class HeldGrammars(GrammarBackend):
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
-    """What HeldGrammars wait for; set at the end, lest their threads outlive the test."""
+    """The event that HeldGrammars wait for; set at the end, so that their threads end."""
     HeldGrammars.go.clear()
     yield HeldGrammars.go
     HeldGrammars.go.set()
 
 
 def steps_until(engine: Engine, name: str) -> list[set[str]]:
-    """Who says something in each step, up to the first in which that request does."""
+    """The requests with output in each step, up to the first step in which request `name` has some."""
     said: list[set[str]] = []
     while not said or name not in said[-1]:
         said.append({part.request_id for part in engine.step().outputs})
@@ -116,8 +116,8 @@ def steps_until(engine: Engine, name: str) -> list[set[str]]:
 
 
 def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -> None:
-    """While a grammar is compiled others go on, smaller grammars too; who asks for the same waits with it, who leaves
-    is forgotten."""
+    """While a grammar is compiled other requests go on, also those with smaller grammars. Requests for the same grammar
+    wait with it, and aborted ones are dropped."""
     engine = make(kind=HeldGrammars)
     engine.submit_request(EngineRequest("free", PROMPT, params(None, ignore_eos=True, max_tokens=200)))
     engine.step()
@@ -139,7 +139,7 @@ def test_nobody_waits_for_another_s_grammar(make: Make, held: threading.Event) -
 
 
 def test_who_asks_for_many_grammars_does_not_hold_up_others(make: Make, held: threading.Event) -> None:
-    """Of one tenant's dear grammars no more than a few are ahead of another's first."""
+    """At most a few of one tenant's slow grammars are compiled before another tenant's first."""
     engine = make(kind=HeldGrammars)
     for n in range(30):
         engine.submit_request(
@@ -193,7 +193,7 @@ def test_a_grammar_in_use_is_never_compiled_again(make: Make) -> None:
 
 
 def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
-    """A request whose deadline comes while its grammar is being compiled is refused as any other that has not begun."""
+    """A request whose deadline passes while its grammar is compiled is refused, as any other that has not started."""
     grammars = GrammarBackend.load(model.directory, vocab_size=600, eos_token_ids=[EOS])
     engine = Engine(SPEC, FakeRunner(64, 8), num_blocks=64, block_size=8, grammars=grammars)  # none is ever compiled
     engine.submit_request(EngineRequest("late", PROMPT, params(JSON, n=2), seconds_left=0.0))
@@ -204,7 +204,8 @@ def test_who_waits_for_a_grammar_has_a_deadline_too(model: Model) -> None:
 
 
 def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: Path) -> None:
-    """A grammar that does not compile, tokens that break it, and a model without a tokenizer: each says so."""
+    """A grammar that does not compile, resume tokens that it does not allow, and a model without a tokenizer are
+    refused with the reason."""
     engine = make()
     for sampling, resume, words in (
         (params(Grammar("regex", "("), n=2), {}, "cannot be compiled"),
@@ -228,7 +229,7 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
 
 
 def test_a_grammar_that_no_token_goes_on_with_ends_the_request(model: Model, tmp_path: Path) -> None:
-    """A vocabulary that lacks the next character cannot go on: the request is refused, its blocks are free."""
+    """If the vocabulary lacks the next character, the request is refused and its blocks are freed."""
     alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {"Q"})
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(["</s>", *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Which grammars ranks compile, keep and forget: by the registry alone, with ranks that do as its plans say."""
+"""Which grammars ranks compile, keep and drop: the registry alone, with ranks that follow its plans."""
 
 from collections import deque
 
@@ -24,20 +24,20 @@ LARGE = [Grammar("regex", letter * 9000) for letter in "abc"]
 
 
 def choices_of(grammar: Grammar | None, tenant: str = "", n: int = 1) -> list[Sequence]:
-    """A request's."""
+    """The sequences of one request."""
     request = EngineRequest("r", (1,), SamplingParams(structured=grammar), tenant=tenant)
     return [Sequence(request, choice, [1], 9, (0, 0), frozenset()) for choice in range(n)]
 
 
 def new_grammars(registry: GrammarRegistry) -> list[Grammar]:
-    """What the next plan asks for."""
+    """The grammars that the next plan sends."""
     plan = StepPlan()
     registry.fill_plan(plan)
     return plan.new_grammars
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """Requests come and go, ranks compile at their leisure; `ranks` is what each of them has, by number."""
+    """Requests come and go while ranks compile. `ranks`: the grammars that each rank has, by id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ TestGrammarRegistry.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_owners_take_turns() -> None:
-    """One owner's first comes behind at most one of each other's, however many they have asked for."""
+    """An owner's first item waits for at most one item of each other owner."""
     turns = RoundRobin[str]()
     for thing in ("a1", "a2", "a3", "b1", "a4", "c1"):
         turns.add(thing[0], thing)
@@ -130,7 +130,7 @@ def test_owners_take_turns() -> None:
 
 
 def test_what_nobody_waits_for_is_not_compiled() -> None:
-    """Requests that leave before their grammar's turn take it along; one that others want too stays."""
+    """A grammar is not compiled if all its requests leave before its turn; one that others wait for is."""
     registry = GrammarRegistry()
     first, second, third = choices_of(SMALL[0]), choices_of(SMALL[1], n=2), choices_of(SMALL[0], "other")
     for choices in (first, second, third):
@@ -144,7 +144,7 @@ def test_what_nobody_waits_for_is_not_compiled() -> None:
 
 
 def test_a_grammar_has_the_turn_of_whoever_is_next_among_those_who_want_it() -> None:
-    """One that a busy owner has asked for last is compiled in the turn of another who wants it too."""
+    """A grammar that a busy owner asked for last is compiled in the turn of another owner who waits for it too."""
     registry = GrammarRegistry()
     for grammar in SMALL:
         registry.add_request(choices_of(grammar, "busy"))
