@@ -207,7 +207,7 @@ def _check_turn(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         want_device(label, table, x.device)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rot_dim = cos.shape[-1]
     wide = x[..., :rot_dim].float()
     x1, x2 = wide.chunk(2, dim=-1)
@@ -218,14 +218,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def apply_rotary_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
-    turned = _turn(q, cos, sin), _turn(k, cos, sin)
+    rotated = _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
     if inplace:
-        return q.copy_(turned[0]), k.copy_(turned[1])
-    return turned
+        return q.copy_(rotated[0]), k.copy_(rotated[1])
+    return rotated
 
 
 def rotary_and_store_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, slot_mapping: Tensor
 ) -> Tensor:
-    store_kv_reference(_turn(k, cos, sin), v, cache, slot_mapping)
-    return _turn(q, cos, sin)
+    store_kv_reference(_rotate_reference(k, cos, sin), v, cache, slot_mapping)
+    return _rotate_reference(q, cos, sin)

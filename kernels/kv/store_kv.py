@@ -34,20 +34,20 @@ NATIVE_MAX_DIM = 512  # of heads that the C library can quantise
 
 
 @triton.jit
-def _turned(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
+def _rotated(x, cos, sin, heads, inside, i, ROT: tl.constexpr, DIM: tl.constexpr):
     """Elements i of a token's heads as float32 [heads, i], rotated (see rotary.py) and rounded to x's dtype. ROT 0: not
     rotated."""
     at = x + heads[:, None] * DIM
     own = tl.load(at + i[None], inside[:, None] & (i < DIM)[None], other=0.0)
     if ROT > 0:
-        turning = i < ROT
+        is_rotated = i < ROT
         first = (i < ROT // 2)[None]
         partner = tl.where(i < ROT // 2, i + ROT // 2, i - ROT // 2)
-        other = tl.load(at + partner[None], inside[:, None] & turning[None], other=0.0).to(tl.float32)
-        c = tl.load(cos + i, turning, other=0.0).to(tl.float32)[None]
-        s = tl.load(sin + i, turning, other=0.0).to(tl.float32)[None]
+        other = tl.load(at + partner[None], inside[:, None] & is_rotated[None], other=0.0).to(tl.float32)
+        c = tl.load(cos + i, is_rotated, other=0.0).to(tl.float32)[None]
+        s = tl.load(sin + i, is_rotated, other=0.0).to(tl.float32)[None]
         y = own.to(tl.float32) * c + tl.where(first, -other, other) * s
-        own = tl.where(turning[None], y.to(x.dtype.element_ty), own)
+        own = tl.where(is_rotated[None], y.to(x.dtype.element_ty), own)
     return own.to(tl.float32)
 
 
@@ -62,12 +62,12 @@ def _store_rows(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM
     if KIND == 3:
         kept = (i < WIDTH)[None]
-        low = tl.where(kept, _turned(x, cos, sin, heads, inside, i, ROT, DIM), 0.0)
-        high = tl.where(kept, _turned(x, cos, sin, heads, inside, i + WIDTH, ROT, DIM), 0.0)
+        low = tl.where(kept, _rotated(x, cos, sin, heads, inside, i, ROT, DIM), 0.0)
+        high = tl.where(kept, _rotated(x, cos, sin, heads, inside, i + WIDTH, ROT, DIM), 0.0)
         scale, unit = _unit_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), KIND)
         y = _quantised(low, unit[:, None], KIND) | (_quantised(high, unit[:, None], KIND) << 4)
     else:
-        whole = _turned(x, cos, sin, heads, inside, i, ROT, DIM)
+        whole = _rotated(x, cos, sin, heads, inside, i, ROT, DIM)
         scale, unit = _unit_of(tl.max(tl.abs(whole), 1), KIND)
         y = _quantised(whole, unit[:, None], KIND)
     rows = heads * SIZE

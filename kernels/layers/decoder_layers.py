@@ -112,7 +112,7 @@ class AttentionHalf:
             _check_stream(x, residual, self.hidden, self.dtype)
             _passed.add(x, residual)
         if tokens != step.tokens or step.rot_dim > self.head_dim:
-            refuse("x", f"the step's {step.tokens} tokens, turned by at most {self.head_dim}", list(x.shape))
+            refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self.head_dim}", list(x.shape))
         pool = self.pack_cache(cache)
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty((tokens, self._out), dtype=self.dtype)
@@ -155,13 +155,17 @@ class MlpHalf:
 
 @dataclass(frozen=True, slots=True)
 class RunLayer:
-    """One layer of a run: what its halves add is normed once more where a model does so; `turn` counts step tables."""
+    """One layer of a run.
+
+    `after_attention`, `after_mlp`: norms of what the halves add, in models that have them. `table_index`: which of the
+    step's StepTables the layer uses.
+    """
 
     attention: AttentionHalf
     mlp: MlpHalf
     after_attention: RmsNorm | None = None
     after_mlp: RmsNorm | None = None
-    turn: int = 0
+    table_index: int = 0
 
 
 class LayerRun:
@@ -174,7 +178,7 @@ class LayerRun:
             refuse("layers", "one hidden size and dtype", widths)
         self._packed = b"".join(
             layer.attention.packed + _scale(layer.after_attention) + layer.mlp.packed + _scale(layer.after_mlp)
-            + _TURN.pack(layer.turn)
+            + _TURN.pack(layer.table_index)
             for layer in layers
         )  # fmt: skip
         self._row_bytes = max(half.row_bytes for layer in layers for half in (layer.attention, layer.mlp))
@@ -196,7 +200,7 @@ class LayerRun:
             _passed.add(x)
         for step in steps:
             if x.shape[0] != step.tokens or step.rot_dim > self._head_dim:
-                refuse("x", f"the step's {step.tokens} tokens, turned by at most {self._head_dim}", list(x.shape))
+                refuse("x", f"the step's {step.tokens} tokens, with rot_dim at most {self._head_dim}", list(x.shape))
         if self._caches is not caches:
             pairs = zip(self._layers, caches, strict=True)
             self._packed_caches = b"".join(layer.attention.pack_cache(cache) for layer, cache in pairs)

@@ -172,7 +172,7 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
             ),
             MlpHalf(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
             *((norm(HIDDEN, dtype), norm(HIDDEN, dtype)) if sandwich else (None, None)),
-            turn=turn,
+            table_index=turn,
         )
         for turn in (0, 1, 0)
     ]  # fmt: skip
@@ -182,7 +182,7 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
     want: Tensor = x.clone()
     residual: Tensor | None = None
     for layer, cache in zip(layers[:count], theirs, strict=False):
-        want, residual = layer.attention(want, residual, steps[layer.turn], cache)
+        want, residual = layer.attention(want, residual, steps[layer.table_index], cache)
         want = want if layer.after_attention is None else layer.after_attention(want)
         want, residual = layer.mlp(want, residual)
         want = want if layer.after_mlp is None else layer.after_mlp(want)

@@ -86,11 +86,12 @@ C of `csrc/` where it was built, CUDA tensors Triton, all others the reference.
 
 ## Registers, shared memory and spills
 
-Each key compiled ahead of time without a GPU: registers a thread, KiB of shared memory a program, and bytes that a
-thread spills. A key is a kernel with what its launcher picks for a shape: 32 query heads over 8 KV heads of 128 in
-bfloat16 where its name does not say otherwise (MHA: 32 KV heads, MQA: one; capped: with a soft-cap; one order: of the
-deterministic mode). `make test` compiles the first {first} for each target, `make test-all` every one, and on
-sm_90 none may spill. Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
+The table shows for each key, compiled ahead of time without a GPU: registers of a thread, KiB of shared memory of a
+program, and bytes that a thread spills. A key is a kernel with the launch parameters for one shape. Unless the key says
+otherwise the shape is 32 query heads over 8 KV heads of 128 in bfloat16 (MHA: 32 KV heads; MQA: one; capped: with a
+soft-cap; batch-invariant: of the deterministic mode). `make test` compiles the first {first} keys for each target,
+`make test-all` all of them. On sm_90 none may spill.
+Written by `python -m tests.kernels.triton.ahead_of_time`, with triton {version}.
 
 | key | {targets} |
 |---|{lines}

@@ -179,7 +179,7 @@ def _others() -> Iterator[tuple[str, Keys]]:
     for dim, name in ((128, "bf16"), (128, "fp8"), (128, "int4"), (256, "bf16"), (256, "int4")):
         yield f"decode, {dim}, {name}, capped", partial(decode, dim, POOLS[name], 8, capped=True)
         yield f"prefill, {dim}, {name}, capped", partial(prefill, dim, POOLS[name], capped=True)
-        yield f"prefill, {dim}, {name}, one order", partial(prefill, dim, POOLS[name], batch_invariant=True)
+        yield f"prefill, {dim}, {name}, batch-invariant", partial(prefill, dim, POOLS[name], batch_invariant=True)
     for name in ("int8", "int4"):
         yield f"store_quantised, 128, {name}", partial(store_quantised, 128, POOLS[name])
 
