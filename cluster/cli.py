@@ -1,4 +1,4 @@
-"""The `coatcheck` command. A subcommand's module is imported when it is the one asked for, so that each starts fast."""
+"""The `coatcheck` command. Only the module of the given subcommand is imported, so that each one starts fast."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def build_app(arguments: Sequence[str]) -> "typer.Typer":
-    """The app with the subcommand that `arguments` begin with, or with all of them when they begin with none."""
+    """The app with the subcommand that `arguments` begin with, or with all subcommands."""
     import typer
 
     from coatcheck.cluster.command import Command, CommandGroup
@@ -46,7 +46,7 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
     ) -> None:
         """Coatcheck: a distributed serving cluster for large language models."""
 
-    app.callback()(start)  # with a callback, one subcommand alone stays a subcommand
+    app.callback()(start)  # without a callback Typer would turn a single subcommand into the app
     wanted = arguments[:1] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     for name in wanted:
         module = importlib.import_module(f".{COMMANDS[name]}", __package__)
@@ -55,8 +55,8 @@ def build_app(arguments: Sequence[str]) -> "typer.Typer":
 
 
 def main() -> None:
-    """The console script."""
-    # Until a command has something to clean up, Ctrl-C ends the process at once, also during the imports that follow.
+    """Run the command line: the entry point of the console script."""
+    # Ctrl-C ends the process at once, also during imports, until a command has something to clean up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # gRPC reads this when it is imported. Its default level prints a line for each server that ends.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

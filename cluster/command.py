@@ -1,6 +1,6 @@
-"""Command: readable help (PROMPT where Typer has `{prompt}`, flags without `<bool>`), and how a command fails.
+"""Readable help (PROMPT instead of Typer's `{prompt}`, flags without `<bool>`), and error lines with exit codes.
 
-A command that fails prints one line on stderr that begins with `error: `. Its exit code says who has to act:
+A command that fails prints one line on stderr that begins with `error: `. Its exit code:
 
     2    the command line, a setting, a file or the request is wrong: the same command fails again
     1    anything else, such as: no server answers, the server is full, the key does not allow it, a disk is full
@@ -20,9 +20,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from coatcheck.proto.errors import CoatcheckError, InvalidConfig, InvalidModel, InvalidRequest, NotFound
 
-# Typer's root of what is written wrongly: of click's, or of its own copy of that, as its version has it.
+# The base class of usage errors: click's, or that of Typer's copy of click, depending on Typer's version.
 _CLICK_ERROR: Final[Any] = typer.BadParameter.__base__
-# Errors that the user must correct, whether this process or the server has found them.
+# Errors that the user must correct, found by this process or by the server.
 _USAGE_ERRORS: Final = (InvalidConfig, InvalidModel, InvalidRequest, NotFound)
 
 EXIT_FAILED: Final = 1
@@ -30,7 +30,7 @@ EXIT_USAGE: Final = 2
 
 
 class Command(TyperCommand):
-    """One subcommand."""
+    """A subcommand with readable help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _plain(super().get_params(ctx))
@@ -40,7 +40,7 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """`coatcheck` itself."""
+    """The `coatcheck` command: prints errors in one line and sets the exit code."""
 
     def main(
         self,
@@ -77,15 +77,15 @@ class CommandGroup(TyperGroup):
 
 
 def fail(message: str, code: int) -> int:
-    """Says it in one line, whatever a library has to say; gives back `code`."""
+    """Print `message` in one line, also if a library wrote several. Return `code`."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
 def _usage_message(error: Any) -> str:
-    said = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
+    message = error.format_message().removesuffix(".").removeprefix("Invalid value: ").replace("Value error, ", "")
     command = f"{error.ctx.command_path} --help" if error.ctx else "coatcheck --help"
-    return f"{said[:1].lower()}{said[1:]}; see `{command}`"
+    return f"{message[:1].lower()}{message[1:]}; see `{command}`"
 
 
 def _encoding_message(error: UnicodeError) -> str:
@@ -97,7 +97,7 @@ def _encoding_message(error: UnicodeError) -> str:
 
 
 def _discard_stdout() -> None:
-    """Points stdout at /dev/null if it cannot be written, so that Python's flush at exit succeeds."""
+    """Redirect stdout to /dev/null if it cannot be written, so that Python's flush at exit succeeds."""
     try:
         sys.stdout.flush()
     except OSError:

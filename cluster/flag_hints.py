@@ -1,4 +1,4 @@
-"""ForeignFlags: what other engines call our settings, for those whose fingers know them. Pure: words in, a line out."""
+"""find_hint: our names of the flags of other engines, such as vLLM and SGLang."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,7 +7,7 @@ _ANY: Final = {
     "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
     "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
 }
-# command -> what another engine calls it: what to write here.
+# command -> flag of another engine -> what to write instead.
 _HINTS: Final[dict[str, dict[str, str]]] = {
     "serve": {
         **_ANY,
@@ -26,7 +26,7 @@ _HINTS: Final[dict[str, dict[str, str]]] = {
         "--ssl-certfile": "--tls-cert",
         "--ssl-keyfile": "--tls-key",
         "--ssl-ca-certs": "--tls-client-ca",
-        "--api-key": "--api-keys FILE, which `coatcheck keys` writes: keys as arguments are seen by others",
+        "--api-key": "--api-keys FILE, which `coatcheck keys` writes; other users can read arguments",
         "--context-length": "--max-model-len",
         "--sampling-defaults": "--generation-config: auto for the model's own defaults, none for ours",
         "--swap-space": "--host-kv-memory, such as 4GiB",
@@ -48,7 +48,7 @@ for _command in ("generate", "status", "drain", "explain", "bench"):
 
 
 def find_hint(arguments: Sequence[str]) -> str | None:
-    """A line that says what to write instead; None where no word of another engine's is among the options."""
+    """A message that says what to write instead. None if no argument is a flag of another engine."""
     command, *rest = [*arguments, ""]
     hints = _HINTS.get(command, {})
     for word in rest:

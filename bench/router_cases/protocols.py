@@ -83,7 +83,7 @@ async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]
 async def over_grpc(address: str, jobs: Sequence[BenchRequest]) -> list[Recording]:
     """All at once."""
     async with LoadGenerator([address]) as load:
-        await load.closed(jobs, len(jobs))
+        await load.run_closed_loop(jobs, len(jobs))
         assert all(recording.status == "OK" for recording in load.recordings), load.recordings[0].details
         return load.recordings
 

@@ -1,7 +1,7 @@
-"""`coatcheck bench`: puts load on running routers and prints what its users would have felt.
+"""`coatcheck bench`: sends load to running routers and reports latencies, throughput and errors as clients see them.
 
-Closed loop (so many clients, each sending its next request when the last is answered) or open loop (Poisson arrivals,
-or a trace's own). It knows the public service alone, as any client does.
+Closed loop: `--concurrency` clients, each sending its next request when the previous one ends. Open loop: Poisson
+arrivals, or the arrival times of a trace.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from coatcheck.cluster.benchmark.report_table import report_table
 from coatcheck.cluster.benchmark.request_trace import read_trace
 from coatcheck.cluster.benchmark.workload import BenchRequest, Prompts, Workload
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
-from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, credentials_from_options
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.proto.errors import InvalidConfig, error_of
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -50,30 +50,32 @@ def bench(
         int | None, _LOAD(min=1, help="Requests to send. Default: 10 a client, or the whole trace.")
     ] = None,
     rate: Annotated[float | None, _LOAD(min=0.001, help="Open loop: requests a second, Poisson.")] = None,
-    trace: Annotated[Path | None, _LOAD(help="Open loop: a trace's times and lengths (.jsonl, .csv, .gz).")] = None,
+    trace: Annotated[
+        Path | None, _LOAD(help="Open loop: arrival times and lengths of a trace (.jsonl, .csv, .gz).")
+    ] = None,
     time_scale: Annotated[float, _LOAD(min=0.0, help="Multiplies the trace's times: 0.5 is twice as fast.")] = 1.0,
     length_scale: Annotated[float, _LOAD(min=0.0001, help="Multiplies the trace's lengths.")] = 1.0,
     prompts: Annotated[Prompts, _PROMPTS(help="Random ids, one fixed prompt, or shared prefixes.")] = "random",
-    prompt: Annotated[str | None, _PROMPTS(help="This text as every prompt.")] = None,
-    input_len: Annotated[int, _PROMPTS(min=1, help="Prompt tokens (after the prefix, where one is shared).")] = 512,
+    prompt: Annotated[str | None, _PROMPTS(help="Use this text as every prompt.")] = None,
+    input_len: Annotated[int, _PROMPTS(min=1, help="Prompt tokens, without a shared prefix.")] = 512,
     output_len: Annotated[int, _PROMPTS(min=1, max=2**31, help="Tokens to generate; end-of-sequence is ignored.")] = 64,
-    num_prefixes: Annotated[int, _PROMPTS(min=1, help="Different shared prefixes, taken in turn.")] = 4,
+    num_prefixes: Annotated[int, _PROMPTS(min=1, help="Number of shared prefixes, used round-robin.")] = 4,
     prefix_len: Annotated[int, _PROMPTS(min=1, help="Tokens of each shared prefix.")] = 1024,
     temperature: Annotated[float, _PROMPTS(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, _PROMPTS(min=0, max=2**63 - 1, help="Of prompts and arrivals.")] = 0,
-    warmup: Annotated[int, _LOAD(min=0, help="Requests sent first and not counted, with prompts of their own.")] = 1,
+    seed: Annotated[int, _PROMPTS(min=0, max=2**63 - 1, help="Seed of prompts and arrivals.")] = 0,
+    warmup: Annotated[int, _LOAD(min=0, help="Requests sent before the measurement, with other prompts.")] = 1,
     reuse_cache: Annotated[
         bool,
         _PROMPTS(
             "--reuse-cache",
-            help="Find prompts that an earlier run of the same seed left in the cache. Default: a fresh salt keeps runs"
-            " apart.",
+            help="Reuse what an earlier run with the same seed left in the cache. Default: each run has a new cache"
+            " salt.",
         ),
     ] = False,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts answers with at most this TTFT.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput counts answers with at most this TPOT.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts requests with at most this TTFT.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Goodput counts requests with at most this TPOT.")] = None,
     timeout: Annotated[
-        float | None, _LOAD(min=0.001, max=LONGEST_TIMEOUT, help="Seconds until a request is given up.")
+        float | None, _LOAD(min=0.001, max=LONGEST_TIMEOUT, help="Timeout of a request in seconds.")
     ] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -82,15 +84,15 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the run to this file.")] = None,
 ) -> None:
-    """Put load on a server and measure it."""
+    """Send load to a server and measure it."""
     if rate is not None and trace is not None:
-        raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own times")
+        raise typer.BadParameter("--rate and --trace exclude each other: a trace has its own arrival times")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
-    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     if plot is not None:
-        check_plot(plot)  # now, and not when the run is over
+        check_plot(plot)  # before the run
     entries = read_trace(trace, num_requests) if trace is not None else None
-    model = asyncio.run(_model(addresses, access))
+    model = asyncio.run(_get_model(addresses, access))
     salt = "" if reuse_cache else secrets.token_hex(8)
     workload = Workload(
         vocab_size=model.vocab_size, seed=seed, prompts=prompts, input_len=input_len, output_len=output_len,
@@ -100,7 +102,7 @@ def bench(
         jobs = workload.replay(entries, time_scale=time_scale, length_scale=length_scale)
     else:
         jobs = workload.jobs(num_requests or 10 * (concurrency or 1), rate=rate)
-    # Its prompts come from another seed, so that they leave nothing in a cache for those that count.
+    # Another seed, so that the warm-up leaves no measured prompt in a cache.
     warm = Workload(model.vocab_size, seed=seed + 1, input_len=input_len, output_len=output_len).jobs(warmup)
     open_loop = rate is not None or trace is not None
     report, samples = asyncio.run(
@@ -112,15 +114,15 @@ def bench(
         Console().print(report_table(report))
     if plot is not None:
         plot_report(report, samples, plot)
-        print(f"a picture of it is in {plot}", file=sys.stderr)
+        print(f"wrote {plot}", file=sys.stderr)
     if report.unfinished:
         raise typer.Exit(_EXIT_INTERRUPTED)
     if not report.succeeded:
         raise typer.Exit(1)
 
 
-async def _model(addresses: list[str], access: Credentials) -> pb.GetModelResponse:
-    """What is served, from the first router; the others must answer too, or they would measure as errors."""
+async def _get_model(addresses: list[str], access: Credentials) -> pb.GetModelResponse:
+    """The served model. Raise InvalidConfig if the routers serve different models; every router must answer."""
     answers = []
     for address in addresses:
         async with AsyncClient([address], access) as client:
@@ -141,13 +143,14 @@ async def _run(
     objectives: tuple[float | None, float | None],
 ) -> tuple[Report, list[RequestSample]]:
     async with LoadGenerator(addresses, access, timeout=timeout) as load:
-        await load.closed(warm, concurrency=len(addresses))
+        await load.run_closed_loop(warm, concurrency=len(addresses))
         _require_answers(load.recordings)
         load.recordings, load.finished = [], 0
         began, cpu = time.perf_counter(), time.process_time()
         bar = asyncio.create_task(_show_progress(load, len(jobs)))
-        run = asyncio.ensure_future(load.open(jobs, concurrency) if open_loop else load.closed(jobs, concurrency or 1))
-        # What has been measured until then is worth a table.
+        loop = load.run_open_loop(jobs, concurrency) if open_loop else load.run_closed_loop(jobs, concurrency or 1)
+        run = asyncio.create_task(loop)
+        # Ctrl-C ends the run; what was measured until then is reported.
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.cancel)
         try:
             seconds = await run
@@ -168,16 +171,16 @@ async def _run(
 
 
 def _require_answers(recordings: list[Recording]) -> None:
-    """Raises the error of a warm-up request that failed: the run would only measure errors."""
+    """Raise the error of a failed warm-up request: the run would only measure errors."""
     for recording in recordings:
         if recording.status != "OK":
             code = grpc.StatusCode[recording.status]
-            said = "was not answered" if code is grpc.StatusCode.UNAVAILABLE else f"was refused ({recording.status})"
-            raise error_of(code.value[0], f"the warm-up {said}: {recording.details}")
+            outcome = "was not answered" if code is grpc.StatusCode.UNAVAILABLE else f"was refused ({recording.status})"
+            raise error_of(code.value[0], f"the warm-up {outcome}: {recording.details}")
 
 
 async def _show_progress(load: LoadGenerator, total: int) -> None:
-    """Draws twice a second, on stderr, if a person is watching: never once per token."""
+    """Draw a progress bar twice a second, if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as progress:

@@ -1,7 +1,7 @@
-"""LoadGenerator: sends jobs to running routers and notes when each message of each answer came.
+"""LoadGenerator: sends requests to running routers and records the arrival time of every message.
 
-It shares two cores with the server that it measures, so a token costs one clock reading: messages stay raw bytes
-until the run is over. It does not know what a request asks, nor what the figures will be.
+The generator may share its cores with the server that it measures. Therefore a message costs one clock reading, and is
+parsed only after the run.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ METHOD = "/coatcheck.v1.Generation/GenerateStream"
 
 @dataclass(slots=True)
 class Recording:
-    """One request as it went. Times are seconds since the run's start; `due` is when it should have been sent."""
+    """One request. Times are seconds since the start of the run. `due`: the time at which it should have been sent."""
 
     due: float
     sent: float
@@ -30,13 +30,13 @@ class Recording:
     times: list[float] = field(default_factory=list)
     messages: list[bytes] = field(default_factory=list)
     ended: float = 0.0
-    # A gRPC status name, or INTERRUPTED: the load itself was cancelled.
+    # A gRPC status name, or INTERRUPTED if the run was cancelled.
     status: str = "OK"
     details: str = ""
 
 
 class LoadGenerator:
-    """One channel per address, asked in turn. An async context manager that owns them."""
+    """Sends requests round-robin over one channel per address. An async context manager, which closes the channels."""
 
     def __init__(
         self, addresses: Sequence[str], access: Credentials | None = None, *, timeout: float | None = None
@@ -44,7 +44,7 @@ class LoadGenerator:
         access = access or Credentials()
         self._metadata = access.metadata
         self._channels = [access.channel(address, OPTIONS) for address in addresses]
-        # Without serializers grpc takes and hands over the bytes as they are.
+        # Without serializers grpc passes bytes through.
         self._calls = [channel.unary_stream(METHOD, None, None) for channel in self._channels]
         self._timeout = timeout
         self.recordings: list[Recording] = []
@@ -57,8 +57,8 @@ class LoadGenerator:
         for channel in self._channels:
             await channel.close(None)
 
-    async def closed(self, jobs: Sequence[BenchRequest], concurrency: int) -> float:
-        """Keeps `concurrency` requests running until all are answered; returns the seconds it took."""
+    async def run_closed_loop(self, jobs: Sequence[BenchRequest], concurrency: int) -> float:
+        """Keep `concurrency` requests running until all have ended. Return the duration in seconds."""
         begin = time.perf_counter()
         waiting = iter(enumerate(jobs))
 
@@ -69,8 +69,8 @@ class LoadGenerator:
         await asyncio.gather(*(client() for _ in range(min(concurrency, len(jobs)))))
         return time.perf_counter() - begin
 
-    async def open(self, jobs: Sequence[BenchRequest], concurrency: int | None = None) -> float:
-        """Sends each job at its time, however many still run (or at most `concurrency`); returns the seconds."""
+    async def run_open_loop(self, jobs: Sequence[BenchRequest], concurrency: int | None = None) -> float:
+        """Send each job at its time, with at most `concurrency` running if given. Return the duration in seconds."""
         begin = time.perf_counter()
         room = asyncio.Semaphore(concurrency) if concurrency else None
 
@@ -91,12 +91,12 @@ class LoadGenerator:
         clock: Callable[[], float] = time.perf_counter
         recording = Recording(due, clock() - begin, job.output_len)
         self.recordings.append(recording)
-        note_time, note_message = recording.times.append, recording.messages.append
+        add_time, add_message = recording.times.append, recording.messages.append
         call: Any = self._calls[index % len(self._calls)](job.request, timeout=self._timeout, metadata=self._metadata)
         try:
             async for message in call:
-                note_time(clock() - begin)
-                note_message(message)
+                add_time(clock() - begin)
+                add_message(message)
         except grpc.aio.AioRpcError as error:
             recording.status = error.code().name
             recording.details = error.details() or ""

@@ -1,10 +1,9 @@
-"""Report: what a run's recordings say: latencies, throughput, goodput, errors, what was cached.
+"""Report: latencies, throughput, goodput, errors and cached tokens of a run.
 
-    TTFT  first token, since the request was due       TPOT  (last token - first) / (tokens - 1), per request
-    ITL   gap between two messages of one answer       E2E   last token, since the request was due
+    TTFT  from due time to first token        TPOT  (last token - first token) / (tokens - 1), per request
+    ITL   gap between two messages            E2E   from due time to last token
 
-In an open loop a request is due at its arrival time, even if the client was late to send it. It does not know how the
-load was made.
+In an open loop a request is due at its arrival time, even if the client sent it late.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """One request, measured. Times in seconds; the usage is the server's own."""
+    """One answered request. Times are seconds since the start of the run. Token counts come from the server."""
 
     due: float
     first: float
@@ -51,7 +50,7 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds."""
+    """Mean and percentiles in milliseconds."""
 
     mean: float
     p50: float
@@ -61,9 +60,9 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run. `goodput` is requests a second that kept every objective given (None: none was).
+    """One run. `goodput`: requests per second that met every objective; None without objectives.
 
-    `unfinished` requests were running or still to be sent when the run was interrupted; nothing else counts them.
+    `unfinished`: requests that were running or not yet sent when the run was interrupted. No other count has them.
     """
 
     requests: int
@@ -89,16 +88,15 @@ class Report:
 
     @property
     def success_rate(self) -> float:
-        """Share of requests that were answered whole."""
+        """Share of requests that were answered completely."""
         return self.succeeded / self.requests if self.requests else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, names with their units."""
         return {**asdict(self), "success_rate": self.success_rate}
 
 
 def measure(recording: Recording) -> RequestSample | str:
-    """The sample of a whole answer, or the name of what it ended with instead."""
+    """The sample of a complete answer, or the name of the error."""
     if recording.status != "OK":
         return recording.status
     arrivals: list[tuple[float, int]] = []
@@ -106,7 +104,7 @@ def measure(recording: Recording) -> RequestSample | str:
     for at, message in zip(recording.times, recording.messages, strict=True):
         event = pb.GenerateEvent.FromString(message)
         if event.HasField("delta"):
-            # Text alone may come later than its tokens; only tokens count.
+            # A delta with text alone follows its tokens; only tokens count.
             if event.delta.token_ids:
                 arrivals.append((at, len(event.delta.token_ids)))
         elif event.HasField("final"):
@@ -135,7 +133,7 @@ def summarize(
     cpu_seconds: float = 0.0,
     unfinished: int = 0,
 ) -> Report:
-    """One run's report; an answer of one token has no TPOT and keeps any objective on it."""
+    """The report of a run. An answer of one token has no TPOT and meets any TPOT objective."""
     samples = [sample for sample in measured if isinstance(sample, RequestSample)]
     output = sum(sample.output_tokens for sample in samples)
     prompt = sum(sample.prompt_tokens for sample in samples)
@@ -171,7 +169,7 @@ def summarize(
 
 
 def latency(seconds: Iterable[float]) -> Latency | None:
-    """Mean and percentiles in milliseconds; None when there is nothing to measure."""
+    """Mean and percentiles in milliseconds; None for no values."""
     values = np.fromiter(seconds, float) * 1000
     if not values.size:
         return None

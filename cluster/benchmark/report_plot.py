@@ -1,4 +1,4 @@
-"""The picture of a run: who waited how long, and what came out over time. Needs matplotlib, the `plot` extra."""
+"""plot_report: a run as a picture of four panels. Needs matplotlib, the `plot` extra."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from coatcheck.proto.errors import InvalidConfig
 
 
 def check_plot(path: Path) -> None:
-    """Raises InvalidConfig where `plot_report` would: without matplotlib, or with a path that it cannot write."""
+    """Raise InvalidConfig if matplotlib is missing or `path` cannot be written, before a run starts."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -21,11 +21,11 @@ def check_plot(path: Path) -> None:
     if path.suffix[1:].lower() not in formats:
         raise InvalidConfig(f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}")
     if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
-        raise InvalidConfig(f"--plot {path} cannot be written; name a file in a directory that is there")
+        raise InvalidConfig(f"--plot {path} cannot be written; name a file in an existing directory")
 
 
 def plot_report(report: Report, samples: Sequence[RequestSample], path: Path) -> None:
-    """Writes a picture of four panels; `check_plot` comes first."""
+    """Write the picture to `path`. Call `check_plot` before the run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,7 +58,7 @@ def _distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
     for share in (50, 99):
         at = float(np.percentile(values, share))
         axes.axvline(at, linestyle=":", color="grey")
-        # To the left of the highest, which may stand at the frame.
+        # The label of p99 stands to its left: the line may be at the frame.
         side = "right" if share == 99 else "left"
         axes.annotate(f" p{share}: {at:.{0 if at >= 10 else 1}f} ", (at, 0.04), color="dimgrey", ha=side)
 
@@ -67,7 +67,7 @@ def _throughput(axes: Any, samples: Sequence[RequestSample], seconds: float) -> 
     axes.set(title="output", xlabel="seconds", ylabel="tokens/s")
     axes.grid(alpha=0.3)
     arrivals = [arrival for sample in samples for arrival in sample.arrivals]
-    # About sixty bars, none shorter than a tenth of a second.
+    # About sixty bars of at least 0.1 s.
     width = max(0.1, seconds / 60)
     edges = np.arange(0.0, seconds + width, width)
     counts, _ = np.histogram([at for at, _ in arrivals], bins=edges, weights=[count for _, count in arrivals])

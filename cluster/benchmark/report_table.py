@@ -1,4 +1,4 @@
-"""The table in which a person reads a Report. It computes nothing."""
+"""report_table: a Report as a table for a terminal."""
 
 from rich.console import Group
 from rich.table import Table
@@ -16,7 +16,7 @@ ROWS = (
 
 
 def report_table(report: Report) -> Group:
-    """Latencies as a table, everything else in lines under it."""
+    """Latencies as a table, other figures as lines below."""
     table = Table(title_justify="left")
     table.add_column("milliseconds")
     for name in ("mean", "p50", "p90", "p99"):
@@ -44,9 +44,7 @@ def _lines(report: Report) -> list[str]:
     if len(report.groups) > 1:
         lines.append("requests per group: " + ", ".join(f"{name} {n}" for name, n in sorted(report.groups.items())))
     if report.unfinished:
-        lines.append(
-            f"interrupted: {counted(report.unfinished, 'request')} had not ended, and nothing here counts them"
-        )
+        lines.append(f"interrupted: {counted(report.unfinished, 'request')} had not ended and do not count")
     if report.errors:
         lines.append("not answered: " + ", ".join(f"{name} {n}" for name, n in sorted(report.errors.items())))
     lines.append(f"the client's own CPU: {report.client_cpu_us_per_token:.0f} µs a token")

@@ -1,7 +1,7 @@
-"""Trace: arrival times and lengths of real requests, read from the published files of Mooncake and Azure.
+"""read_trace: arrival times and lengths of real requests, from the published files of Mooncake and Azure.
 
-Both come plain or gzipped. A Mooncake line names its 512-token prefix blocks by id, so shared prefixes survive; an
-Azure row has lengths alone. It does not know tokens: which ones stand for a block is the workload's affair.
+Files may be gzipped. A Mooncake line has the ids of its 512-token prefix blocks, so shared prefixes are known. An Azure
+row has only lengths.
 """
 
 import csv
@@ -23,7 +23,7 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request: `at` in seconds since the first one; `blocks` names its prefix blocks (empty: shares nothing)."""
+    """One request. `at`: seconds since the first request. `blocks`: ids of its prefix blocks; empty: shares nothing."""
 
     at: float
     input_len: int
@@ -32,7 +32,7 @@ class TraceEntry:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
-    """The first `limit` requests of a .jsonl (Mooncake) or .csv (Azure) file; raises InvalidConfig with the line."""
+    """The first `limit` requests of a .jsonl (Mooncake) or .csv (Azure) file. Raise InvalidConfig with the line."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in (".jsonl", ".csv"):
         raise InvalidConfig(f"{path.name} is neither .jsonl (Mooncake) nor .csv (Azure), plain or .gz")
@@ -64,7 +64,7 @@ def _mooncake(file: io.TextIOBase) -> Iterator[TraceEntry]:
 def _azure(file: io.TextIOBase) -> Iterator[TraceEntry]:
     for number, row in enumerate(csv.DictReader(file), 2):
         try:
-            # Seven digits of a second are one more than datetime reads.
+            # The file has seven digits of a second, datetime reads six.
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             yield TraceEntry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, KeyError, TypeError) as error:

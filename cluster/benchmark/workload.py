@@ -1,6 +1,6 @@
-"""Workload: which requests a load generator sends, and when. Pure and seeded: the same settings, the same bytes.
+"""Workload: the requests of a load generator and their times. The same settings and seed give the same bytes.
 
-Prompts are token ids, so that lengths are exact. It does not know the server, except for the size of its vocabulary.
+Prompts are token ids, so that lengths are exact.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from coatcheck.cluster.benchmark.request_trace import BLOCK_TOKENS, TraceEntry
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 Prompts = Literal["random", "fixed", "shared-prefix"]
-# Salts of the generator, so that no two kinds of tokens come from the same stream.
+# Seeds of independent random streams.
 _PREFIX, _SUFFIX, _BLOCK, _ARRIVAL = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request, ready to send `at` seconds after the start, and the tokens that it should bring."""
+    """One serialized request, due `at` seconds after the start, and the number of tokens to expect."""
 
     at: float
     request: bytes
@@ -29,9 +29,9 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The settings that every request shares. `prefix_len` tokens of one of `num_prefixes` come before `input_len`.
+    """The settings of all requests. A shared prefix of `prefix_len` tokens precedes `input_len` tokens.
 
-    Under another `cache_salt` the same prompts find nothing of each other's in a cache.
+    Workloads with different `cache_salt` share no cached blocks.
     """
 
     vocab_size: int
@@ -47,11 +47,11 @@ class Workload:
     cache_salt: str = ""
 
     def jobs(self, count: int, *, rate: float | None = None, first: int = 0) -> list[BenchRequest]:
-        """Requests number `first` and on: all at once, or as a Poisson stream of `rate` a second."""
+        """`count` requests from number `first` on: all due at once, or as a Poisson stream of `rate` per second."""
         if rate is None:
             arrivals = np.zeros(count)
         else:
-            # The first request opens the run; the gaps before the others are exponential.
+            # The first request is due at 0; the gaps after it are exponential.
             arrivals = np.cumsum(self._generator(_ARRIVAL, first).exponential(1 / rate, count))
             arrivals -= arrivals[:1]
         return [self._job(float(at), self._prompt(first + i), self.output_len) for i, at in enumerate(arrivals)]
@@ -59,7 +59,7 @@ class Workload:
     def replay(
         self, trace: Sequence[TraceEntry], *, time_scale: float = 1.0, length_scale: float = 1.0
     ) -> list[BenchRequest]:
-        """The trace's requests; times and lengths are multiplied by their scales. Equal block ids, equal tokens."""
+        """The requests of a trace, with scaled times and lengths. Equal block ids give equal tokens."""
         stride = max(1, round(BLOCK_TOKENS * length_scale))
         blocks: dict[int, NDArray[np.uint32]] = {}
         jobs = []

@@ -226,7 +226,7 @@ class AsyncClient:
             try:
                 async with aclosing(self._attempt(delivered.request(), deadline)) as events:
                     async for event in events:
-                        if (new := delivered.take(event)) is not None:
+                        if (new := delivered.record_event(event)) is not None:
                             losses = 0
                             yield new
                 if delivered.complete:

@@ -1,7 +1,4 @@
-"""Credentials: how a client's command comes in at a router: which authority it believes, and what it shows of itself.
-
-It does not know what is asked then.
-"""
+"""Credentials: the TLS authority, client certificate and API key with which a client connects to a router."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,41 +15,43 @@ _SYSTEM: Final = "system"
 
 _ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
 
-# The options of every command that speaks to a router. Arguments can be read by everybody on the host.
+# The options of every command that calls a router. Every user of the host can read arguments.
 TlsCa = Annotated[
     str | None,
-    _ACCESS(envvar="COATCHECK_TLS_CA", help="Speak TLS, and believe this authority (a PEM file; system: the host's)."),
+    _ACCESS(envvar="COATCHECK_TLS_CA", help="Use TLS and trust this authority (a PEM file; system: the host's)."),
 ]
 TlsCert = Annotated[
-    str | None, _ACCESS(envvar="COATCHECK_TLS_CERT", help="Our own certificate, where the router asks for one.")
+    str | None, _ACCESS(envvar="COATCHECK_TLS_CERT", help="The client's certificate, if the router requires one.")
 ]
-TlsKey = Annotated[str | None, _ACCESS(envvar="COATCHECK_TLS_KEY", help="Its key.")]
+TlsKey = Annotated[str | None, _ACCESS(envvar="COATCHECK_TLS_KEY", help="The key of --tls-cert.")]
 ApiKey = Annotated[
     str | None,
     _ACCESS(
-        envvar="COATCHECK_API_KEY", help="Our key. Better in the environment: others see arguments.", show_envvar=True
+        envvar="COATCHECK_API_KEY",
+        help="The API key. Prefer the environment: other users see arguments.",
+        show_envvar=True,
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Plain and without a key unless given."""
+    """Default: no TLS and no API key."""
 
-    roots: bytes | None = None  # None with `tls`: the host's own
+    roots: bytes | None = None  # None with `tls`: the host's authorities
     tls: bool = False
     pair: tuple[bytes, bytes] | None = field(default=None, repr=False)  # key and certificate, in PEM
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def build(cls, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Self:
-        """From the options; raises InvalidConfig for files that cannot be read."""
+        """From the options. Raise InvalidConfig for files that cannot be read or used."""
         if bool(tls_cert) != bool(tls_key):
             raise InvalidConfig("--tls-cert and --tls-key belong together; give both")
         if tls_cert and not tls_ca:
-            raise InvalidConfig("--tls-cert needs --tls-ca: the authority that has signed the router's certificate")
+            raise InvalidConfig("--tls-cert needs --tls-ca: the authority that signed the router's certificate")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidConfig("the API key has characters that no key has; was it copied whole, and alone?")
+            raise InvalidConfig("the API key has characters that no key has; copy exactly the key")
         roots = _read(tls_ca) if tls_ca and tls_ca != _SYSTEM else None
         pair = (_read(tls_key), _read(tls_cert)) if tls_cert and tls_key else None
         if tls_ca:
@@ -61,17 +60,15 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of every call."""
+        """gRPC metadata of every call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        """For coroutines."""
         if not self.tls:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._credentials(), options=options)
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        """For one call and its answer."""
         return grpc.secure_channel(address, self._credentials()) if self.tls else grpc.insecure_channel(address)
 
     def _credentials(self) -> grpc.ChannelCredentials:
@@ -79,8 +76,10 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.roots, key, certificate)
 
 
-def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Credentials:
-    """As `Access.build`; what cannot be used is wrong usage of the command."""
+def credentials_from_options(
+    tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None
+) -> Credentials:
+    """Credentials.build for a command: raise typer.BadParameter instead of InvalidConfig."""
     try:
         return Credentials.build(tls_ca, tls_cert, tls_key, api_key)
     except InvalidConfig as error:
@@ -88,7 +87,7 @@ def access_of(tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api
 
 
 def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:
-    """Raises InvalidConfig for files that are not valid PEM; with them gRPC only fails to connect, without a reason."""
+    """Raise InvalidConfig for files that are not valid PEM. gRPC would fail to connect without a reason."""
     import ssl  # imported here because commands without TLS do not need it
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,7 +1,4 @@
-"""ResumeState: what one stream's client has been given so far, and the request that asks for the rest.
-
-Pure: it sees events and makes requests. It does not know routers, channels or retries.
-"""
+"""ResumeState: what the client of one stream has received, and the request for the rest."""
 
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
@@ -14,22 +11,22 @@ class ResumeState:
         self._started: pb.Started | None = None
         self._ids: dict[int, list[int]] = {resumed.choice: list(resumed.token_ids) for resumed in request.resume}
         self._ended: set[int] = set()
-        self._scores = 0  # prompt tokens whose log-probabilities the client has ...
-        self._scores_seen = 0  # ... and how many this attempt has sent
+        self._scores = 0  # prompt tokens whose log-probabilities the client has
+        self._scores_seen = 0  # and those that this attempt has sent
         self.complete = False
 
     @property
     def started(self) -> bool:
-        """Whether any event has come."""
+        """Whether any event has arrived."""
         return self._started is not None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come, of all choices."""
+        """Tokens received, over all choices."""
         return sum(map(len, self._ids.values()))
 
     def request(self) -> pb.GenerateRequest:
-        """The first request as it was, or, once started, with its seed, its id and the token ids that have come."""
+        """The original request, or, after the start, the request with its seed, its id and the received token ids."""
         if self._started is None:
             return self._request
         again = pb.GenerateRequest()
@@ -41,8 +38,8 @@ class ResumeState:
             again.resume.add(choice=choice, token_ids=ids)
         return again
 
-    def take(self, event: pb.GenerateEvent) -> pb.GenerateEvent | None:
-        """The event, noted; None for one that repeats what a router said before it was lost."""
+    def record_event(self, event: pb.GenerateEvent) -> pb.GenerateEvent | None:
+        """Record `event` and return it. Return None for an event that repeats what a lost router had sent."""
         kind = event.WhichOneof("event")
         if kind == "delta":
             delta = event.delta

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, credentials_from_options
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.commands.generate import put_prompt
 from coatcheck.cluster.commands.status import call_admin, make_table
@@ -43,7 +43,7 @@ def explain(
     """Show which group would get PROMPT, and every group's cost in seconds, term by term. Sends no request."""
     request = pb.GenerateRequest(cache_salt=cache_salt, sampling=build_sampling({"max_tokens": max_tokens}))
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
-    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     explanation: pb.Explanation = call_admin(access, address, "Explain", request, _CALL_SECONDS)
     if as_json:
         fields = MessageToDict(explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT, AsyncClient
-from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, credentials_from_options
 from coatcheck.cluster.client.request_builder import build_sampling
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
@@ -86,7 +86,7 @@ def generate(
     if not as_json and (logprobs is not None or prompt_logprobs is not None):
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
     addresses = check_addresses(address or [DEFAULT_ADDRESS])
-    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     put_prompt(request, sys.stdin.read() if prompt == "-" else prompt, chat, system, token_ids)
     if retain_seconds is not None and retain is None:
         raise typer.BadParameter("--retain-seconds needs --retain")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from coatcheck.cluster.commands.ray_watch import RayWatch
 from coatcheck.cluster.commands.stop_signals import EXIT_STOPPED, StopSignals
-from coatcheck.cluster.config.exposure import warn_of_exposure
+from coatcheck.cluster.config.exposure import describe_exposure
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.local_ray import delete_stale_tokens, publish_token, ray_folder
@@ -66,7 +66,7 @@ class ServeSession:
         self._reconnect_seconds = 0.0  # how long the head of a joined cluster may be gone
         self._has_served = False
         self._began = time.monotonic()
-        if warning := warn_of_exposure(config):
+        if warning := describe_exposure(config):
             self._print(f"warning: {warning}")
 
     def run(self) -> int:

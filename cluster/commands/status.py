@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from coatcheck.cluster.client.async_client import LONGEST_TIMEOUT
 from coatcheck.cluster.client.connection_errors import explain_error
-from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, Credentials, TlsCa, TlsCert, TlsKey, credentials_from_options
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS, check_addresses
 from coatcheck.cluster.plural import counted
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
@@ -33,7 +33,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show groups, ranks, health, load, KV block usage, prefix cache hit ratio, TTFT and TPOT."""
-    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     answer = call_admin(access, address, "Status", pb.StatusRequest(), _CALL_SECONDS)
     if as_json:
         print(json.dumps(as_json_object(answer)))
@@ -61,7 +61,7 @@ def drain(
     """
     if undo and timeout is not None:
         raise typer.BadParameter("--undo waits for nothing; leave --timeout out")
-    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
     what = group or "the router"
     if undo:
         call_admin(access, address, "Drain", pb.DrainRequest(group=group, undo=True), _CALL_SECONDS)

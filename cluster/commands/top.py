@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, access_of
+from coatcheck.cluster.client.credentials import ApiKey, TlsCa, TlsCert, TlsKey, credentials_from_options
 from coatcheck.cluster.commands.status import as_json_object, call_admin, colour_of, make_table
 from coatcheck.cluster.config.address import DEFAULT_ADDRESS
 from coatcheck.cluster.plural import counted
@@ -42,7 +42,7 @@ def top(
     from rich.live import Live
 
     history = History()
-    access = access_of(tls_ca, tls_cert, tls_key, api_key)
+    access = credentials_from_options(tls_ca, tls_cert, tls_key, api_key)
 
     def read_status() -> pb.StatusResponse:
         status: pb.StatusResponse = call_admin(access, address, "Status", pb.StatusRequest(), _CALL_SECONDS)

@@ -1,4 +1,4 @@
-"""Address: HOST:PORT as people write it, and what to answer them when it is something else. It opens no connection."""
+"""HOST:PORT addresses of routers, as users write them."""
 
 import re
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import typer
 from coatcheck.cluster.config.serve_config import DEFAULT_PORT
 from coatcheck.proto.errors import InvalidConfig
 
-DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # of a router on this host
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # a router on this host
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[\w.-]+):(?P<port>\d{1,5})")
 
 
 def split_address(written: str, example: str = DEFAULT_ADDRESS) -> tuple[str, int]:
-    """(host, port); raises InvalidConfig with what it should look like. An IPv6 host stands in brackets."""
+    """(host, port). An IPv6 host stands in brackets. Raise InvalidConfig with `example` for anything else."""
     if "://" in written:
-        raise InvalidConfig(f"{written} has a scheme; write HOST:PORT alone, such as {example}")
+        raise InvalidConfig(f"{written} has a scheme; write only HOST:PORT, such as {example}")
     match = _HOST_PORT.fullmatch(written)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise InvalidConfig(f"{written!r} is not HOST:PORT; write it like {example}")
@@ -24,7 +24,7 @@ def split_address(written: str, example: str = DEFAULT_ADDRESS) -> tuple[str, in
 
 
 def check_addresses(given: Sequence[str]) -> list[str]:
-    """The routers that --address names; raises what Typer makes wrong usage of."""
+    """Check the values of --address. Raise typer.BadParameter for one that is not HOST:PORT."""
     for address in given:
         try:
             split_address(address)

@@ -1,4 +1,4 @@
-"""SettingValues: what operators write for a setting, as the value that it means; ValueError says what to write."""
+"""Parsers of settings. Each returns the value of what the user wrote, or raises ValueError with what to write."""
 
 import math
 import re
@@ -11,26 +11,26 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)(?P<is_bytes>b?)\s*", re.IGNORECASE)
 
 
-# Names of other engines' and of torch's, and ours for them.
+# Names that torch and other engines use -> our names.
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _KV_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8"}
 _NO_MEMORY = "write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)"
 
 
 def parse_dtype(value: object) -> object:
-    """Our name of a dtype; anything else stays what it is."""
+    """Our name of a dtype. Any other value is returned unchanged."""
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def parse_kv_dtype(value: object) -> object:
-    """Our name of a KV pool's dtype; anything else stays what it is."""
+    """Our name of a KV pool's dtype. Any other value is returned unchanged."""
     return _KV_DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def parse_memory(value: object) -> object:
-    """Bytes from '4GiB', '512MB' or 4294967296; a share of the device from '0.5', 0.5 or '50%'. None stays None.
+    """Bytes from '4GiB', '512MB' or 4294967296; a share of the free memory from '0.5', 0.5 or '50%'. None stays None.
 
-    Up to 1 it is a share, above it bytes: so a number between, which could be either, is refused.
+    A value up to 1 is a share, a larger value is bytes. A fraction above 1 is ambiguous and refused.
     """
     if isinstance(value, float) and value > 1 and not value.is_integer():
         raise ValueError(f"{value:g} is neither a share, which is at most 1, nor a number of bytes; {_NO_MEMORY}")
@@ -38,7 +38,7 @@ def parse_memory(value: object) -> object:
         return value
     if value.strip().endswith("%"):
         share = float(value.strip()[:-1]) / 100
-        if not 0 < share <= 1:  # above 1 it would be taken for bytes
+        if not 0 < share <= 1:  # a value above 1 means bytes
             raise ValueError("a share of the free memory is above 0% and at most 100%")
         return share
     match = _MEMORY.fullmatch(value)
@@ -48,25 +48,25 @@ def parse_memory(value: object) -> object:
         return parse_memory(float(match["number"]))
     size = float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
     if not math.isfinite(size):
-        raise ValueError(f"no host has so much; {_NO_MEMORY}")
-    if 0 < size < 2:  # up to 1 it would be taken for a share
-        raise ValueError(f"so few bytes hold nothing; {_NO_MEMORY}")
+        raise ValueError(f"this is more memory than any host has; {_NO_MEMORY}")
+    if 0 < size < 2:  # a value up to 1 means a share
+        raise ValueError(f"this is less than two bytes; {_NO_MEMORY}")
     return float(int(size))
 
 
 def parse_http_port(value: object) -> object:
-    """A port, 0 for any free one, 'none' for no HTTP."""
+    """A port; 0: any free port; 'none': no HTTP."""
     if value in ("none", "off"):
         return "none"
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     if not isinstance(value, int) or not 0 <= value <= 65535:
-        raise ValueError("write a port from 0 (any free one) to 65535, or none for no HTTP")
+        raise ValueError("write a port from 0 (any free port) to 65535, or none for no HTTP")
     return value
 
 
 def parse_otlp_endpoint(value: object) -> object:
-    """Where spans can be sent, or None."""
+    """A collector's URL, or None. See tracing.check_endpoint."""
     if isinstance(value, str):
         try:
             check_endpoint(value)

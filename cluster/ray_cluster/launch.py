@@ -23,7 +23,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from coatcheck.cluster.config.exposure import needs_plane
+from coatcheck.cluster.config.exposure import needs_plane_certificates
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster.actor_handles import RankHandle, RouterHandle, SupervisorHandle
@@ -63,7 +63,7 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement
         # affinity, because a head that is started again has another node id.
         resources={_HEAD: _SMALL_SHARE},
     )
-    plane = PlaneCertificates.sign_pair(ClusterCA()) if needs_plane(config) else PlaneCertificates()
+    plane = PlaneCertificates.sign_pair(ClusterCA()) if needs_plane_certificates(config) else PlaneCertificates()
     return cast(SupervisorHandle, options.remote(config, placement, plane))
 
 

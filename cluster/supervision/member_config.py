@@ -1,6 +1,6 @@
 """Derives the settings of each group and each router from the settings of the cluster."""
 
-from coatcheck.cluster.config.exposure import absolute
+from coatcheck.cluster.config.exposure import absolute_path
 from coatcheck.cluster.config.serve_config import BATCH_TOKENS, FREE_SHARE, ServeConfig
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.proto.plane_certificate import PlaneCertificate
@@ -44,10 +44,10 @@ def router_config(config: ServeConfig, name: str, port: int, plane: PlaneCertifi
         http_port=config.http_listen_port,
         log_format=config.log_format,
         otlp_endpoint=config.otlp_endpoint,
-        tls_cert=absolute(config.tls_cert),
-        tls_key=absolute(config.tls_key),
-        tls_client_ca=absolute(config.tls_client_ca),
-        keys_file=absolute(config.api_keys),
+        tls_cert=absolute_path(config.tls_cert),
+        tls_key=absolute_path(config.tls_key),
+        tls_client_ca=absolute_path(config.tls_client_ca),
+        keys_file=absolute_path(config.api_keys),
         insecure=config.insecure,
         plane=plane,
         max_queued=config.max_queued,

@@ -94,7 +94,7 @@ async def test_closed_loop_keeps_its_concurrency() -> None:
     """So many clients run at once and no more, until every job is answered."""
     async with FakeRouter() as router, LoadGenerator([router.address]) as load:
         router.crowd = 3
-        await load.closed(Workload(vocab_size=9, input_len=3, output_len=4).jobs(20), concurrency=3)
+        await load.run_closed_loop(Workload(vocab_size=9, input_len=3, output_len=4).jobs(20), concurrency=3)
     assert router.most_at_once == 3
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
     assert load.finished == 20
@@ -105,7 +105,7 @@ async def test_open_loop_does_not_wait_for_answers() -> None:
     async with FakeRouter() as router, LoadGenerator([router.address], timeout=PATIENCE_SECONDS) as load:
         router.crowd = 8  # none is answered before the last one has come
         jobs = Workload(vocab_size=9, input_len=3).jobs(8, rate=100.0)
-        await load.open(jobs)
+        await load.run_open_loop(jobs)
     assert router.most_at_once == 8
     assert [made.due for made in load.recordings] == [job.at for job in jobs]
     assert all(isinstance(measure(made), RequestSample) for made in load.recordings)
@@ -115,7 +115,7 @@ async def test_open_loop_with_a_limit() -> None:
     """A limit holds requests back, and the time they were held counts as waiting."""
     async with FakeRouter() as router, LoadGenerator([router.address], timeout=1.0) as load:
         router.stalls_after = 1
-        await load.open(Workload(vocab_size=9, input_len=3).jobs(3, rate=1000.0), concurrency=1)
+        await load.run_open_loop(Workload(vocab_size=9, input_len=3).jobs(3, rate=1000.0), concurrency=1)
     assert router.most_at_once == 1
     assert load.recordings[2].sent - load.recordings[2].due >= 1.9
 
@@ -155,7 +155,7 @@ async def test_command_prints_a_table_and_draws(tmp_path: Path) -> None:
             "--address", router.address, "--rate", "200", "--num-requests", "8", "--output-len", "3",
             "--plot", str(tmp_path / "run.png"),
         )  # fmt: skip
-    assert (code, err) == (0, f"a picture of it is in {tmp_path / 'run.png'}\n")
+    assert (code, err) == (0, f"wrote {tmp_path / 'run.png'}\n")
     assert "TTFT, time to the first token" in out
     assert "6 of 8 requests answered" in out
     assert "not answered: UNAVAILABLE 2" in out

@@ -10,11 +10,11 @@ def test_prompt_scores_come_in_parts_and_only_once() -> None:
 
     def took(*ids: int) -> list[int]:
         part = pb.PromptLogprobs(tokens=[pb.TokenLogprob(token_id=i) for i in ids])
-        event = delivered.take(pb.GenerateEvent(prompt_logprobs=part))
+        event = delivered.record_event(pb.GenerateEvent(prompt_logprobs=part))
         return [token.token_id for token in event.prompt_logprobs.tokens] if event else []
 
     start = pb.GenerateEvent(started=pb.Started(seed=1))
-    delivered.take(start)
+    delivered.record_event(start)
     assert took(1, 2) == [1, 2] and took(3) == [3]
-    assert delivered.take(start) is None
+    assert delivered.record_event(start) is None
     assert took(1) == [] and took(2, 3, 4) == [4] and took(5) == [5]

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from coatcheck.cluster.config.exposure import check_credentials, is_loopback, needs_plane, warn_of_exposure
+from coatcheck.cluster.config.exposure import (
+    check_credentials,
+    describe_exposure,
+    is_loopback,
+    needs_plane_certificates,
+)
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
@@ -50,7 +55,7 @@ def test_nothing_listens_beyond_loopback_for_everybody(door: dict[str, Any], giv
     ("given", "warning"),
     [
         ({"insecure": True}, "anybody who reaches 0.0.0.0"),
-        ({"api_keys": "keys.yaml"}, "in the clear"),
+        ({"api_keys": "keys.yaml"}, "unencrypted"),
         ({"api_keys": "keys.yaml", **_TLS}, ""),
         ({"tls_client_ca": "ca", **_TLS}, ""),
     ],
@@ -58,7 +63,7 @@ def test_nothing_listens_beyond_loopback_for_everybody(door: dict[str, Any], giv
 def test_what_may_listen_there(given: dict[str, Any], warning: str) -> None:
     """Keys or certificates of clients, or the word itself; what is lost by it is said in a line."""
     config = ServeConfig.build({"model": "m", "grpc_host": "0.0.0.0", **given})
-    said = warn_of_exposure(config)
+    said = describe_exposure(config)
     assert warning in said and bool(said) == bool(warning)
 
 
@@ -95,7 +100,7 @@ def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
 )
 def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven: bool) -> None:
     """Wherever other hosts may take part, and wherever clients have to."""
-    assert needs_plane(ServeConfig.build({"model": "m", **given})) == proven
+    assert needs_plane_certificates(ServeConfig.build({"model": "m", **given})) == proven
 
 
 def test_no_secret_in_what_is_shown() -> None:

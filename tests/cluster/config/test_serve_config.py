@@ -129,7 +129,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
         ("grpc_port: 1.0e+400", "grpc-port is inf"),
         ("grpc_port: " + "9" * 5000, "is not YAML"),
         ("kv_memory: 1.0e+400", "kv-memory is inf"),
-        ("kv_memory: " + "9" * 320 + "GiB", "no host has so much"),
+        ("kv_memory: " + "9" * 320 + "GiB", "more memory than any host has"),
         ("api_keys: ''", "api-keys is ''"),
     ],
 )
@@ -195,7 +195,7 @@ def test_home_is_found(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ({"tp": 3}, "tp 3 does not divide the attention heads"),
-        ({"max_model_len": 2**20}, "the model goes to 131072; use at most that"),
+        ({"max_model_len": 2**20}, "the model supports 131072; use at most that"),
         ({"kv_memory": "64KiB"}, "one block of 16 tokens takes 2,097,152; raise kv-memory"),
         ({"kv_memory": "64MiB", "max_model_len": 4096}, "max-model-len 4096 takes 536,870,912 bytes of KV a rank"),
     ],

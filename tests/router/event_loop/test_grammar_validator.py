@@ -43,7 +43,7 @@ async def test_what_would_end_an_answer_that_has_begun_is_refused(check: Grammar
     wide = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(500)}}
     for grammar, words in (
         (Grammar("json_schema", json.dumps(wide)), "2007 alternatives .*; an optional property counts as four"),
-        (Grammar("regex", r"[^\s\S]"), "no text"),
+        (Grammar("regex", r"[^\s\S]"), "no further text"),
         (Grammar("grammar", 'start: "a" start\n'), "Too many items"),
     ):
         with pytest.raises(InvalidRequest, match=words):
