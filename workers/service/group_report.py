@@ -125,7 +125,7 @@ class LoadReportSchedule:
         )
 
     def _is_long_step(self, stats: EngineStats, age: float) -> bool:
-        """Whether a step is under way that takes longer than a heartbeat and may still end: a full prefill on a CPU
+        """Whether the present step takes longer than a heartbeat and may still end: a full prefill on a CPU
         takes seconds."""
         rate = stats.prefill_tokens_per_second
         longest = _PREFILL_TOLERANCE * self._max_batch_tokens / rate if rate else _UNMEASURED_STEP_SECONDS
