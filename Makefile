@@ -30,9 +30,9 @@ test-all: programs
 tests-together: programs
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not ray $(SAMPLE)'
 
-# Tests that start Ray, two at a time, each with a Ray folder of its own.
+# Tests that start Ray, three at a time, because many of them mostly wait; each worker has a Ray folder of its own.
 tests-ray: programs
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'ray $(SAMPLE)'
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'ray $(SAMPLE)'
 
 # A browser, Redis and helm for the tests. Tests whose program cannot be installed are skipped.
 programs: .venv/installed

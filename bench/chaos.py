@@ -5,7 +5,7 @@
 Two groups of two ranks on a Ray of three nodes, a small llama in float32, and streams of every kind of sampling.
 Ranks, rank 0, whole groups, the router, the supervisor, `coatcheck serve` and whole nodes are killed with kill -9, and
 ranks stopped, half of the time during a prefill, a restore from host memory or another failover. Every stream is
-compared with an undisturbed run. The figures are written after every kill, so that what was cut off has them too.
+compared with an undisturbed run. The figures are written after every kill, so that a run that is cut off has them too.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ def main(
     kills: Annotated[int, typer.Option(min=1, help="Processes to kill or stop.")] = 200,
     streams: Annotated[int, typer.Option(min=1, help="Streams that run at once.")] = 4,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each choice.")] = 160,
-    seconds: Annotated[float, typer.Option(help="No kill after so long.")] = 3600.0,
-    seed: Annotated[int, typer.Option(help="Of who is struck.")] = 0,
+    seconds: Annotated[float, typer.Option(help="No kill after this many seconds.")] = 3600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of victims.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """Kill everything, again and again, and compare."""
@@ -71,7 +71,7 @@ async def run(
     rng: random.Random,
     json_path: Path | None,
 ) -> dict[str, Any]:
-    """So many kills of every kind in turn, then the figures."""
+    """Strike until there were `kills` kills or `seconds` have passed; return the figures."""
     load = ChaosLoad(cluster.address, cases(VOCABULARY, tokens))
     await load.learn()
     striker = Striker(cluster, load, rng)
@@ -104,7 +104,7 @@ async def run(
 
 
 def deck(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Each kind in turn, each time at another of its moments, for ever."""
+    """Endless (kind, moment) pairs: all kinds in turn, each time at another moment."""
     while True:
         moments = {kind: rng.sample(MOMENTS, len(MOMENTS)) for kind in kinds}
         for turn in range(len(MOMENTS)):
@@ -113,7 +113,7 @@ def deck(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def figures_of(load: ChaosLoad, striker: Striker, made: list[Strike], seconds: float) -> dict[str, Any]:
-    """What there is to say so far."""
+    """The figures up to now."""
     kinds = dict.fromkeys(strike.kind for strike in made)
     return {
         "machine": describe_machine(),
@@ -130,7 +130,7 @@ def figures_of(load: ChaosLoad, striker: Striker, made: list[Strike], seconds: f
 
 
 def write(figures: dict[str, Any], path: Path | None) -> None:
-    """Whole or not at all."""
+    """Replace the file at `path`, so that a reader never sees half of one."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -139,7 +139,7 @@ def write(figures: dict[str, Any], path: Path | None) -> None:
 
 
 def as_table(figures: dict[str, Any]) -> Table:
-    """The counts, and how long streams stood still."""
+    """One row of counts."""
     names = ("kills", *_COUNTS)
     table = Table(*names, title="streams while everything is killed")
     table.add_row(*(str(figures[name]) for name in names))

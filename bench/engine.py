@@ -29,7 +29,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """One row: a decode step of `batch` sequences, or (batch 0) a prefill of `tokens`; `target` times as fast."""
+    """A decode step of `batch` sequences, or, if `batch` is 0, a prefill of `tokens`. `target`: the wanted speed-up."""
 
     batch: int
     tokens: int
@@ -89,7 +89,7 @@ def main(
 
 
 def measure(case: EngineCase, ours: Coatcheck, theirs: Transformers, rounds: int, steps: int) -> tuple[float, float]:
-    """Seconds of transformers and of ours, each in its best round; they take turns."""
+    """Seconds of transformers and of Coatcheck, each in its best round; rounds alternate."""
     # Half of the decode steps come before the context is reached, half after.
     length = case.tokens - steps // 2 if case.batch else case.tokens
     prompts = np.random.default_rng(case.batch).integers(0, VOCABULARY, (rounds + 1, max(1, case.batch), length))
@@ -108,7 +108,7 @@ def measure(case: EngineCase, ours: Coatcheck, theirs: Transformers, rounds: int
 def judge(
     case: EngineCase, their_best: float, our_best: float, ours: Coatcheck, bandwidth: float, throughput: float
 ) -> EngineFigures:
-    """The row of the table, with what the machine could do at most."""
+    """The figures of a case, with the machine's limits."""
     if case.batch:
         roof = (ours.weight_bytes + case.batch * case.tokens * ours.kv_bytes_per_token) / bandwidth
     else:
@@ -126,7 +126,7 @@ def judge(
 
 
 def as_table(rows: list[EngineFigures], bandwidth: float, throughput: float) -> Table:
-    """The issue's table with what came out."""
+    """The targets and the figures."""
     roofs = f"roofs: memory {bandwidth / 1e9:.0f} GB/s, matrices {throughput / 1e9:.0f} GFLOP/s in bfloat16"
     table = Table(title="82M llama, bfloat16, milliseconds", caption=roofs)
     table.add_column("what")

@@ -78,7 +78,7 @@ def main(
 
 
 def best(runs: list[Figures]) -> Figures:
-    """Of each figure the best run: what the server can do when nobody else wants the machine."""
+    """The best run of each figure: what the server does on an idle machine."""
     return Figures(
         min(run.ttft_ms for run in runs), min(run.tpot_ms for run in runs), max(run.tokens_per_second for run in runs)
     )
@@ -93,7 +93,7 @@ def measure_engine_step(checkpoint: Path) -> float:
 
 
 def as_table(results: Results) -> Table:
-    """Every scenario on every server."""
+    """A row for each scenario and server."""
     table = Table(title="82M llama, bfloat16, through the server (clients × prompt/output tokens; medians)")
     table.add_column("scenario")
     for name in results:
@@ -108,7 +108,7 @@ def as_table(results: Results) -> Table:
 
 
 def as_targets(results: Results) -> Table:
-    """What was promised beside the peer, and what came out."""
+    """The targets against the peer, and the figures."""
     table = Table(title="beside vllm, in this run")
     for name in ("scenario", "figure", "ratio", "to reach"):
         table.add_column(name, justify="left" if name in ("scenario", "figure") else "right")
@@ -121,7 +121,7 @@ def as_targets(results: Results) -> Table:
 
 
 def as_json(results: Results, seconds: dict[str, float], engine_step_ms: float) -> dict[str, Any]:
-    """Everything, with what it was measured on."""
+    """All figures and the machine."""
     return {
         **describe_machine(),
         "seconds_to_ready": seconds,

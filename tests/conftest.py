@@ -54,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of the tests that start Ray need not import the other files, which takes each worker 15 s."""
+    if str(config.option.markexpr).startswith("ray") and collection_path.name.startswith("test_"):
+        return "mark.ray" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if _progress and session.items:
         _progress.set_tests(item.nodeid for item in session.items)

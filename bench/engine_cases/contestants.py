@@ -1,7 +1,7 @@
 """The two that bench/engine.py compares: transformers' own model and cache, and our engine in this process.
 
 Each offers the same two measurements over the same checkpoint: seconds per decode step of a batch, and seconds of a
-prefill. Neither knows the other, nor the table they end up in.
+prefill.
 """
 
 import time
@@ -26,7 +26,7 @@ _BLOCK_SIZE, _NUM_BLOCKS, _MAX_SEQS, _BATCH_TOKENS = 16, 1024, 32, 2048
 
 
 class Contestant(Protocol):
-    """One way of running the checkpoint."""
+    """One implementation that runs the checkpoint."""
 
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
         """Seconds of each of `steps` greedy decode steps over all prompts at once, after their prefill."""

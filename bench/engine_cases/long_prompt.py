@@ -1,4 +1,4 @@
-"""What a very long prompt costs those who are talking: ITL of running chats with and without it.
+"""Inter-token latency of running chats with and without a very long prompt beside them.
 
     python bench/engine_cases/long_prompt.py [--prompt-len 100000] [--json bench/results/long_prompt.json]
 
@@ -102,7 +102,7 @@ def build(directory: Path, prompt_len: int, chats: int, max_batch_tokens: int) -
 
 
 def submit(engine: Engine, name: str, prompt_len: int, max_tokens: int) -> None:
-    """A request of that many tokens that nothing else shares."""
+    """Submit a request with a random prompt of its own."""
     prompt = torch.randint(3, 4096, (prompt_len,)).tolist()
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
     engine.submit_request(EngineRequest(name, tuple(prompt), sampling))

@@ -1,4 +1,4 @@
-"""What somebody's new grammar costs those who are talking: ITL of running chats while large schemas come.
+"""Inter-token latency of running chats while requests with large new schemas arrive.
 
     python bench/engine_cases/new_grammars.py [--schemas 20] [--properties 500]
 
@@ -91,7 +91,7 @@ def build(directory: Path, chats: int) -> Engine:
 
 
 def large(prefix: str, properties: int) -> Grammar:
-    """A schema of so many optional properties."""
+    """A JSON schema of `properties` optional properties."""
     named = {f"{prefix}_{place}": {"type": "string"} for place in range(properties)}
     return Grammar(
         "json_schema", json.dumps({"type": "object", "properties": named, "additionalProperties": False})
@@ -99,7 +99,7 @@ def large(prefix: str, properties: int) -> Grammar:
 
 
 def seconds_behind(engine: Engine, grammars: list[Grammar]) -> float:
-    """Until the first token of one tenant's small grammar, when another tenant has just asked for all these."""
+    """Seconds to the first token of one tenant's small grammar after another tenant has submitted the large ones."""
     for number, grammar in enumerate(grammars):
         submit(engine, f"many {number}", grammar, max_tokens=4, tenant="many")
     engine.step()
@@ -111,7 +111,7 @@ def seconds_behind(engine: Engine, grammars: list[Grammar]) -> float:
 
 
 def submit(engine: Engine, name: str, grammar: Grammar | None, max_tokens: int, tenant: str = "") -> None:
-    """A short prompt that nothing else shares."""
+    """Submit a request with a short prompt of its own."""
     prompt = torch.randint(3, VOCABULARY, (32,)).tolist()
     free = grammar is None
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=free, structured=grammar)

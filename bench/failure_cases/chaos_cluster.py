@@ -1,7 +1,7 @@
 """The cluster that bench/chaos.py strikes: a Ray of several nodes, `coatcheck serve` upon it, every process.
 
 The head has no CPUs and each other node has those of one group. The command only watches, so that it too can be
-killed. It does not know streams.
+killed.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _TITLES = {"router": "RouterActor", "supervisor": "Supervisor"}
 
 
 class ChaosCluster:
-    """A context manager that has everything serving when it is entered, and leaves no process."""
+    """A context manager: all groups serve when it is entered, and no process is left when it exits."""
 
     kinds = ("rank", "rank 0", "group", "router", "supervisor", "serve", "node", "stop", "fault")
 
@@ -39,7 +39,7 @@ class ChaosCluster:
         kv_memory: str = "12MiB",
         host_kv_memory: str = "48MiB",
     ) -> None:
-        """The pool is to hold a few long prompts and no more, so that prefixes are often found in host memory."""
+        """`kv_memory` holds only a few long prompts, so that prefixes are often found in host memory."""
         self.groups = groups
         self.address = f"127.0.0.1:{free_port()}"
         self._tp = tp
@@ -95,7 +95,7 @@ class ChaosCluster:
                 return
 
     def kill_serve(self) -> None:
-        """kill -9 of the command, and the same command again."""
+        """Kill the command with kill -9 and start it again."""
         if self.serve.poll() is not None:
             raise RuntimeError(f"coatcheck serve has ended by itself with {self.serve.returncode}: {self.said()}")
         self.serve.kill()
@@ -103,7 +103,7 @@ class ChaosCluster:
         self.start_serve()
 
     def kill_node(self, pid: int) -> None:
-        """The node where a process runs is gone, and a new one joins."""
+        """Kill the node that process `pid` runs on, and add a new one."""
         for node in self._ray.nodes:
             if pid in node.processes():
                 self._ray.kill(node)
@@ -111,12 +111,12 @@ class ChaosCluster:
                 return
 
     def add_spare(self) -> None:
-        """A node for one group more than there are, unless it is there already."""
+        """Add a node for one more group, unless there is one already."""
         if len(self._ray.nodes) <= self.groups:
             self._ray.add(self._tp)
 
     def scale(self, groups: int) -> bool:
-        """`coatcheck scale`, to its end; whether it did so."""
+        """Run `coatcheck scale`; return whether it exited with 0."""
         command = [*self._serve_command[:1], "scale", "--groups", str(groups), "--drain-seconds", "2"]
         command += ["--ray-address", self.ray_address]
         with (self._scratch / "scale.log").open("ab") as output:
@@ -126,7 +126,7 @@ class ChaosCluster:
             ).returncode
 
     def drain(self, group: str, *, undo: bool = False) -> None:
-        """No new work for it, or work again; nothing where no router answers."""
+        """Drain a group, or undo that. Do nothing if no router answers."""
         with suppress(grpc.RpcError):
             request = (
                 pb.DrainRequest(group=group, undo=True) if undo else pb.DrainRequest(group=group, timeout_seconds=0)
@@ -134,12 +134,12 @@ class ChaosCluster:
             AdminStub(self._channel).Drain(request, timeout=5.0)  # type: ignore[no-untyped-call]
 
     def pids(self, kind: str) -> list[int]:
-        """The processes of the router or the supervisor, whether they serve yet or not."""
+        """The process ids of the routers or the supervisor, whether they serve yet or not."""
         title = f"ray::{_TITLES[kind]}"
         return [pid for pid, command in self._ray.processes().items() if command.startswith(title)]
 
     def status(self) -> pb.StatusResponse | None:
-        """None while no router answers."""
+        """The router's status; None while no router answers."""
         try:
             stub = AdminStub(self._channel)  # type: ignore[no-untyped-call]  # made by protoc
             status: pb.StatusResponse = stub.Status(pb.StatusRequest(), timeout=2.0)
@@ -148,7 +148,7 @@ class ChaosCluster:
         return status
 
     async def host_tokens(self, request: pb.GenerateRequest) -> int:
-        """How much of a prompt would be fetched from host memory by the group that would be chosen."""
+        """The number of prompt tokens that the group that routing would choose holds in host memory."""
 
         def ask() -> int:
             try:
@@ -160,12 +160,12 @@ class ChaosCluster:
         return await asyncio.to_thread(ask)
 
     def serving(self) -> list[pb.GroupStatus]:
-        """The groups that serve now, and have said who their ranks are."""
+        """The groups that serve now and have reported their ranks."""
         status = self.status()
         return [group for group in status.groups if group.state == "serving" and group.ranks] if status else []
 
     def wait_whole(self, seconds: float) -> None:
-        """Until every group serves; raises TimeoutError."""
+        """Wait until every group serves; raise TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         while len(self.serving()) < self.groups:
             if time.monotonic() > deadline:
@@ -173,5 +173,5 @@ class ChaosCluster:
             time.sleep(0.1)
 
     def said(self) -> str:
-        """What `coatcheck serve` has printed of late."""
+        """The last 2000 characters that `coatcheck serve` has printed."""
         return (self._scratch / "serve.log").read_text()[-2000:]

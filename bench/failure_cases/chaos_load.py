@@ -1,6 +1,6 @@
 """Streams for bench/chaos.py: every kind of sampling, each compared with what an undisturbed run has answered.
 
-A load keeps so many streams running through our own client and retries nothing. It does not know what is struck.
+A load keeps a fixed number of streams running through Coatcheck's client and retries nothing.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _KINDS: list[dict[str, object]] = [
 
 
 def cases(vocabulary: int, tokens: int) -> list[pb.GenerateRequest]:
-    """One request of each kind with a short and with a long prompt, seeds given; `learn` adds stop strings."""
+    """One request of each kind of sampling with a short and with a long prompt, all with seeds."""
     made = []
     for number, (kind, length) in enumerate(itertools.product(_KINDS, (40, LONG_PROMPT))):
         ids = [3 + (position * position * 7 + number * 31 + position) % (vocabulary - 3) for position in range(length)]
@@ -36,7 +36,7 @@ def cases(vocabulary: int, tokens: int) -> list[pb.GenerateRequest]:
 
 
 def with_stop(request: pb.GenerateRequest, answer: GenerationResult) -> pb.GenerateRequest | None:
-    """The same request with a stop string that first ends late in its answer; None where no text will do."""
+    """The same request with a stop string that first occurs in the last third of its answer; None if there is none."""
     text = answer.choices[0].text
     for at in range(len(text) * 2 // 3, len(text) - 3):
         stop = text[at : at + 3]
@@ -50,7 +50,7 @@ def with_stop(request: pb.GenerateRequest, answer: GenerationResult) -> pb.Gener
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A stream under way: `group` and `events` as they come."""
+    """A stream under way. `group`: the group that serves it; `events`: the number of events so far."""
 
     case: int
     answer: GenerationResult
@@ -62,7 +62,7 @@ class Running:
 
     @property
     def in_prefill(self) -> bool:
-        """Started, and nothing has come of its answer."""
+        """Whether the stream has started and has no token yet."""
         return bool(self.group) and self.events == 1 and not self.ended
 
 
@@ -82,7 +82,7 @@ class ChaosLoad:
         self._stopping = False
 
     async def learn(self) -> None:
-        """Runs every case undisturbed, one after another, and makes cases with stop strings of what they answer."""
+        """Run every case undisturbed, one after another, and add cases with stop strings from their answers."""
         self.expected = [await self._ask(request) for request in self.requests]
         stopped = [with_stop(*pair) for pair in list(zip(self.requests, self.expected, strict=True))[:4]]
         for request in stopped:
@@ -91,15 +91,16 @@ class ChaosLoad:
                 self.expected.append(await self._ask(request))
 
     async def keep(self, streams: int) -> None:
-        """Holds that many streams running until `stop`."""
+        """Keep `streams` streams running until `stop` is called."""
         await asyncio.gather(*(self._keep_one() for _ in range(streams)))
 
     def stop(self) -> None:
-        """Those that run end; none begins."""
+        """Begin no further stream."""
         self._stopping = True
 
     async def run(self, case: int, salt: str = "") -> None:
-        """One stream, counted and compared. Every other one shares no prefix with any, so that its prefill is whole."""
+        """Run one stream, count it and compare its answer. Every other stream has a salt of its own, so that no prefix
+        of it is cached."""
         number = next(self._salts)
         request = self.request(case, salt or (f"salt {number}" if number % 2 or self.is_long(case) else ""))
         running = Running(case, GenerationResult(time.monotonic()))
@@ -125,14 +126,14 @@ class ChaosLoad:
             self.faults.append(f"case {case}: {change}")
 
     def request(self, case: int, salt: str) -> pb.GenerateRequest:
-        """A case, as it is sent."""
+        """The request of a case with a salt."""
         request = pb.GenerateRequest()
         request.CopyFrom(self.requests[case])
         request.cache_salt = salt
         return request
 
     def is_long(self, case: int) -> bool:
-        """Whether its prompt takes several steps."""
+        """Whether the prefill of a case takes several steps."""
         return len(self.requests[case].token_ids.ids) >= LONG_PROMPT
 
     async def close(self) -> None:
@@ -162,7 +163,7 @@ class ChaosLoad:
 
 
 def difference(one: GenerationResult, other: GenerationResult) -> str:
-    """What two answers differ in, in words; "" when text, token ids, ends and log-probabilities are the same."""
+    """The first difference of two answers; "" when text, token ids, ends and log-probabilities are the same."""
     if len(one.choices) != len(other.choices):
         return f"{len(other.choices)} choices, not {len(one.choices)}"
     for index, (expected, got) in enumerate(zip(one.choices, other.choices, strict=True)):

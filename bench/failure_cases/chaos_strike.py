@@ -1,8 +1,7 @@
 """Strikes for bench/chaos.py: which process is killed or stopped, and at what moment of the streams.
 
-A process may also be made to fault, as by a defect of its own. Between strikes every stream comes further: a request
-whose groups end by themselves twice, or are lost three times, without a token in between is refused as poison, by
-contract. It does not know what streams should answer.
+A process may also be made to fault, as by a defect of its own. Between strikes every stream gets further tokens: a
+request whose groups crash twice, or are lost three times, without a token in between is refused as poison.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ _SHELVES = 8  # long prompts that come again and again, so that the host's memor
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What was done. `longest_stall`: seconds that a stream then was without an event, until all came further."""
+    """What was done. `longest_stall`: the most seconds that a stream was without an event after it."""
 
     kind: str
     moment: str
@@ -47,7 +46,7 @@ class Striker:
         self._long = [case for case in range(len(load.requests)) if load.is_long(case)]
 
     async def strike(self, kind: str, moment: str) -> list[Strike]:
-        """One kill, or two for a failover; returns once every stream that ran has come further."""
+        """Make one kill, or two for a failover; return once every stream that ran has got further events."""
         await asyncio.to_thread(self._cluster.wait_whole, PATIENCE_SECONDS)
         groups = await asyncio.to_thread(self._cluster.serving)
         victim = self._rng.choice(groups)
@@ -135,13 +134,13 @@ class Striker:
         await _until(lambda: not _lives(pid), f"the stopped rank of {group} has ended")
 
     async def _begin_prefill(self) -> tuple["asyncio.Task[None]", Running]:
-        """A stream whose prompt is being computed just now."""
+        """Start streams until one is in its prefill; return it."""
         while True:
             if begun := await self._begin(self._rng.choice(self._long), ""):
                 return begun
 
     async def _begin_restore(self) -> tuple["asyncio.Task[None]", Running] | None:
-        """A stream whose prompt is being fetched from host memory just now; None when none lies there for long."""
+        """Start a stream whose prompt is fetched from host memory; return None if no prompt stays there for long."""
         for _ in range(_SHELVES):
             for shelf in range(_SHELVES):
                 case, salt = self._long[shelf % len(self._long)], f"shelf {shelf}"
@@ -154,7 +153,7 @@ class Striker:
         return None
 
     async def _begin(self, case: int, salt: str) -> tuple["asyncio.Task[None]", Running] | None:
-        """A stream that has started and got nothing yet; None when its first token was faster than we look."""
+        """Start a stream and return it before its first token; None if that came first."""
         before = set(self._load.running)
         task = asyncio.create_task(self._load.run(case, salt))
         while not task.done():
@@ -167,7 +166,7 @@ class Striker:
         return None
 
     async def _settle(self) -> None:
-        """Until each stream that runs has come further than it is now."""
+        """Wait until each stream that runs now has got another event or has ended."""
         await asyncio.sleep(_LOSS_SECONDS)
         before = [(running, running.events) for running in self._load.running]
         await _until(

@@ -57,7 +57,7 @@ LOSSES = (
 
 
 class HeadLossCase:
-    """A cluster that is about to lose its head."""
+    """A cluster whose Ray head is killed."""
 
     def __init__(self, nodes: RayNodes, checkpoint: Path, scratch: Path) -> None:
         self.nodes = nodes
@@ -68,7 +68,7 @@ class HeadLossCase:
         self._flags += ["--router-resource", "front", "--ray-address", nodes.address]
 
     def start(self) -> float:
-        """Nodes and the command; returns the seconds until all serves."""
+        """Start the nodes and `coatcheck serve`; return the seconds until all groups serve."""
         began = time.monotonic()
         self.nodes.add(1, {"front": 1})
         self.nodes.add(1)
@@ -85,15 +85,15 @@ class HeadLossCase:
         return time.monotonic() - began
 
     def said(self) -> str:
-        """The last line of the command."""
+        """The last line that `coatcheck serve` has printed."""
         return (self._log.read_text().strip().splitlines() or [""])[-1]
 
     def pids(self, title: str) -> set[int]:
-        """Of the actors of a class, wherever they run."""
+        """The process ids of the actors of a class on all nodes."""
         return {pid for pid, command in self.nodes.processes().items() if command.startswith(title)}
 
     def kill_head(self, *, whole_node: bool) -> None:
-        """kill -9."""
+        """Kill the head with kill -9."""
         if whole_node:
             self.nodes.head.kill()
             return
@@ -103,7 +103,7 @@ class HeadLossCase:
 
 @contextmanager
 def case_of(loss: HeadLoss, checkpoint: Path, scratch: Path) -> Iterator[HeadLossCase]:
-    """Everything that it starts is gone when it is left."""
+    """A context manager that kills everything it has started."""
     with redis_server(scratch) if loss.redis else nullcontext() as address:
         environment = {"RAY_REDIS_ADDRESS": address} if address else {}
         with RayNodes(scratch, environment=environment) as nodes:
@@ -117,7 +117,7 @@ def case_of(loss: HeadLoss, checkpoint: Path, scratch: Path) -> Iterator[HeadLos
 
 
 async def lose(loss: HeadLoss, checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """When what ended, in seconds after the kill; None: it did not."""
+    """Kill the head; return after how many seconds each thing ended, None for what did not."""
     with case_of(loss, checkpoint, scratch) as case:
         case.start()
         load = ChaosLoad(case.address, cases(VOCABULARY, 60))

@@ -1,7 +1,7 @@
 """The checkpoint that speed is measured on: an 82M llama with random weights, and a tokenizer that fits it.
 
 Weights do not matter for speed, shapes do; the tokenizer is trained on this interpreter's library, so that the
-checkpoint can be served like any other. It knows nothing of what is measured.
+checkpoint can be served like any other.
 """
 
 import sysconfig
@@ -19,7 +19,7 @@ _MODULES = 300  # of the library, to train the tokenizer on: a few seconds
 
 
 def make_checkpoint(directory: Path, max_len: int = 4096) -> Path:
-    """Writes the checkpoint, unless it is already there; 164 MB in bfloat16. `max_len`: the context that it claims."""
+    """Write the checkpoint (164 MB in bfloat16) unless it exists. `max_len`: its maximum context length in tokens."""
     if not (directory / "model.safetensors").exists():
         directory.mkdir(parents=True, exist_ok=True)
         train_tokenizer().save_pretrained(directory)
@@ -42,7 +42,7 @@ def make_checkpoint(directory: Path, max_len: int = 4096) -> Path:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Of VOCABULARY tokens, byte level."""
+    """Train a byte-level BPE tokenizer of VOCABULARY tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

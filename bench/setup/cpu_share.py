@@ -1,6 +1,6 @@
 """A share of a core for a process: a cgroup with a quota, version 1 or 2.
 
-Knows nothing of what runs in it. Needs the right to make cgroups (root, mostly).
+Needs the right to make cgroups, which usually only root has.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, cores, and the versions that matter."""
+"""The machine that a figure was measured on: processor, cores, and versions."""
 
 import os
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """Plain values for a results file; no host name, no path."""
+    """Plain values for a results file, without host names and paths."""
     processor = "unknown"
     if (facts := Path("/proc/cpuinfo")).exists():
         models = [line for line in facts.read_text().splitlines() if line.startswith("model name")]

@@ -1,6 +1,6 @@
-"""PublicTraces: the published request traces that benchmarks replay: what each is called in a folder, and whose it is.
+"""PublicTraces: the published request traces that benchmarks replay: their file names and sources.
 
-Somebody puts them there by hand, since none of them is ours to pass on. It does not know what they hold.
+They must be downloaded by hand, because their licences do not allow this repository to contain them.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """RayNodes: a Ray of several nodes on this machine, each a `ray start --block` that can be killed with all it holds.
 
-Every node is 127.0.0.1 and has resources of its own. It does not know what runs on them.
+Every node is 127.0.0.1 and has resources of its own.
 """
 
 import itertools
@@ -56,11 +56,11 @@ class RayNode:
         return self._process.pid
 
     def processes(self) -> dict[int, str]:
-        """Everything that runs on it, by process, with its command line."""
+        """The command lines of all processes of the node, by process id."""
         return descendants(self._process.pid)
 
     def kill(self) -> None:
-        """kill -9 of all of it at once, as when the power goes."""
+        """Kill all processes of the node with kill -9, as a power failure would."""
         if self._process.poll() is not None and self._process.returncode == -signal.SIGKILL:
             return
         for pid in [self._process.pid, *self.processes()]:
@@ -73,7 +73,7 @@ class RayNode:
         return self._process.poll() is None
 
     def wait_started(self) -> None:
-        """Raises RuntimeError when it ends instead, TimeoutError."""
+        """Wait until the node has started; raise RuntimeError if it ends instead, TimeoutError if it takes too long."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while "Ray runtime started" not in self._log.read_text():
             self.check()
@@ -82,7 +82,7 @@ class RayNode:
             time.sleep(0.05)
 
     def said(self) -> str:
-        """The last that it has printed."""
+        """The last lines that `ray start` has printed."""
         return self._log.read_text()[-2000:]
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class RayNode:
 
 
 class RayNodes:
-    """A context manager whose head, without CPUs unless told, is there when it is entered."""
+    """A context manager that starts a head with `head_cpus` CPUs and kills all nodes at its exit."""
 
     def __init__(self, scratch: Path, *, head_cpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -133,7 +133,7 @@ class RayNodes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start_head(self) -> None:
-        """Starts it, or starts it again at the same address."""
+        """Start the head, or start it again at the same address."""
         port = self.address.rpartition(":")[2]
         flags = [f"--port={port}", f"--num-cpus={self._head_cpus}", f"--temp-dir={self._folder}"]
         # Ray refuses to start while nodes that wait for a head still name its address; it only checks if this file
@@ -153,17 +153,17 @@ class RayNodes:
         return node
 
     def kill(self, node: RayNode) -> None:
-        """The node is gone."""
+        """Kill a node with all its processes."""
         self.nodes.remove(node)
         node.kill()
 
     def check(self) -> None:
-        """Raises RuntimeError when a node has ended by itself."""
+        """Raise RuntimeError if a node has ended by itself."""
         for node in [*self.nodes, self.head]:
             node.check()
 
     def count(self) -> int:
-        """Nodes that Ray's head holds for alive, the head with them; raises RuntimeError when one ended by itself."""
+        """The number of nodes that are alive to Ray's head, itself included; raise RuntimeError if one has ended."""
         self.check()
         return int(self._ask(f"print(sum(node.state == {_ALIVE} for node in gcs.get_all_node_info().values()))"))
 
@@ -172,7 +172,7 @@ class RayNodes:
         self._ask(f"gcs.internal_kv_put(b'CLUSTER_METADATA', {json.dumps(metadata).encode()!r}, True, b'cluster')")
 
     def processes(self) -> dict[int, str]:
-        """Of all nodes."""
+        """The command lines of the processes of all nodes, by process id."""
         found: dict[int, str] = {}
         for node in [*self.nodes, self.head]:
             found |= node.processes()
@@ -196,7 +196,7 @@ class RayNodes:
 
 
 def listens(address: str) -> bool:
-    """Whether anything does."""
+    """Whether a process listens at the address."""
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0

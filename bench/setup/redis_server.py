@@ -1,4 +1,4 @@
-"""A Redis of our own, for a Ray head whose state is to outlive it. It does not know Ray."""
+"""A temporary Redis server that keeps the state of a Ray head."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from coatcheck.bench.setup.servers import free_port
 
 @contextmanager
 def redis_server(directory: Path) -> Iterator[str]:
-    """host:port of one that keeps nothing on disk; raises RuntimeError where none is installed or it does not start."""
+    """Yield host:port of a Redis without files. Raise RuntimeError if Redis is not installed or fails to start."""
     program = shutil.which("redis-server") or shutil.which("redis-server", path=Path(sys.executable).parent)
     if program is None:
         raise RuntimeError("there is no redis-server; install it, or run `make programs`")

@@ -1,4 +1,4 @@
-"""The server scenarios: who sends what, and what is to be reached beside a well-known engine."""
+"""The server scenarios, and the targets against another engine."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one server made of one scenario."""
+    """The figures of one server in one scenario."""
 
     ttft_ms: float
     tpot_ms: float

@@ -1,6 +1,6 @@
 """The servers that bench/serve.py measures: ours and a peer, each started, loaded and ended by its own commands.
 
-Both run as a user would run them, with their own load generators. Neither knows the scenarios' targets.
+Both run as a user would run them, with their own load generators.
 
 Both cache prefixes, as they do by default, and neither finds one of an earlier run: theirs has seeds of its own for
 every run, ours a salt besides. What a scenario's own requests share is found by both.
@@ -56,7 +56,7 @@ class Server(ABC):
         self.stop()
 
     def stop(self) -> None:
-        """Asks it to end, then ends it."""
+        """Send SIGTERM, and SIGKILL if that does not end the server."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -67,11 +67,11 @@ class Server(ABC):
 
     @abstractmethod
     def run(self, scenario: Scenario, seed: int) -> Figures:
-        """One run of a scenario; another seed shares no prompt with it."""
+        """Run a scenario once. Runs with different seeds share no prompt."""
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether it would answer a request now."""
+        """Whether the server answers requests."""
 
     def _wait_until_ready(self, deadline: float) -> None:
         while not self.is_ready():
@@ -103,7 +103,7 @@ class CoatcheckServer(Server):
             return False
 
     def status(self) -> pb.GroupStatus:
-        """What the one group says of itself."""
+        """The status of the only group."""
         stub: Any = AdminStub(self.channel)  # type: ignore[no-untyped-call]  # made by protoc
         group: pb.GroupStatus = stub.Status(pb.StatusRequest(), timeout=10.0).groups[0]
         return group
@@ -168,6 +168,6 @@ class VllmServer(Server):
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A TCP port of 127.0.0.1 that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

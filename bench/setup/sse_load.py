@@ -25,17 +25,17 @@ class Stream(asyncio.Protocol):
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asks."""
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport)
         transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        """Notes what came, and when."""
+        """Record the bytes and when they arrived."""
         self.recording.times.append(time.perf_counter() - self.began)
         self.recording.messages.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server closes after the answer, as it was asked to."""
+        """The request asks the server to close the connection after the answer."""
         self.recording.ended = time.perf_counter() - self.began
         self.done.set()
 
