@@ -119,6 +119,6 @@ def test_the_log_says_where_a_faults_trace_is(tmp_path: Path) -> None:
     )
     told = subprocess.run([sys.executable, "-c", code, base := f"{tmp_path}/own/g.0"], capture_output=True, text=True)
     assert told.returncode == -signal.SIGSEGV
-    path = told.stderr.strip().rpartition("its trace is in ")[2]
+    path = told.stderr.strip().rpartition("its stack is written to ")[2]
     assert read_crash(base, [1], 2) == "rank 1: Segmentation fault"
     assert "in at_fault" in Path(path).read_text()
