@@ -20,12 +20,12 @@ class EvictionMachine(RuleBasedStateMachine):
     """Forking chains of three tenants come and go and are retained while time passes."""
 
     order, capacity = "cost", 12
-    takes_what_it_finds = False  # else a request only asks for what is cold, as one that waits does
+    takes_what_it_finds = False  # if False, requests only ask for evictable blocks, as waiting ones do
 
     def __init__(self) -> None:
         super().__init__()
         self.evictor = make_evictor(self.order, self.capacity, ghosts=20)
-        self.cold: dict[bytes, Prefix] = {}
+        self.evictable: dict[bytes, Prefix] = {}
         self.asked: WeakKeyDictionary[Prefix, list[tuple[float, Retention | None]]] = WeakKeyDictionary()
 
     @rule(tenant=st.sampled_from("abc"), branch=st.integers(0, 2), length=st.integers(1, 6), data=st.data())
@@ -37,25 +37,25 @@ class EvictionMachine(RuleBasedStateMachine):
         for depth in reversed(range(length)):
             record = registry.record_computed(chain[depth], chain[depth - 1] if depth else b"", depth, tenant)
             self.asked.setdefault(record, []).append((registry.now, retention))
-            if chain[depth] in self.cold and self.takes_what_it_finds:
-                self.evictor.remove_block(self.cold.pop(chain[depth]))
-            if chain[depth] not in self.cold:
-                self.cold[chain[depth]] = record
+            if chain[depth] in self.evictable and self.takes_what_it_finds:
+                self.evictor.remove_block(self.evictable.pop(chain[depth]))
+            if chain[depth] not in self.evictable:
+                self.evictable[chain[depth]] = record
                 self.evictor.add_block(record)
 
-    @precondition(lambda self: self.cold)
+    @precondition(lambda self: self.evictable)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        block_hash = data.draw(st.sampled_from(sorted(self.cold)))
-        self.evictor.remove_block(self.cold.pop(block_hash))
+        block_hash = data.draw(st.sampled_from(sorted(self.evictable)))
+        self.evictor.remove_block(self.evictable.pop(block_hash))
 
-    @precondition(lambda self: self.cold)
+    @precondition(lambda self: self.evictable)
     @rule()
     def pop(self) -> None:
-        parents = {prefix.parent_hash for prefix in self.cold.values()}
-        leaves = [prefix for prefix in self.cold.values() if prefix.block_hash not in parents]
+        parents = {prefix.parent_hash for prefix in self.evictable.values()}
+        leaves = [prefix for prefix in self.evictable.values() if prefix.block_hash not in parents]
         gone = self.evictor.evict_block()
-        assert self.cold.pop(gone.block_hash) is gone
+        assert self.evictable.pop(gone.block_hash) is gone
         assert gone in leaves
         self.pop_checked(gone, leaves)
 
@@ -68,10 +68,10 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.evictor.check(self.cold.values())
+        self.evictor.check(self.evictable.values())
         self.evictor.registry.check()
         now = self.evictor.registry.now
-        for prefix in self.cold.values():
+        for prefix in self.evictable.values():
             assert prefix.claims.in_force(now) == self.claim(prefix)
             assert prefix.claims.is_unwanted(now) == self.is_unwanted(prefix)
 
@@ -139,7 +139,7 @@ def test_a_flood_leaves_other_tenants_their_share(order: str) -> None:
     serve(pool, quiet, "quiet")
     for number in range(500):
         serve(pool, chain_of(f"flood {number} ", 4), "flood")
-    assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are cold while the flood's newest prompt runs
+    assert serve(pool, quiet, "quiet") >= 9  # 36 blocks are evictable while the flood's newest prompt runs
     assert pool.stats().evictions[EvictionReason.OVER_SHARE] > 0
     pool.registry.advance_clock(SHELTER_SECONDS + 1)
     for number in range(20):
