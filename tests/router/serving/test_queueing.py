@@ -1,4 +1,5 @@
-"""The line end to end: who waits is sent in fair order, once there is room, and never after its client has gone."""
+"""The admission queue end to end: requests are sent in fair order, once there is room, and never after their client has
+gone."""
 
 import asyncio
 
@@ -38,7 +39,7 @@ def send(
 
 
 async def waiting(router: RouterUnderTest, count: int) -> None:
-    """Waits until so many are in line; each look lets them come."""
+    """Waits until `count` requests are queued."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(router.server.dispatcher.queue) != count:
             await router.admin.Status(StatusRequest())
@@ -96,7 +97,7 @@ async def test_a_group_is_not_given_more_than_it_can_begin(start_router: StartRo
 
 
 async def test_how_long_the_line_is_now_is_told(start_router: StartRouter) -> None:
-    """While somebody waits the status and the metrics say for how long; soon after the line is empty, zero."""
+    """While somebody waits the status and the metrics say for how long; soon after the queue is empty, zero."""
     group = full_group()
     router = await open_full(start_router, group)
     assert (await router.admin.Status(StatusRequest())).queue_seconds == 0
@@ -115,8 +116,8 @@ async def test_how_long_the_line_is_now_is_told(start_router: StartRouter) -> No
 
 
 async def test_short_prompts_do_not_wait_for_long_ones(start_router: StartRouter) -> None:
-    """Of one tenant's in line, one that came a little later with much less to compute goes first; one that came long
-    after does not: a long prompt is not overtaken for ever."""
+    """Of one tenant's queued requests, one that came a little later with much less to compute goes first; one that came
+    long after does not: a long prompt is not overtaken for ever."""
     group = full_group(max_num_seqs=4)
     group.load.status.prefill_tokens_per_second = 1000.0
     router = await open_full(start_router, group)
@@ -135,7 +136,7 @@ async def test_short_prompts_do_not_wait_for_long_ones(start_router: StartRouter
 
 
 async def test_a_full_line_refuses_at_once(start_router: StartRouter) -> None:
-    """Past the bound a client hears RESOURCE_EXHAUSTED and when to come again; those in line are served."""
+    """Past the bound a client hears RESOURCE_EXHAUSTED and when to come again; queued requests are served."""
     group = full_group()
     router = await open_full(start_router, group, max_queued=2)
     asked = [send(router, ask(100)) for _ in range(2)]
@@ -175,7 +176,7 @@ async def test_a_deadline_or_a_cancel_in_line_ends_it_there(start_router: StartR
 
 
 async def test_those_in_line_outlive_a_group(start_router: StartRouter) -> None:
-    """A group that is killed takes nothing of the line with it: it is served by the next that comes."""
+    """A group that is killed takes no queued request with it: the next group that comes serves them."""
     group = full_group()
     router = await open_full(start_router, group)
     asked = [send(router, ask(100)) for _ in range(5)]
@@ -238,7 +239,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_router: St
 
 
 async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(start_router: StartRouter) -> None:
-    """Judged by how fast the line moves, by those who are ahead in any case, and only once it has moved a while."""
+    """Judged by how fast the queue moves, by the requests that are certainly ahead, and once it has moved a while."""
     group = full_group(max_num_seqs=4, hold_after=0)
     router = await open_full(start_router, group)
     line, now = router.server.dispatcher.queue, asyncio.get_running_loop().time
@@ -260,7 +261,7 @@ async def test_a_turn_that_cannot_come_in_time_is_not_waited_for(start_router: S
 
 
 async def test_who_is_late_in_line_is_not_sent(start_router: StartRouter) -> None:
-    """Whoever's deadline came while they waited hears so when there is room, which others get."""
+    """A request whose deadline passed while it waited is refused when there is room; another request gets the room."""
     group = full_group()
     router = await open_full(start_router, group)
     deadline = asyncio.get_running_loop().time() + 1.0
