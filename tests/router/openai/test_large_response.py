@@ -1,4 +1,4 @@
-"""Large answers are written in a side process; here small ones are, too, and compared with those written in place."""
+"""Large responses are made in a side process. Here small ones are made there too, and compared byte for byte."""
 
 import json
 import re
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from coatcheck.router.openai import completion_response as completion_answer
-from coatcheck.router.openai import large_response as large_answer
+from coatcheck.router.openai import completion_response, large_response
 from tests.router.fake_group import FakeGroup
 from tests.router.http_router import StartHttpRouter
 
@@ -43,7 +42,7 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
     path, body = _BODIES[kind]
 
     async def answered(large_values: int) -> tuple[dict[str, str], str]:
-        for module in (large_answer, completion_answer):
+        for module in (large_response, completion_response):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
         status, headers, text = await router.request("POST", path, body, {"x-request-id": "one"})
         assert status == 200, text
@@ -52,7 +51,7 @@ async def test_an_answer_is_the_same_wherever_it_is_written(
 
     in_place = await answered(1 << 30)
     assert await answered(-1) == in_place
-    monkeypatch.setattr(large_answer, "_SLICE_BYTES", 3)
+    monkeypatch.setattr(large_response, "_SLICE_BYTES", 3)
     assert await answered(-1) == in_place
 
 
@@ -63,7 +62,7 @@ async def test_a_stream_goes_on_behind_a_large_chunk(
     router = await start_http_router(FakeGroup(with_tops=True))
 
     async def joined(large_values: int) -> dict[str, list[Any]]:
-        for module in (large_answer, completion_answer):
+        for module in (large_response, completion_response):
             monkeypatch.setattr(module, "LARGE_VALUES", large_values)
         status, _, text = await router.request("POST", "/v1/completions", {**_SCORED, "max_tokens": 20, "stream": True})
         assert status == 200, text
