@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from coatcheck.proto.grammar import Grammar
@@ -44,7 +45,7 @@ DEEP: Final = _chain(600, "{}")
 
 GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
     **{
-        f"{depth} nested {name}": lambda opening=opening, closing=closing, depth=depth: _nested(opening, closing, depth)
+        f"{depth} nested {name}": partial(_nested, opening, closing, depth)
         for name, opening, closing in (
             ("properties", '{"type":"object","properties":{"a":', "}}"), ("items", '{"type":"array","items":', "}"),
             ("anyOf", '{"anyOf":[', "]}"), ("not", '{"not":', "}"),
@@ -66,7 +67,7 @@ GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
     "4,096 choices": lambda: Grammar.of_choices(_HEX),
     "a choice of 200,000 letters": lambda: Grammar.of_choices(["a" * 200_000, "b"]),
     **{
-        f"{keyword} {count}": lambda keyword=keyword, kind=kind, count=count: _schema({**kind, keyword: count})
+        f"{keyword} {count}": partial(_schema, {**kind, keyword: count})
         for keyword, kind in (
             ("minLength", {"type": "string"}), ("maxLength", {"type": "string"}),
             ("minItems", {"type": "array", "items": {"type": "integer"}}),
@@ -76,7 +77,7 @@ GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
         for count in (10**9, 2**63)
     },
     **{
-        f"regex {pattern}": lambda pattern=pattern: Grammar("regex", pattern)
+        f"regex {pattern}": partial(Grammar, "regex", pattern)
         for pattern in (
             "a{1,1000000000}", "a{1000000000,}", "a{100000,}", "a{1,99999999999}", "(a+)+$", ".*a.{25}", ".*a.{100}",
             "(((a{1,1000}){1,1000}){1,1000}){1,1000}", r"\p{L}{1,200}\w{1,200}", "(.{0,300}x){0,300}", r"[^\s\S]",
@@ -85,7 +86,7 @@ GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {
     "a pattern that repeats": lambda: _schema({"type": "string", "pattern": "^(ab|c){1,1000000000}$"}),
     "a?…a…": lambda: Grammar("regex", "a?" * 1000 + "a" * 1000),
     **{
-        f"{depth} parentheses in {name}": lambda kind=kind, form=form, depth=depth: _parentheses(kind, form, depth)
+        f"{depth} parentheses in {name}": partial(_parentheses, kind, form, depth)
         for name, kind, form in (
             ("a regex", "regex", "{}"), ("a rule", "grammar", "start: {}"),
             ("a terminal", "grammar", "start: A\nA: {}"),

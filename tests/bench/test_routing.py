@@ -24,7 +24,7 @@ from coatcheck.cluster.benchmark.request_trace import TraceEntry
 def sessions(count: int, turns: int, seed: int = 0) -> list[TraceEntry]:
     """Chats that grow by three blocks a turn below one block that all share; one arrives every 0.4 s."""
     dice = random.Random(seed)
-    chains = [(0,)] * count
+    chains: list[tuple[int, ...]] = [(0,)] * count
     entries = []
     for place in range(count * turns):
         chat = dice.randrange(count)

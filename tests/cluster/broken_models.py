@@ -28,7 +28,7 @@ def whole_model(directory: Path) -> Path:
     write_model(directory)
     edit_config(directory, **CONFIG)
     tensors = list(llama_tensors().items())
-    shards = {}
+    shards: dict[str, Any] = {}
     for number, part in ((1, tensors[:10]), (2, tensors[10:])):
         write_shard(directory / f"model-{number}.safetensors", dict(part))
         shards |= {name: f"model-{number}.safetensors" for name, _ in part}

@@ -99,8 +99,8 @@ class Fortress:
         for path in Path(found[1], "logs").rglob("*"):
             if path.is_file():
                 texts[str(path)] = path.read_text(errors="replace")
-        for path in ("/metrics", "/dashboard/state", "/"):
-            texts[path] = self.ask("GET", path, headers=self.headers("eyes"))[1].decode()
+        for page in ("/metrics", "/dashboard/state", "/"):
+            texts[page] = self.ask("GET", page, headers=self.headers("eyes"))[1].decode()
         texts["printed"] = "".join(self.serving.lines)
         return texts
 

@@ -119,13 +119,13 @@ def test_a_model_that_the_hub_does_not_give_is_refused_first(tmp_path: Path, cod
 class Hub(BaseHTTPRequestHandler):
     """A hub that refuses every request with its own error code."""
 
-    def __init__(self, code: str, *handed: Any) -> None:
+    def __init__(self, code: str | None, *handed: Any) -> None:
         self._code = code
         super().__init__(*handed)
 
     def do_GET(self) -> None:
         self.send_response(403 if self._code == "GatedRepo" else 404)
-        self.send_header("X-Error-Code", self._code)
+        self.send_header("X-Error-Code", self._code)  # type: ignore[arg-type]
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from coatcheck.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from coatcheck.kernels.kv.kv_cache import KVCache
 from coatcheck.kernels.kv.store_kv import store_kv_reference
 from tests.kernels.caches import strided_cache
 
@@ -49,6 +50,10 @@ class Batch:
     def tables(self) -> dict[str, Any]:
         return dict(block_tables=self.block_tables, seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
 
+    def arguments(self) -> tuple[Tensor, KVCache, Tensor, Tensor, Tensor]:
+        """The first arguments of a kernel's launch: queries, cache, block tables, lengths and starts."""
+        return self.q, self.cache, self.block_tables, self.seq_lens, self.cu_seqlens_q
+
     def run(self, **options: Any) -> Tensor:
         options = {"scale": self.scale, "max_seqlen_q": 1, **options}
         return paged_attention(self.q, self.cache, **self.tables(), **options)
@@ -56,8 +61,9 @@ class Batch:
     def reference(self, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         out = torch.zeros(self.q.shape)
         paged_attention_reference(
-            self.q, self.cache, *self.tables().values(), self.scale, sliding_window, softcap, sinks, out
-        )
+            self.q, self.cache, **self.tables(), scale=self.scale, sliding_window=sliding_window, softcap=softcap,
+            sinks=sinks, out=out,
+        )  # fmt: skip
         return out
 
 

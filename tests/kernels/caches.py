@@ -16,7 +16,7 @@ QUANTISED = [torch.float8_e4m3fn, torch.int8, torch.uint8]
 def strided_cache(blocks: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, fill: int = 255) -> KVCache:
     """Every byte is `fill`; 255 makes a NaN of every float, so that what lies in unused slots cannot go unnoticed."""
     rows = (kv_heads, size, dim // 2 if dtype == torch.uint8 else dim)
-    parts = [(dtype, rows), (dtype, rows)]
+    parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, rows), (dtype, rows)]
     if dtype in QUANTISED:
         parts += [(torch.float16, rows[:2]), (torch.float16, rows[:2])]
     starts, end = [], 16

@@ -171,7 +171,7 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
                 linear(HIDDEN, HEADS * DIM, dtype), HEADS, KV_HEADS, DIM, scale=0.2, sliding_window=30 * turn,
             ),
             MlpHalf(norm(HIDDEN, dtype), linear(2 * 200, HIDDEN, dtype), linear(HIDDEN, 200, dtype), "silu"),
-            *((norm(HIDDEN, dtype), norm(HIDDEN, dtype)) if sandwich else (None, None)),
+            norm(HIDDEN, dtype) if sandwich else None, norm(HIDDEN, dtype) if sandwich else None,
             table_index=turn,
         )
         for turn in (0, 1, 0)

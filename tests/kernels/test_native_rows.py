@@ -22,7 +22,7 @@ SENTINEL = 7.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def ulps(dtype: torch.dtype) -> dict[str, float]:
+def ulps(dtype: torch.dtype) -> dict[str, Any]:
     """One rounding apart: float32 inside leaves at most the last bit of the element type to differ."""
     return {torch.float32: dict(rtol=2e-6, atol=2e-6), torch.bfloat16: dict(rtol=2**-7, atol=1e-6)}.get(
         dtype, dict(rtol=2**-10, atol=1e-6)

@@ -112,8 +112,9 @@ def test_zeros_that_are_set_are_kept() -> None:
 @pytest.mark.parametrize("field", ["max_tokens", "n", "top_p", "repetition_penalty"])
 def test_zeros_that_are_wrong_are_refused_on_the_wire(field: str) -> None:
     """A zero sent on purpose is refused where zero is out of bounds."""
+    set_to_zero: dict[str, Any] = {field: 0}
     with pytest.raises(InvalidRequest, match=f"^{field} is 0"):
-        SamplingParams.from_message(SamplingMessage(**{field: 0}))
+        SamplingParams.from_message(SamplingMessage(**set_to_zero))
 
 
 floats = st.floats(0.0, 1.0, width=32)
@@ -171,6 +172,8 @@ def test_any_message_is_taken_or_refused(data: bytes) -> None:
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
 def test_token_ids_must_be_the_models(field: str) -> None:
     """A token id that the model does not have is refused, naming the field and the limit."""
+    good: Any
+    bad: Any
     good, bad = ((7,), (8,)) if field == "stop_token_ids" else ({7: 1.0}, {8: 1.0})
     SamplingParams(**{field: good}).check_model(vocab_size=8)
     with pytest.raises(InvalidRequest, match=f"^{field} entry is 8; it must be a token id below 8"):

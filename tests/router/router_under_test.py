@@ -27,7 +27,7 @@ class RouterUnderTest:
 
     async def close(self) -> None:
         """Closes the clients, the router and its groups."""
-        await self.channel.close()
+        await self.channel.close()  # type: ignore[call-arg]
         await self.server.stop()
         for group in self.groups:
             await group.kill()

@@ -28,7 +28,7 @@ class Stream:
 
     async def read(self) -> GenerateEvent:
         """The next event, counted in."""
-        event = await self.call.read()
+        event: GenerateEvent = await self.call.read()
         self.events.append(event)
         if event.HasField("delta"):
             self.texts[event.delta.choice] += event.delta.text

@@ -142,7 +142,7 @@ async def test_unknown_fields_are_refused(start_router: StartRouter, where: str)
         ).SerializeToString(),
         "resume": GenerateRequest(text="a", resume=[Resumed.FromString(UNKNOWN)]).SerializeToString(),
     }
-    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")  # type: ignore[call-arg]
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call(parts[where])
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -153,7 +153,7 @@ async def test_unknown_fields_are_refused(start_router: StartRouter, where: str)
 async def test_bytes_that_do_not_parse_are_the_clients_error(start_router: StartRouter, data: bytes) -> None:
     """A message that does not parse is INVALID_ARGUMENT and not INTERNAL."""
     router = await start_router(FakeGroup())
-    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")  # type: ignore[call-arg]
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call(data)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -168,7 +168,7 @@ async def test_mutated_requests_never_break_the_router(start_router: StartRouter
         resume=[Resumed(choice=1, token_ids=[5, 6])],
     ).SerializeToString()
     dice = random.Random(7)
-    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")
+    call = router.channel.unary_unary("/coatcheck.v1.Generation/Generate")  # type: ignore[call-arg]
     seen = set()
     for _ in range(400):
         data = bytearray(whole)
@@ -245,7 +245,7 @@ async def test_a_full_group_and_a_full_line_shed(start_router: StartRouter) -> N
         await router.generation.Generate(GenerateRequest(text="a fox"))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "no group has room" in (refused.value.details() or "")
-    assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
+    assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]  # type: ignore[arg-type, index]
     assert (await router.admin.Status(StatusRequest())).active_streams == 0
 
 

@@ -30,7 +30,7 @@ class CudaTensor(Tensor):
         with torch.inference_mode(False):  # otherwise it could not be changed outside of inference mode
             self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-                device="cpu",
+                device=torch.device("cpu"),
             )  # fmt: skip
         self.held, self.memory = held, memory
         return self  # type: ignore[no-any-return]
@@ -38,7 +38,9 @@ class CudaTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return cls.gpu.run(func, args, kwargs or {})
 
     @property

@@ -32,7 +32,7 @@ async def _silent(actor: Any, seconds: float, busy: float = 0.0) -> Heartbeat:
     return heartbeat
 
 
-@ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})
+@ray.remote(num_cpus=0, concurrency_groups={"heartbeat": 1})  # type: ignore[call-overload]
 class BusyRouter(_PLAIN):  # type: ignore[misc]  # as above
     """A router that can be kept busy."""
 

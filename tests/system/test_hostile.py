@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -80,7 +81,7 @@ def called(walls: Fortress, data: bytes, key: str | None, method: str = GENERATE
     metadata = () if key is None else (("authorization", key),)
     with walls.channel(walls.known, ("grpc.max_send_message_length", -1)) as channel:
         try:
-            channel.unary_unary(method)(data, timeout=PATIENCE_SECONDS, metadata=metadata)
+            channel.unary_unary(method)(data, timeout=PATIENCE_SECONDS, metadata=metadata)  # type: ignore[call-arg]
         except grpc.RpcError as error:
             return error
     return None
@@ -110,7 +111,7 @@ def test_wrong_credentials(walls: Fortress) -> None:
     assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
     for leaf in walls.bad.values():
         with walls.channel(leaf) as channel, pytest.raises(grpc.RpcError) as refused:
-            channel.unary_unary(GENERATE)(question, timeout=PATIENCE_SECONDS, metadata=walls.metadata())
+            channel.unary_unary(GENERATE)(question, timeout=PATIENCE_SECONDS, metadata=walls.metadata())  # type: ignore[call-arg]
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         web = http.client.HTTPSConnection(
             walls.serving.url.removeprefix("https://"), timeout=PATIENCE_SECONDS, context=walls.context(leaf)
@@ -188,7 +189,7 @@ def test_readers_that_stop(walls: Fortress) -> None:
         for _ in range(4):
             held.enter_context(walls.sender(body, buffer=4096))
             channel = held.enter_context(walls.channel(walls.known, *options))
-            method = channel.unary_stream(STREAM)
+            method = channel.unary_stream(STREAM)  # type: ignore[call-arg]
             held.callback(method(message.SerializeToString(), metadata=walls.metadata()).cancel)
         until(lambda: walls.metric("coatcheck_running_requests") > 0, "they run")
         is_at_rest(walls)
@@ -231,7 +232,7 @@ def over_grpc(walls: Fortress) -> Counter[str]:
     """Send 4,200 mutated messages."""
     dice, seen = random.Random(4), Counter[str]()
     with walls.channel(walls.known) as channel:
-        call = channel.unary_unary(GENERATE)
+        call = channel.unary_unary(GENERATE)  # type: ignore[call-arg]
         for _ in range(4200):
             data = bytearray(dice.choice(GOOD).SerializeToString())
             for _ in range(dice.randint(1, 3)):
@@ -248,13 +249,13 @@ def over_grpc(walls: Fortress) -> Counter[str]:
 def over_schema(walls: Fortress) -> Counter[str]:
     """Send 2,000 valid and invalid requests of every operation."""
     seen, url = Counter[str](), walls.serving.url
-    show = {
+    show: dict[str, Any] = {
         "verify": str(walls.authority.ca),
         "cert": (str(walls.known.cert), str(walls.known.key)),
         "timeout": PATIENCE_SECONDS,
     }
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=walls.headers("ops"), **show)
-    operations = [found.ok() for found in schema.get_all_operations()]
+    operations = [found.ok() for found in schema.get_all_operations()]  # type: ignore[union-attr]
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             posts = operation.method.upper() == "POST"
@@ -264,7 +265,7 @@ def over_schema(walls: Fortress) -> Counter[str]:
             @settings(max_examples=240 if posts else 20, deadline=None, database=None,
                       suppress_health_check=list(HealthCheck))  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))
-            def ask(case: schemathesis.Case) -> None:
+            def ask(case: schemathesis.Case[Any]) -> None:
                 answer = case.call(base_url=url, headers=walls.headers("ops"), **show)
                 seen[str(answer.status_code)] += 1
                 assert answer.status_code < 500 and b'"server_error"' not in answer.content, answer.text

@@ -148,14 +148,16 @@ def test_ray_admits_nobody_without_its_token(secure: Secure) -> None:
     found = re.search(r"--gcs-address=(\S+)", " ".join(secure.serving.descendants().values()))
     assert found
     with grpc.insecure_channel(found[1]) as channel:
-        ask = channel.unary_unary("/ray.rpc.ActorInfoGcsService/ListNamedActors")
+        ask = channel.unary_unary("/ray.rpc.ActorInfoGcsService/ListNamedActors")  # type: ignore[call-arg]
         whole = b"\x08\x01"  # of every namespace
         assert b"router-0" in ask(
-            whole, timeout=PATIENCE_SECONDS, metadata=[("authorization", f"Bearer {_token(secure)}")]
+            whole,
+            timeout=PATIENCE_SECONDS,
+            metadata=[("authorization", f"Bearer {_token(secure)}")],  # type: ignore[arg-type]
         )
         for metadata in (None, [("authorization", f"Bearer {'f' * 64}")]):
             with pytest.raises(grpc.RpcError) as refused:
-                ask(whole, timeout=PATIENCE_SECONDS, metadata=metadata)
+                ask(whole, timeout=PATIENCE_SECONDS, metadata=metadata)  # type: ignore[arg-type]
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

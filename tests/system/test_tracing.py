@@ -93,7 +93,7 @@ async def test_from_an_http_client_to_the_engine(tokenizer: TokenizerJson, strea
                     extra_body={"ignore_eos": True},
                 )
                 if stream:
-                    assert [chunk async for chunk in answer]
+                    assert [chunk async for chunk in answer]  # type: ignore[union-attr]
         check_tree(collector, TRACE, SPAN)
 
 

@@ -241,7 +241,7 @@ def verdict_on(name: str, config: Any, directory: Path) -> Verdict:
         else:
             read_config(directory)
         path = tiny_checkpoint(name.replace("/", "-"), directory, config=config)
-        model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu")
+        model = load_model(path, communicator=Communicator(), dtype="float32", device="cpu")  # type: ignore[assignment]
     except InvalidModel as refusal:
         return Verdict(name, "refused", str(refusal))
     except Exception as error:
@@ -251,7 +251,7 @@ def verdict_on(name: str, config: Any, directory: Path) -> Verdict:
     except Exception as error:
         return Verdict(name, "no reference", str(error))
     try:
-        ours = _served(Driver(model), [tokens for tokens, _ in expected])
+        ours = _served(Driver(model), [tokens for tokens, _ in expected])  # type: ignore[arg-type]
     except Exception as error:
         return Verdict(name, "crashed", f"running: {type(error).__name__}: {error}")
     return _compare(name, expected, ours)
@@ -279,7 +279,7 @@ def _expected(path: Path) -> list[tuple[list[int], torch.Tensor]]:
     with torch.inference_mode():
         for prompt in _PROMPTS:
             ids = torch.tensor([prompt])
-            whole = model.generate(
+            whole = model.generate(  # type: ignore[misc]
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=_GENERATED, do_sample=False, pad_token_id=0
             )
             logits = model(whole, use_cache=False).logits[0].float()

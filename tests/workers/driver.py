@@ -49,7 +49,9 @@ class Driver:
     def step(self, work: list[tuple[Running, int]], *, sample_chunks: bool = True) -> Tensor:
         """One forward pass over the next `n` tokens of each sequence; logits [R, vocab] after each one's last, those
         still incomplete only if `sample_chunks`."""
-        ids, positions, slots, lens, starts = [], [], [], [], [0]
+        ids: list[int] = []
+        positions: list[int] = []
+        slots, lens, starts = [], [], [0]
         size = self.layout.block_size
         for sequence, n in work:
             span = range(sequence.computed, sequence.computed + n)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 
@@ -76,18 +77,18 @@ class Router:
 
     async def __aexit__(self, *_: object) -> None:
         self.stream.cancel()
-        await self.channel.close()
+        await self.channel.close()  # type: ignore[call-arg]
 
-    async def send(self, **message: object) -> None:
+    async def send(self, **message: Any) -> None:
         await self.stream.write(wire.ToGroup(**message))
 
-    async def submit(self, id: int, prompt: list[int], attempt: int = 0, **sampling: object) -> None:
+    async def submit(self, id: int, prompt: list[int], attempt: int = 0, **sampling: Any) -> None:
         parameters = public.SamplingParams(**sampling)
         submit = wire.Submit(id=id, attempt=attempt, prompt_token_ids=prompt, sampling=parameters)
         await self.send(submit=submit)
 
     async def messages(self, *kinds: str) -> AsyncIterator[wire.FromGroup]:
-        while (message := await asyncio.wait_for(self.stream.read(), PATIENCE_SECONDS)) is not grpc.aio.EOF:
+        while (message := await asyncio.wait_for(self.stream.read(), PATIENCE_SECONDS)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             if message.WhichOneof("message") in kinds:
                 yield message
 

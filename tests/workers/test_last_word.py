@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -28,10 +29,10 @@ def start(checkpoint_directory: Path, tmp_path: Path) -> Iterator[Start]:
     groups: list[RankGroup] = []
     path = str(tiny_checkpoint("llama", checkpoint_directory))
 
-    def start(tp: int, **settings: object) -> tuple[RankGroup, str]:
+    def start(tp: int, **settings: Any) -> tuple[RankGroup, str]:
         config = GroupConfig(
             "g", path, "tiny", tp=tp, kv_memory=1 << 20, dtype="float32", device="cpu", threads=1, **settings
-        )  # type: ignore[arg-type]
+        )
         base = f"{tmp_path}/own/g.{len(groups)}"
         groups.append(RankGroup(config, CrashingRank, base))
         return groups[-1], base

@@ -13,7 +13,7 @@ from coatcheck.cluster.benchmark.load_generator import LoadGenerator, Recording
 from coatcheck.cluster.benchmark.report import RequestSample, latency, measure, summarize
 from coatcheck.cluster.benchmark.workload import Workload
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.tests.cluster.fake_router import FakeRouter
+from tests.cluster.fake_router import FakeRouter
 from tests.cluster.serving import COMMAND
 
 
@@ -71,7 +71,7 @@ def test_report() -> None:
     fast = sample(0.0, [0.1, 0.2], [1, 1], prompt_tokens=10, cached_device_tokens=4)
     late = sample(0.0, [0.5, 0.6], [1, 1], prompt_tokens=10, cached_host_tokens=6)
     slow = sample(0.0, [0.1, 0.9], [1, 1], prompt_tokens=10)
-    measured = [fast, late, slow, "UNAVAILABLE"]
+    measured: list[RequestSample | str] = [fast, late, slow, "UNAVAILABLE"]
     report = summarize(measured, 2.0, slo_ttft_ms=200, slo_tpot_ms=200, cpu_seconds=6e-4)
     assert (report.requests, report.succeeded, report.errors) == (4, 3, {"UNAVAILABLE": 1})
     assert report.success_rate == 0.75

@@ -14,7 +14,7 @@ from coatcheck.cluster.client.async_client import AsyncClient
 from coatcheck.cluster.client.credentials import Credentials
 from coatcheck.proto.errors import CoatcheckError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.tests.cluster.fake_router import FakeRouter, token
+from tests.cluster.fake_router import FakeRouter, token
 from tests.router.certificates import TestAuthority
 
 
@@ -209,7 +209,7 @@ async def test_only_a_certificate_error_mentions_certificates(tmp_path: Path, be
 async def test_a_connection_lost_during_a_stream_has_its_own_error() -> None:
     """If a router's process ends during a stream, the error says that the connection was lost, and nothing about
     TLS."""
-    cut: list[asyncio.Transport] = []
+    cut: list[asyncio.WriteTransport] = []
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, forth = await asyncio.open_connection(*router.address.split(":"))

@@ -13,7 +13,7 @@ import pytest
 import coatcheck
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.errors import InvalidConfig, InvalidRequest, Overloaded
-from coatcheck.tests.cluster.fake_router import PIECES, FakeRouter, token
+from tests.cluster.fake_router import PIECES, FakeRouter, token
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ async def test_chat_sends_messages() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     ]
     async with FakeRouter() as router:
-        await using(router, lambda client: client.chat(messages, max_tokens=2))
+        await using(router, lambda client: client.chat(messages, max_tokens=2))  # type: ignore[arg-type]
     (request,) = router.requests
     assert [message.role for message in request.chat.messages] == ["user", "assistant", "tool"]
     assert request.chat.messages[1].tool_calls[0].name == "f"

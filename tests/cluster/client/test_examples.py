@@ -10,7 +10,7 @@ import pytest
 
 import coatcheck
 from coatcheck.cluster.client import async_client, client, llm
-from coatcheck.tests.cluster.fake_router import FakeRouter
+from tests.cluster.fake_router import FakeRouter
 
 DEMO = str(Path(__file__).parents[3] / "demo" / "model")
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"

@@ -89,7 +89,7 @@ def test_a_refused_prompt_costs_the_others_nothing(llm: coatcheck.LLM) -> None:
     with pytest.raises(InvalidRequest, match="the prompt is empty"):
         llm.generate(["good", ""], max_tokens=2)
     with pytest.raises(ContextLengthExceeded):
-        llm.generate(["good", [1] * (llm.max_model_len + 1)], max_tokens=2)
+        llm.generate(["good", [1] * (llm.max_model_len + 1)], max_tokens=2)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         llm.generate("good", structured=coatcheck.Grammar("regex", "(["), max_tokens=4)
     assert llm.generate("good", max_tokens=2, temperature=0.0)[0].finish_reason == "length"

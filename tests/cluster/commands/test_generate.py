@@ -12,7 +12,7 @@ import pytest
 
 from coatcheck.cluster.client.results import GenerationResult
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
-from coatcheck.tests.cluster.fake_router import PIECES, FakeRouter, token
+from tests.cluster.fake_router import PIECES, FakeRouter, token
 from tests.cluster.serving import COMMAND
 
 

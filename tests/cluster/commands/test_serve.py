@@ -146,7 +146,7 @@ def test_structured_output_outlives_a_killed_rank(serving: Serving) -> None:
         )  # fmt: skip
         undisturbed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked))
         coatcheck("drain", "group-1", "--address", serving.address)  # so that it begins on the other
-        texts = []
+        texts: list[str] = []
         for chunk in client.completions.create(**asked):
             if not texts:
                 kill(rank)

@@ -106,7 +106,7 @@ def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven:
 def test_no_secret_in_what_is_shown() -> None:
     """What may reach a log, a configuration's own words, has no private key in it."""
     config, plane = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), PlaneCertificates.sign_pair(ClusterCA())
-    placement = RankPlacement("cpu", {"CPU": 1.0}, "STRICT_PACK")
+    placement = RankPlacement("cpu", {"CPU": 1.0}, ("STRICT_PACK",))
     shown = [
         repr(plane),
         repr(router_config(config, "router-0", 0, plane.router)),

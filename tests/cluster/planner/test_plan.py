@@ -200,8 +200,8 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         done = coatcheck("plan", str(model))
         assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
         assert done.stderr.startswith("error: ") and message in done.stderr
-    model = write_config(tmp_path)
-    assert plan(f"{model}/config.json", "--json").stdout == plan(model, "--json").stdout
+    written = write_config(tmp_path)
+    assert plan(f"{written}/config.json", "--json").stdout == plan(written, "--json").stdout
 
 
 def refused(directory: Path, flags: dict[str, Any], message: str, config: dict[str, Any] | None = None) -> None:

@@ -230,7 +230,7 @@ def test_a_tied_head_need_not_be_there(model: Path) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_no_model_of_the_tests_is_refused(tmp_path: Path, arch: str, biased: bool) -> None:
     """Config and tensors that transformers itself writes pass, of each architecture that the tests cover."""
-    flags = {"attention_bias": True, "mlp_bias": True} if biased else {}
+    flags: dict[str, Any] = {"attention_bias": True, "mlp_bias": True} if biased else {}
     fields = known_architectures.config_fields(ARCHITECTURES[arch][0])
     assert fields
     flags = {name: value for name, value in flags.items() if name in fields}
@@ -299,7 +299,7 @@ def test_the_quick_checks_import_neither_torch_nor_ray(model: Path) -> None:
 
 def test_the_tables_of_transformers_are_read_as_it_reads_them() -> None:
     """Every model type that the installed transformers knows is found in its source, and every causal one of them."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     for model_type in ("novel", *CONFIG_MAPPING_NAMES):

@@ -20,7 +20,7 @@ def attention(dtypes: Dtypes = (torch.float32, torch.float16)) -> None:
             batch = Batch(lengths, heads, kv_heads, dim, dtype)
             sinks = torch.randn(heads) if with_sinks else None
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)
-            arguments = (batch.q, batch.cache, *batch.tables().values())
+            arguments = batch.arguments()
             launch_decode(*arguments, batch.scale, window, softcap, sinks, out)
             assert (out[2:18] == SENTINEL).all(), "the decode kernel wrote into a prefill's rows"
             decoded = out[:2].clone()
@@ -44,7 +44,7 @@ def batch_invariant(dtypes: Dtypes = (torch.float32, torch.float16), quantised: 
         whole = Batch([(45, 45), (3, 20)], 4, 2, 32, dtype, 16, pool)
         options = (whole.scale, 30, 5.0, torch.randn(4))
         want, have = torch.empty_like(whole.q), torch.empty_like(whole.q)
-        launch_prefill(whole.q, whole.cache, *whole.tables().values(), 45, *options, want, True)
+        launch_prefill(*whole.arguments(), 45, *options, want, True)
         tables = whole.block_tables[:1]
         for first, last in ((0, 1), (1, 2), (2, 20), (20, 44), (44, 45)):
             seq_lens = torch.tensor([last], dtype=torch.int32)
@@ -68,7 +68,8 @@ def matrix(whole: bool = False, pools: Dtypes = POOLS) -> None:
             for h, heads in enumerate(HEADS):
                 for o, options in enumerate(OPTIONS):
                     if whole or (h == (d + p) % len(HEADS) and o == (d + 2 * p) % len(OPTIONS)):
-                        cell(dim, pool, *heads, *options, size=(8, 16, 32)[(d + p + o) % 3])
+                        window, cap, with_sinks = options
+                        cell(dim, pool, *heads, window, cap, with_sinks, size=(8, 16, 32)[(d + p + o) % 3])
 
 
 def cell(
@@ -81,7 +82,7 @@ def cell(
     sinks = torch.randn(heads) if with_sinks else None
     out = torch.full((len(batch.q) + 2, heads, dim), SENTINEL).to(dtype)
     q = torch.cat((batch.q, batch.q[:2]))
-    arguments = (q, batch.cache, *batch.tables().values())
+    arguments = (q, *batch.arguments()[1:])
     launch_decode(*arguments, batch.scale, window, softcap, sinks, out)
     assert (out[1:19] == SENTINEL).all(), "the decode kernel wrote into a prefill's rows"
     launch_prefill(*arguments, 18, batch.scale, window, softcap, sinks, out)
@@ -93,7 +94,7 @@ def long() -> None:
     """Nine splits and one key, and the first chunk that sees past a split; an empty batch launches nothing."""
     batch = Batch([(1, 4097), (2, 513)], 2, 1, 64, torch.float32)
     out = torch.full(batch.q.shape, SENTINEL)
-    arguments = (batch.q, batch.cache, *batch.tables().values())
+    arguments = batch.arguments()
     launch_decode(*arguments, batch.scale, 0, 0.0, None, out)
     launch_prefill(*arguments, 2, batch.scale, 0, 0.0, None, out)
     close(out, batch.reference())
@@ -103,8 +104,8 @@ def long() -> None:
     launch_decode(*arguments, batch.scale, 600, 0.0, None, out)  # splits in which everything is masked
     close(out[:1], batch.reference(600)[:1])
     empty = Batch([], 2, 1, 64, torch.float32)
-    launch_decode(empty.q, empty.cache, *empty.tables().values(), 1.0, 0, 0.0, None, empty.q)
-    launch_prefill(empty.q, empty.cache, *empty.tables().values(), 1, 1.0, 0, 0.0, None, empty.q)
+    launch_decode(*empty.arguments(), 1.0, 0, 0.0, None, empty.q)
+    launch_prefill(*empty.arguments(), 1, 1.0, 0, 0.0, None, empty.q)
 
 
 def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float16) -> None:
@@ -117,7 +118,7 @@ def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float
         ):
             batch = Batch(lengths, heads, kv_heads, dim, dtype, kv=kv)
             out = torch.full(batch.q.shape, SENTINEL).to(dtype)
-            arguments = (batch.q, batch.cache, *batch.tables().values())
+            arguments = batch.arguments()
             launch_decode(*arguments, batch.scale, window, softcap, None, out)
             launch_prefill(*arguments, 9, batch.scale, window, softcap, None, out)
             close(out, batch.reference(window, softcap))

@@ -19,8 +19,8 @@ from tests.kernels.caches import QUANTISED, pool_of, strided_cache
 from tests.kernels.triton.agreement import SENTINEL, agree
 
 
-@triton.jit
-def _widen_all(x, y, KIND: tl.constexpr, CONVERT: tl.constexpr, HALF: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _widen_all(x, y, KIND: tl.constexpr, CONVERT: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, 256)
     dtype: tl.constexpr = tl.float16 if HALF else tl.float32
     if KIND == 3:
@@ -30,8 +30,8 @@ def _widen_all(x, y, KIND: tl.constexpr, CONVERT: tl.constexpr, HALF: tl.constex
         tl.store(y + i, _widened(tl.load(x + i), KIND, CONVERT, dtype, True).to(tl.float32))
 
 
-@triton.jit
-def _narrow_all(x, y, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _narrow_all(x, y, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     tl.store(y + i, _fp8_bits(tl.load(x + i)).to(tl.uint8))
 

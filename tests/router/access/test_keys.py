@@ -66,12 +66,12 @@ async def test_a_stranger_is_refused_before_its_message(start_http_router: Start
     """Nothing of it is waited for or kept: the status comes though the call has sent nothing; it is counted, by why."""
     router = await start_http_router(FakeGroup(), keys_file=keys_file)
     for name, method in (
-        ("unary", router.channel.stream_unary("/coatcheck.v1.Generation/Generate")),
-        ("stream", router.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),
+        ("unary", router.channel.stream_unary("/coatcheck.v1.Generation/Generate")),  # type: ignore[call-arg]
+        ("stream", router.channel.stream_stream("/coatcheck.v1.Generation/GenerateStream")),  # type: ignore[call-arg]
     ):
-        call = method(timeout=5)
+        call = method(timeout=5)  # type: ignore[call-arg]
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, name
-    empty = router.channel.stream_unary("/coatcheck.v1.Generation/Generate")(iter(()), metadata=bearer(SEARCH))
+    empty = router.channel.stream_unary("/coatcheck.v1.Generation/Generate")(iter(()), metadata=bearer(SEARCH))  # type: ignore[call-arg]
     assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT and "without its message" in await empty.details()
     with pytest.raises(grpc.aio.AioRpcError):
         await router.admin.Status(pb.StatusRequest(), metadata=bearer(SEARCH))

@@ -46,7 +46,7 @@ class TlsRouter:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.secure_channel(self.grpc, _credentials(ca, own), options=options) as channel:
             try:
-                return (await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)).name
+                return (await GenerationStub(channel).GetModel(pb.GetModelRequest(), timeout=PATIENCE_SECONDS)).name  # type: ignore[no-any-return]
             except grpc.aio.AioRpcError as error:
                 return error.code().name
 

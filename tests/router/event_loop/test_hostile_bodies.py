@@ -57,7 +57,7 @@ class WatchedRouter:
     async def call(self, method: str, message: bytes) -> str:
         """The status' name."""
         path = method if method.startswith("/") else f"/coatcheck.v1.Generation/{method}"
-        call = self.channel.stream_unary(path)
+        call = self.channel.stream_unary(path)  # type: ignore[call-arg]
         try:
             await call(iter([message]))
         except grpc.aio.AioRpcError as error:
@@ -118,7 +118,7 @@ async def _watched(model_directory: Path, max_model_len: int) -> AsyncIterator[W
     try:
         made = WatchedRouter(process, json.loads(await process.stdout.readline()), group)
         yield made
-        await made.channel.close()
+        await made.channel.close()  # type: ignore[call-arg]
     finally:
         process.stdin.close()
         await process.wait()

@@ -189,7 +189,7 @@ async def test_turns_and_priorities_hold_in_a_burst_over_http(
     """In a burst of 3,000 of which one tenant sends 2,800, the others' are all taken in: the urgent one's are sent
     first as places come free, then the other one gets its half; reports from before the burst change nothing."""
     tenants = [{"name": name, "keys": [hash_key(name)]} for name in ("many", "few")]
-    tenants.append({"name": "urgent", "keys": [hash_key("urgent")], "priority": -1})
+    tenants.append({"name": "urgent", "keys": [hash_key("urgent")], "priority": -1})  # type: ignore[dict-item]
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"tenants": tenants}))
     group = SeatedGroup("g0", SEATS)

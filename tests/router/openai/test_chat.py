@@ -67,8 +67,8 @@ async def test_a_chat_is_the_one_that_grpc_gives(start_http_router: StartHttpRou
     (choice,) = whole.choices
     assert (choice.message.role, choice.message.content) == ("assistant", wanted.choices[0].text)
     assert (choice.finish_reason, whole.object) == ("length", "chat.completion")
-    options = {"include_usage": True}
-    stream = await router.openai.chat.completions.create(**asked, max_tokens=10, stream=True, stream_options=options)
+    streamed: dict[str, Any] = dict(**asked, max_tokens=10, stream=True, stream_options={"include_usage": True})
+    stream = await router.openai.chat.completions.create(**streamed)
     chunks = [chunk async for chunk in stream]
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert said == wanted.choices[0].text
@@ -86,7 +86,7 @@ async def test_logprobs_come_with_bytes(start_http_router: StartHttpRouter) -> N
     raw = b"".join(bytes(token.bytes or []) for token in choice.logprobs.content)
     assert raw.decode(errors="replace") == choice.message.content
     assert {token.logprob for token in choice.logprobs.content} == {-1.0}
-    streamed = []
+    streamed: list[Any] = []
     async for chunk in await router.openai.chat.completions.create(**asked, stream=True):
         if chunk.choices[0].logprobs is not None:
             streamed += chunk.choices[0].logprobs.content or []
@@ -179,7 +179,7 @@ async def test_required_calls_are_a_list(start_http_router: StartHttpRouter, too
         saying('[{"name": "weather", "arguments": {"city": "Bonn"}}]'), speaking=tool_model
     )
     (choice,) = (
-        await router.openai.chat.completions.create(
+        await router.openai.chat.completions.create(  # type: ignore[call-overload]
             model="tiny", messages=HELLO, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
         )
     ).choices

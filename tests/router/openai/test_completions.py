@@ -120,7 +120,7 @@ async def test_every_field_reaches_the_group(start_http_router: StartHttpRouter)
     router = await start_http_router(group)
     await router.openai.completions.create(
         model="tiny", prompt=[300], max_tokens=4, temperature=0.5, top_p=0.9, presence_penalty=0.25, seed=-1,
-        frequency_penalty=-0.5, logit_bias={"7": 2.0}, user="me",
+        frequency_penalty=-0.5, logit_bias={"7": 2.0}, user="me",  # type: ignore[dict-item]
         extra_body=dict(
             top_k=-1, min_p=0.125, repetition_penalty=1.5, ignore_eos=True, min_tokens=2, stop_token_ids=[9],
             cache_salt="tenant", priority=-3, request_id="mine", metadata={"a": "b"}, store=False,
@@ -171,9 +171,9 @@ async def test_token_ids_come_back_when_asked_for(start_http_router: StartHttpRo
         model="tiny", prompt="a fox", max_tokens=5, seed=2, extra_body=extra
     )
     (choice,) = answer.to_dict()["choices"]  # type: ignore[misc]  # extensions are not in the client's types
-    assert choice["token_ids"] == list(wanted.choices[0].token_ids)
+    assert choice["token_ids"] == list(wanted.choices[0].token_ids)  # type: ignore[has-type]
     _, _, text = await router.request("POST", "/tokenize", {"prompt": "a fox"})
-    assert choice["prompt_token_ids"] == json.loads(text)["tokens"]
+    assert choice["prompt_token_ids"] == json.loads(text)["tokens"]  # type: ignore[has-type]
 
 
 async def test_end_of_sequence_is_stop(start_http_router: StartHttpRouter) -> None:

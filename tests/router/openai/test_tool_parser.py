@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -75,7 +76,7 @@ def test_a_list_that_is_cut_has_the_calls_that_had_begun(
     """Where calls had to come, nothing is text: the last has what came of its arguments, and so not all are whole."""
     text, calls = case
     parser = ToolParser("required")
-    found = []
+    found: list[Any] = []
     for start, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         shown, more = parser.feed(text[start:end])
         assert not shown and not more

@@ -1,6 +1,12 @@
 """Routing end to end: events in, placement out, and an index that heals itself."""
 
-from coatcheck.proto.stubs.coatcheck_pb2 import GenerateRequest, SamplingParams, StatusRequest, TokenIds
+from coatcheck.proto.stubs.coatcheck_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    StatusRequest,
+    TokenIds,
+)
 from coatcheck.proto.stubs.worker_pb2 import KvEvent, KvEvents
 from coatcheck.router.routing.block_locations import EventProblem
 from tests.router.fake_group import FakeGroup
@@ -13,7 +19,8 @@ async def ask(router: RouterUnderTest, salt: str = "") -> str:
     request = GenerateRequest(
         token_ids=TokenIds(ids=PROMPT), sampling=SamplingParams(max_tokens=1, seed=1), cache_salt=salt
     )
-    return (await router.generation.Generate(request)).final.group
+    answer: GenerateResponse = await router.generation.Generate(request)
+    return answer.final.group
 
 
 async def test_a_prompt_goes_where_its_prefix_is(start_router: StartRouter) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
@@ -195,7 +196,7 @@ async def test_groups_that_are_taken_away_are_no_sign_of_poison(start_router: St
 
 async def _holding(groups: dict[str, FakeGroup]) -> list[str]:
     """The groups that have the request by now."""
-    tasks = [asyncio.ensure_future(group.until(lambda group=group: bool(group.submits))) for group in groups.values()]
+    tasks = [asyncio.ensure_future(group.until(partial(_has_submits, group))) for group in groups.values()]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
@@ -281,3 +282,7 @@ async def test_a_group_taken_away_fails_over_at_once(start_router: StartRouter) 
         first.name: ("lost", "rank 1 died"),
         second.name: ("serving", ""),
     }
+
+
+def _has_submits(group: FakeGroup) -> bool:
+    return bool(group.submits)

@@ -54,7 +54,8 @@ async def test_a_whole_answer_is_the_stream_joined(start_router: StartRouter) ->
     router = await start_router(FakeGroup())
     request = ask(n=3, logprobs=0, prompt_logprobs=0)
     whole = await router.generation.Generate(request)
-    texts, tokens = ["", "", ""], [[], [], []]
+    texts = ["", "", ""]
+    tokens: list[list[int]] = [[], [], []]
     async for event in router.generation.GenerateStream(request):
         if event.HasField("delta"):
             texts[event.delta.choice] += event.delta.text
@@ -222,7 +223,7 @@ async def test_a_disconnect_reaches_the_group(start_router: StartRouter) -> None
     call = router.generation.GenerateStream(ask())
     await call.read()
     await group.until(lambda: bool(group.submits))
-    await router.channel.close()
+    await router.channel.close()  # type: ignore[call-arg]
     await group.until(lambda: bool(group.aborts))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
@@ -75,7 +76,7 @@ async def test_what_the_supervisor_learns_a_moment_later_counts(
 
 async def next_to_receive(groups: list[FakeGroup]) -> FakeGroup:
     """Of groups that have received nothing, the first that does."""
-    waits = [asyncio.ensure_future(group.until(lambda group=group: bool(group.submits))) for group in groups]
+    waits = [asyncio.ensure_future(group.until(partial(_has_submits, group))) for group in groups]
     done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in pending:
         wait.cancel()
@@ -217,3 +218,7 @@ async def test_who_had_not_begun_has_no_part_in_it(start_router: StartRouter) ->
     group.go()
     for stream in streams:
         await stream.finish()
+
+
+def _has_submits(group: FakeGroup) -> bool:
+    return bool(group.submits)

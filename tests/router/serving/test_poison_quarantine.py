@@ -66,7 +66,7 @@ def test_a_cause_that_becomes_known_later_counts() -> None:
     failures.record_cause("a", 3, "rank 0: Segmentation fault")
     assert not suspicion.refusal and failures.explained == {FailureCause.CRASH: 1}
     failures.record_cause("b", 3, "rank 0: Segmentation fault")
-    assert suspicion.refusal == (
+    assert suspicion.refusal == (  # type: ignore[comparison-overlap]
         "2 groups in a row ended by themselves while they ran this request (rank 0: Segmentation fault)"
     )
     failures.record_cause("b", 3, "")  # said again, or by a supervisor that knows less

@@ -1,6 +1,7 @@
 """A prompt's log-probabilities: parts in order, each once, whoever computes them."""
 
 import asyncio
+from functools import partial
 
 import grpc
 import pytest
@@ -64,9 +65,13 @@ async def test_repeated_parts_are_no_delivery(start_router: StartRouter) -> None
     await stream.read()
     await first.kill()
     for times in (1, 2):  # the second time it is there alone
-        await second.until(lambda times=times: len(second.submits) == times)
+        await second.until(partial(_has_submitted, second, times))
         second.hang_up()
     async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stream.finish()
     assert refused.value.code() is grpc.StatusCode.ABORTED
+
+
+def _has_submitted(group: FakeGroup, times: int) -> bool:
+    return len(group.submits) == times

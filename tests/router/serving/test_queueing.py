@@ -144,7 +144,7 @@ async def test_a_full_line_refuses_at_once(start_router: StartRouter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await router.generation.Generate(ask(101))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]
+    assert b"RetryInfo" in dict(refused.value.trailing_metadata() or ())["grpc-status-details-bin"]  # type: ignore[arg-type, index]
     displaced = asked.pop()
     asked.append(send(router, ask(102), Tenant("other")))
     with pytest.raises(Overloaded):

@@ -104,12 +104,12 @@ async def test_grpc_reader_that_comes_back_is_told(start_router: StartRouter) ->
     router = await start_router(group, slow_reader_seconds=1.0)
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}", options=options) as channel:
-        method = channel.unary_stream("/coatcheck.v1.Generation/GenerateStream")
+        method = channel.unary_stream("/coatcheck.v1.Generation/GenerateStream")  # type: ignore[call-arg]
         call = method(_request().SerializeToString())
         await call.read()
         await is_given_up(router, group)
         with pytest.raises(grpc.aio.AioRpcError, match="nothing was read from this stream for 1 s") as ended:
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 pass
         assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -1,5 +1,6 @@
 """Text as it is made: whole characters only, and together exactly the decoded tokens."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -54,20 +55,21 @@ def test_the_window_stays_short() -> None:
     """Each token costs two short decodes, however long the text, and even when no character ever becomes whole."""
     longest = 0
 
-    def decode(ids: object) -> str:
+    def decode(ids: Sequence[int]) -> str:
         nonlocal longest
-        longest = max(longest, len(ids))  # type: ignore[arg-type]  # a list
+        longest = max(longest, len(ids))
         return str(BYTE_FALLBACK.decode(ids, skip_special_tokens=False))
 
     detokenizer = WindowDetokenizer(decode, frozenset())
-    for token in [BYTE_FALLBACK.token_to_id("<0xE6>")] * 200 + [BYTE_FALLBACK.token_to_id("▁fox")] * 200:
+    vocabulary = BYTE_FALLBACK.get_vocab()
+    for token in [vocabulary["<0xE6>"]] * 200 + [vocabulary["▁fox"]] * 200:
         detokenizer.feed([token])
     assert longest <= 16
 
 
 def test_a_skipped_token_does_not_swallow_a_space() -> None:
     """Behind a special token in the middle, a word keeps the space in front of it."""
-    ids = [BYTE_FALLBACK.token_to_id(piece) for piece in ("▁fox", "</s>", "▁fox")]
+    ids = [BYTE_FALLBACK.get_vocab()[piece] for piece in ("▁fox", "</s>", "▁fox")]
     detokenizer = TokenizerJson(BYTE_FALLBACK, None).detokenizer(True)
     assert "".join(detokenizer.feed([token]) for token in ids) + detokenizer.flush() == "fox fox"
 

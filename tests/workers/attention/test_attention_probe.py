@@ -40,7 +40,7 @@ def test_a_window_is_read_out_of_its_mask_function(window: int) -> None:
 @pytest.mark.parametrize("window", [LIMIT, 10 * LIMIT])
 def test_a_window_beyond_the_context_is_full_attention(window: int) -> None:
     """A window that hides nothing is none, nor is a chunk as long as the context."""
-    assert find_sliding_window(causal_mask_function, LIMIT, heads=4) == 0
+    assert find_sliding_window(causal_mask_function, LIMIT, heads=4) == 0  # type: ignore[arg-type]
     assert find_sliding_window(sliding_window_causal_mask_function(window), LIMIT, heads=4) == 0
     assert (
         find_sliding_window(chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64)), LIMIT, heads=4)

@@ -28,7 +28,9 @@ def read_meta_model(arch: str) -> tuple[dict[str, tuple[int, ...]], dict[str, st
 
 def plan(arch: str, rank: int, size: int, **changes: Any) -> ShardingPlan:
     shapes, tp_plan, layers = read_meta_model(arch)
-    arguments = dict(shapes=shapes, tp_plan=tp_plan, layers=layers, embedding="model.embed_tokens", lm_head="lm_head")
+    arguments: dict[str, Any] = dict(
+        shapes=shapes, tp_plan=tp_plan, layers=layers, embedding="model.embed_tokens", lm_head="lm_head"
+    )
     return plan_sharding(**(arguments | changes), shard=TpShard(rank, size))
 
 
@@ -123,6 +125,6 @@ def test_an_intersection_is_counted_from_its_start() -> None:
 @pytest.mark.parametrize("model_type", ["mamba", "bert", "falcon", "bloom", "recurrent_gemma"])
 def test_attention_that_does_not_come_to_us_is_refused(model_type: str) -> None:
     """State outside of the attention interface, or attention that is not causal, is refused with the reason."""
-    config = CONFIG_MAPPING[model_type](num_hidden_layers=2, vocab_size=99, pad_token_id=0)
+    config = CONFIG_MAPPING[model_type](num_hidden_layers=2, vocab_size=99, pad_token_id=0)  # type: ignore[call-arg]
     with pytest.raises(InvalidModel, match=f"{model_type} cannot be served"):
         probe_attention(build_meta_model(config, torch.float32, torch.device("cpu"), 64))

@@ -1,6 +1,7 @@
 """The engine with two tiers, over a fake model that reads its KV back and copies that take several steps."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +78,7 @@ def test_any_mix_is_answered_exactly(
 def test_events_of_both_tiers_rebuild_what_is_held() -> None:
     """A subscriber that applies every event knows the same blocks as the snapshot, by tier."""
     engine, _ = make_engine(16, 12, depth=1, delays=[0, 2])
-    held = set()
+    held: set[Any] = set()
     for i in range(20):
         engine.submit_request(request(f"r{i}", [i % 5 + 1] * 13 + [i % 7 + 1], 9))
         while engine.has_work:

@@ -1,12 +1,14 @@
 """Reuse rates learned from when blocks were requested again."""
 
+from typing import Any
+
 from coatcheck.workers.kv.reuse_table import ReuseTable
 
 
 def live(table: ReuseTable, kind: int, seconds: int, again: float | None) -> None:
     """One block a second for `seconds`; each is requested again after `again` seconds, or never."""
     start = table.now
-    begun = []
+    begun: list[Any] = []
     for second in range(seconds):
         table.advance_clock(start + second)
         if again is not None:

@@ -47,7 +47,7 @@ def expected(path: Path, arch: str) -> list[list[int]]:
     tokens = []
     for prompt in prompts_of(arch):
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)  # type: ignore[misc]
         tokens.append(out[0, len(prompt) :].tolist())
     return tokens
 

@@ -47,7 +47,7 @@ def load(path: Path, dtype: str = "float32") -> Model:
     return load_model(path, communicator=Communicator(), dtype=dtype, device="cpu")
 
 
-def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]:
+def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int | None]]:
     """(each request's tokens, the sizes of the padded steps). `short`: two requests of three tokens."""
     count = 2 if short else len(PROMPTS)
     engine = Engine(
@@ -59,7 +59,7 @@ def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]
             sampling = replace(sampling, max_tokens=3, top_p=1.0, top_k=0)
         engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling))
     said: Said = {str(index): [] for index in range(count)}
-    padded = []
+    padded: list[int | None] = []
     while engine.has_work:
         before = runner.graphs.steps
         for output in engine.step().outputs:
@@ -70,7 +70,7 @@ def serve(runner: ModelRunner, *, short: bool = False) -> tuple[Said, list[int]]
 
 def padded_beside_plain(
     model: Model, kv_dtype: str = "auto", short: bool = False
-) -> tuple[Said, Said, Tensor, Tensor, list[int]]:
+) -> tuple[Said, Said, Tensor, Tensor, list[int | None]]:
     """(tokens of plain steps, tokens of padded steps, both pools, the sizes of the padded steps)."""
     sizes = (4,) if short else SIZES
     plain, padded = make_runner(model, (), kv_dtype), make_runner(model, sizes, kv_dtype)

@@ -51,8 +51,8 @@ def test_every_reason_has_its_field() -> None:
     status = GroupReport(Registration(group="g"), []).build_status(make_engine()[0].stats(), "")
     for reason in EvictionReason:
         assert getattr(status.device_evictions, reason.name.lower()) == 0
-    for reason in MissReason:
-        assert getattr(status.prefix_misses, reason.name.lower()) == 0
+    for miss in MissReason:
+        assert getattr(status.prefix_misses, miss.name.lower()) == 0
 
 
 def test_changed_stats_are_due_once() -> None:

@@ -1,6 +1,7 @@
 """Snapshots, KV events and load that rank 0's service sends to every router, on real streams."""
 
 import asyncio
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -67,7 +68,7 @@ async def test_a_load_counts_exactly_the_submissions_that_it_names(group: Group)
     """A load names how many of the router's submissions it contains. The requests that run or wait are those
     submissions of all routers, without those that the service or the engine refused."""
     group.runner.step_seconds = 0.02
-    kinds = [
+    kinds: list[tuple[str, list[int], dict[str, Any]]] = [
         ("kept", [1, 2, 3], {"max_tokens": 400, "ignore_eos": True}),
         ("refused by the service", [1], {"max_tokens": 1, "temperature": -1.0}),
         ("refused by the engine", [5000], {"max_tokens": 1}),

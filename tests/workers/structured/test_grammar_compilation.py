@@ -211,7 +211,7 @@ def test_what_cannot_be_followed_is_refused(make: Make, model: Model, tmp_path: 
         (params(Grammar("regex", "("), n=2), {}, "cannot be compiled"),
         (params(Grammar("regex", "[a-c]+")), {0: (400, 401)}, "resume holds tokens"),
     ):
-        request = EngineRequest("r", PROMPT, sampling, resume)
+        request = EngineRequest("r", PROMPT, sampling, resume)  # type: ignore[arg-type]
         engine.submit_request(request)
         ((name, refused),) = refusals(engine)  # when it has been compiled
         assert name == "r" and isinstance(refused, InvalidRequest) and re.search(words, str(refused))
