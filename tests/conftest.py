@@ -122,3 +122,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("outcomes")
     for line in _outcomes.lines():
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama with a tokenizer and a chat template, for the tests of whole clusters."""
+    # Imported late: torch and transformers take seconds, and most tests do without.
+    from tests.router.tiny_tokenizer import write_model
+    from tests.workers.checkpoints import tiny_checkpoint
+
+    return write_model(tiny_checkpoint("llama", tmp_path_factory.mktemp("model"), vocab_size=600))
