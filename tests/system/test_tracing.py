@@ -141,9 +141,9 @@ async def test_a_failover_is_part_of_its_trace(tokenizer: TokenizerJson, caplog:
     assert {line["request_id"] for line in lines} == {"mine"}
     assert sorted((line["message"], line["group"]) for line in lines) == [
         ("a request lost its group", "mortal"),
+        ("request ended", "other"),
         ("submission ended", "mortal"),
         ("submission ended", "other"),
-        ("request ended", "other"),
     ]
 
 
