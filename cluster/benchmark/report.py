@@ -49,7 +49,7 @@ class RequestSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyPercentiles:
     """Mean and percentiles in milliseconds."""
 
     mean: float
@@ -76,10 +76,10 @@ class Report:
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
-    ttft_ms: Latency | None
-    tpot_ms: Latency | None
-    itl_ms: Latency | None
-    e2e_ms: Latency | None
+    ttft_ms: LatencyPercentiles | None
+    tpot_ms: LatencyPercentiles | None
+    itl_ms: LatencyPercentiles | None
+    e2e_ms: LatencyPercentiles | None
     goodput: float | None
     within_slo: float | None
     groups: dict[str, int]
@@ -168,9 +168,9 @@ def summarize(
     )
 
 
-def latency(seconds: Iterable[float]) -> Latency | None:
+def latency(seconds: Iterable[float]) -> LatencyPercentiles | None:
     """Mean and percentiles in milliseconds; None for no values."""
     values = np.fromiter(seconds, float) * 1000
     if not values.size:
         return None
-    return Latency(float(values.mean()), *(float(value) for value in np.percentile(values, PERCENTILES)))
+    return LatencyPercentiles(float(values.mean()), *(float(value) for value in np.percentile(values, PERCENTILES)))

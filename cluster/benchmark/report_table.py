@@ -4,7 +4,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coatcheck.cluster.benchmark.report import Latency, Report
+from coatcheck.cluster.benchmark.report import LatencyPercentiles, Report
 from coatcheck.cluster.plural import counted
 
 ROWS = (
@@ -22,7 +22,7 @@ def report_table(report: Report) -> Group:
     for name in ("mean", "p50", "p90", "p99"):
         table.add_column(name, justify="right")
     for title, attribute in ROWS:
-        latency: Latency | None = getattr(report, attribute)
+        latency: LatencyPercentiles | None = getattr(report, attribute)
         if latency is not None:
             table.add_row(title, *(f"{value:.1f}" for value in (latency.mean, latency.p50, latency.p90, latency.p99)))
     return Group(table, *(Text(line) for line in _lines(report)))
