@@ -75,7 +75,7 @@ def test_commands_come_in_with_a_key(secure: Secure) -> None:
     [
         ("", True, "this server requires a key"),
         ("cc-wrong", True, "this key is not known here"),
-        ("not a key\n", True, "was it copied whole"),
+        ("not a key\n", True, "copy exactly the key"),
         ("", False, "closes the connection at once: if it speaks TLS, give its authority with --tls-ca"),
     ],
 )
@@ -102,7 +102,7 @@ async def test_an_operator_watches(secure: Secure) -> None:
     done = secure.run("top", "--once", "--json", key=secure.admin)
     assert done.returncode == 0 and json.loads(done.stdout)["groups"][0]["state"] == "serving"
     denied = secure.run("top", "--once", key=secure.key)
-    assert denied.returncode == 1 and "takes one with the role monitor or admin" in denied.stderr
+    assert denied.returncode == 1 and "this needs the role monitor or admin" in denied.stderr
     async with Browser("--ignore-certificate-errors") as browser:  # whose authority is this test's own
         await browser.open(secure.serving.url.replace("https://", f"https://me:{secure.admin}@"))
         await browser.see("document.querySelector('#state').textContent", "serving")
