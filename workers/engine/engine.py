@@ -34,7 +34,7 @@ from coatcheck.workers.structured.grammar_registry import MAX_CACHED_GRAMMARS, G
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A launched step. `sequences`: of the plan's rows. `preemptions`: each sequence's count when it was planned."""
+    """A launched step. `sequences`: one for each row of the plan. `preemptions`: their `num_preemptions` then."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -67,7 +67,7 @@ class Engine:
         config = SchedulerConfig(block_size, max_num_seqs, max_batch_tokens, spec.attention_crossover)
         self.spec = spec
         self.block_size = block_size
-        # The pool must be able to hold a sequence alone.
+        # A sequence that runs alone must fit in the pool.
         self.max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len, num_blocks * block_size)
         self.scheduler = Scheduler(config, kv_cache)
         self._input_processor = InputProcessor(
@@ -86,9 +86,9 @@ class Engine:
         self._clock = clock
         self._in_flight: deque[_StepInFlight] = deque()
         self._sequences: dict[str, list[Sequence]] = {}  # the live choices of each request
-        self._next_deadline = math.inf  # no sequence that waits has an earlier one
+        self._next_deadline = math.inf  # lower bound of the deadlines of the waiting sequences
         self._last_confirmed_at = 0.0
-        # To be reported by the next step.
+        # Reported by the next step.
         self._ended_early: list[SequenceOutput] = []
         self._refused: list[tuple[str, CoatcheckError]] = []
 
@@ -99,8 +99,8 @@ class Engine:
         return bool(self._sequences or self._in_flight or to_report or self.scheduler.kv_cache.has_copies)
 
     def submit_request(self, request: EngineRequest) -> None:
-        """Queue every choice of a request. A request whose grammar is not compiled is queued, or refused, by the step
-        after every rank has compiled it. Raises InvalidRequest or NeverFits; then nothing has changed."""
+        """Queue every choice of a request. If the grammar is not compiled yet, the request is queued or refused once
+        every rank has compiled the grammar. Raises InvalidRequest or NeverFits, and then changes nothing."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is already running; choose another")
         grammar_id = self._grammars.ready_id(request.sampling.structured)
@@ -114,7 +114,7 @@ class Engine:
             self._queue_sequences(choices)
 
     def abort_request(self, request_id: str, choice: int | None = None) -> None:
-        """Drop a request, or one choice of it, and free its blocks. An unknown request has ended before."""
+        """Drop a request, or one choice of it, and free its blocks. No effect on a request that has ended."""
         for sequence in list(self._sequences.get(request_id, ())):
             if choice is None or sequence.choice == choice:
                 self._remove_sequence(sequence)
@@ -153,7 +153,7 @@ class Engine:
 
     def unstarted_requests(self) -> set[str]:
         """Ids of the requests of which no choice was ever in a plan. Requests whose grammar is being compiled are left
-        out: compiling it may be what ends the group."""
+        out, because the compilation may have crashed the group."""
         waiting = {s.request.request_id for s in self.scheduler.waiting if not (s.started_at or s.num_preemptions)}
         return waiting - {s.request.request_id for s in self.scheduler.running}
 
@@ -166,7 +166,7 @@ class Engine:
         )
 
     def snapshot_blocks(self) -> list[KvEvent]:
-        """A `stored` event for every prefix block held. The snapshot contains the events of all earlier steps."""
+        """A `stored` event for every prefix block held, as of the events of all earlier steps."""
         return self.scheduler.kv_cache.snapshot()
 
     def check(self) -> None:
@@ -179,8 +179,7 @@ class Engine:
         assert queued == known, "a sequence is lost or left behind"
 
     def _refuse_overdue(self, now: float) -> None:
-        """Refuse the requests that have not started by their deadline. A started request is aborted by its router.
-        Costs one comparison unless a deadline has passed."""
+        """Refuse the requests that have not started by their deadline. Routers abort the started ones."""
         if now < self._next_deadline:
             return
         waiting = itertools.chain(self.scheduler.waiting, self._grammars.waiting_sequences())
@@ -224,7 +223,7 @@ class Engine:
         row, sequence = step.plan.rows[index], step.sequences[index]
         sequence.num_pending -= int(row.sample)
         sequence.started_at = sequence.started_at or step.started_at
-        if sequence.is_finished:  # it ended after this step was planned
+        if sequence.is_finished:  # since this step was planned
             return None
         if index in result.failed:
             self._grammars.mark_failed(sequence)
@@ -232,7 +231,7 @@ class Engine:
             return None
         if row.sample:
             sequence.token_ids.append(result.token_ids[index])
-        if sequence.num_preemptions == step.preemptions[index]:  # else the blocks that this step wrote are freed
+        if sequence.num_preemptions == step.preemptions[index]:  # else a preemption freed the blocks
             sequence.num_computed = row.start + row.num_tokens
         self._input_processor.hash_full_blocks(sequence)
         if sequence.num_registered < sequence.num_computed // self.block_size:
@@ -275,7 +274,7 @@ class Engine:
                 self._queue_sequences(choices)
 
     def _record_step(self, step: _StepInFlight) -> tuple[int, float]:
-        """Record a step that has just ended. Return its prefill tokens and the seconds it took."""
+        """Record a step that has just ended. Return its number of prefill tokens and its seconds."""
         now = self._clock()
         # A pipelined step begins when the step before it ends.
         seconds = now - max(step.started_at, self._last_confirmed_at)

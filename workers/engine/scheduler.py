@@ -6,12 +6,12 @@ Continuous batching under a token budget. Each step takes, in this order:
 2. the next chunk of running prompts,
 3. waiting sequences, by priority and then in order of arrival.
 
-A cached prefix is not computed again. Blocks that only the host tier holds are restored where that is faster than
-computing them; meanwhile the sequence holds its slot and blocks but is in no plan. A sequence whose next block another
-one is computing waits for that block.
+A cached prefix is not computed again. Blocks that only the host tier holds are restored if that is faster than
+computing them. During its restores a sequence holds its slot and blocks but is in no plan. A sequence waits while
+another sequence computes the next block that both need.
 
-When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. Only sequences that
-arrived later than the one in need are preempted, so the oldest one always finishes.
+When blocks run out, a sequence is preempted: it gives up its slot and blocks and waits again. A sequence never
+preempts one that arrived before it, so the oldest sequence always finishes.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ _SMALLEST_CHUNK: Final = 16  # tokens; a smaller chunk costs little more than th
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`attention_crossover`: the context length at which a token's attention costs as much as all else (tokens)."""
+    """`attention_crossover`: the context length in tokens at which attention takes as long as the linears."""
 
     block_size: int
     max_num_seqs: int
@@ -40,12 +40,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
-    """What a waiting sequence need not compute: its leading blocks, None for one to restore from the host tier."""
+    """What a waiting sequence need not compute. `blocks`: its leading blocks, None for a restore from the host."""
 
     blocks: list[int | None]
-    device_blocks: list[int]  # those that are not None
+    device_blocks: list[int]  # `blocks` without None
     num_tokens: int
-    is_forked: bool  # the blocks are those of the sequence's leader; the last one may hold other tokens too
+    is_forked: bool  # the blocks are the leader's; the last one may also hold tokens of the leader's output
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _TokenBudget:
 
         price(start, count) = count * (1 + (start + count / 2) / crossover)
 
-    A step without decodes takes as many tokens as fit.
+    In a step without decodes, price = count.
     """
 
     left: float
@@ -79,7 +79,7 @@ class _TokenBudget:
 
 
 class Scheduler:
-    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are in order of arrival."""
+    """Owns the sequences' slots and the blocks of `kv_cache`. `waiting` and `running` are sorted by `arrival`."""
 
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
         self.config = config
@@ -94,7 +94,7 @@ class Scheduler:
         self._num_steps = 0
 
     def add_sequence(self, sequence: Sequence) -> None:
-        """Queue a sequence. The pool must be large enough to hold it alone."""
+        """Queue a sequence, which must fit in the pool if it runs alone."""
         if self.waiting and self.waiting[-1].arrival > sequence.arrival:
             self._insert_waiting(sequence)
         else:
@@ -117,7 +117,7 @@ class Scheduler:
         return plan, scheduled
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """Remove a sequence that ended, from wherever it is, and free its slot and blocks."""
+        """Remove an ended sequence from `running` or `waiting`, and free its slot and blocks."""
         sequence.is_finished = True
         if sequence.slot >= 0:
             self.running.remove(sequence)
@@ -126,14 +126,14 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def register_blocks(self, sequence: Sequence) -> None:
-        """Add the sequence's newly full blocks to the prefix cache. Where another block holds the same prefix, the
-        sequence uses that one from now on and its own is freed."""
+        """Add the sequence's newly full blocks to the prefix cache. If another block already holds a prefix, the
+        sequence switches to that block and frees its own."""
         size = self.config.block_size
         for index in range(sequence.num_registered, min(sequence.num_computed // size, len(sequence.block_hashes))):
             block_hash = sequence.block_hashes[index]
             parent = sequence.block_hashes[index - 1] if index else b""
             block = sequence.block_table[index]
-            # Known already if the block was found in the cache behind one that had to be restored.
+            # A cached block that follows a restored one is registered already.
             known = self.pool.get_cached_block(block_hash)
             if known != block:
                 known = self.pool.register_block(block, block_hash, parent, index, sequence.request.owner)
@@ -147,14 +147,14 @@ class Scheduler:
 
     def record_copies(self, report: CopyReport) -> None:
         """Apply the ranks' report on copies between the tiers. Sequences whose restores are all done can be planned;
-        a sequence with a broken block waits again."""
-        for sequence, broken_at in self.kv_cache.record_copies(report):
-            if broken_at is None:
+        a sequence with a corrupt block waits again."""
+        for sequence, corrupt_at in self.kv_cache.record_copies(report):
+            if corrupt_at is None:
                 sequence.num_computed = sequence.num_scheduled
                 self.register_blocks(sequence)
                 continue
-            # The blocks before the broken one are registered, so that the next admission finds them.
-            sequence.num_computed = broken_at * self.config.block_size
+            # The blocks before the corrupt one are registered, so that the next admission finds them.
+            sequence.num_computed = corrupt_at * self.config.block_size
             self.register_blocks(sequence)
             sequence.cached_device_tokens = -1
             sequence.cached_host_tokens = min(sequence.cached_host_tokens, sequence.num_computed)
@@ -178,8 +178,8 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan, scheduled: list[Sequence]) -> None:
         for sequence in list(self.running):
-            # At max_len everything is planned: the token in flight will end the sequence, whichever it is. A slot
-            # below 0 means that the sequence has just been preempted for an older one.
+            # At max_len the token in flight ends the sequence, whatever its id. A slot below 0: this loop has
+            # preempted the sequence for an older one.
             if sequence.slot < 0 or sequence.num_unscheduled != 1 or sequence.num_tokens >= sequence.max_len:
                 continue
             if sequence.num_restoring:
@@ -195,23 +195,22 @@ class Scheduler:
                 scheduled.append(sequence)
 
     def _plan_row(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
-        """Add the sequence's next `count` tokens to the plan. Missing blocks are allocated, a shared block is copied
-        before it is written. The caller has made sure that there are enough blocks."""
+        """Add the sequence's next `count` tokens to the plan. Allocate missing blocks, and copy a shared block before
+        it is written. The caller makes sure that there are enough blocks."""
         size = self.config.block_size
         start = sequence.num_scheduled
         for index in range(start // size, (start + count - 1) // size + 1):
-            known = index < len(sequence.block_table)
-            if not known:
+            is_sent = index < len(sequence.block_table)  # whether the ranks have this entry of the table
+            if not is_sent:
                 sequence.block_table += self.pool.allocate_blocks(1)
             elif not self.pool.is_writable(shared := sequence.block_table[index]):
                 (sequence.block_table[index],) = self.pool.allocate_blocks(1)
                 plan.copies.append((shared, sequence.block_table[index]))
                 self.pool.release_blocks([shared])
-                known = False
+                is_sent = False
             self.kv_cache.demote_before_write(sequence.block_table[index], plan)
-            if known:
-                continue
-            plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
+            if not is_sent:
+                plan.table_writes.append(TableWrite(sequence.slot, index, sequence.block_table[index]))
         sequence.num_scheduled += count
         sample = sequence.num_scheduled == sequence.num_tokens
         sequence.num_pending += int(sample)
@@ -220,7 +219,7 @@ class Scheduler:
     # Preemption.
 
     def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt sequences until there is a block for this sequence's next token. False: it was preempted itself."""
+        """Preempt until there is a block for the next token of `sequence`. False if `sequence` was preempted itself."""
         while self._count_missing_blocks(sequence) > self.pool.num_available:
             victim = self._cheapest_victim(sequence)
             self._preempt_sequence(victim, plan)
@@ -229,15 +228,15 @@ class Scheduler:
         return True
 
     def _count_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks to allocate before the next token is written: 1 if it starts a block or shares its last, else 0."""
+        """Blocks to allocate for the next token: 1 if the token starts a block or its block is not writable, else 0."""
         index = sequence.num_scheduled // self.config.block_size
         table = sequence.block_table
         return int(index == len(table) or not self.pool.is_writable(table[index]))
 
     def _cheapest_victim(self, needy: Sequence) -> Sequence:
-        """The later sequence whose blocks are cheapest to get back; `needy` itself if it is the latest."""
+        """Of the sequences that arrived after `needy`, the cheapest to preempt; `needy` if there is none."""
         later = [s for s in self.running if s.arrival > needy.arrival]
-        return min(later, key=lambda s: (self.kv_cache.preemption_cost(s), _backwards(s.arrival)), default=needy)
+        return min(later, key=lambda s: (self.kv_cache.preemption_cost(s), _latest_first(s.arrival)), default=needy)
 
     def _preempt_sequence(self, victim: Sequence, plan: StepPlan) -> None:
         # Decodes are planned oldest first and victims arrived later, so a victim has no row in this plan yet.
@@ -278,19 +277,19 @@ class Scheduler:
                     continue
                 self._plan_row(plan, sequence, budget.take_tokens(sequence.num_scheduled, sequence.num_unscheduled))
                 scheduled.append(sequence)
-            else:  # no later sequence overtakes one that needs more room
+            else:  # no later sequence overtakes this one, even if it needs less room
                 self.waiting.appendleft(sequence)
                 break
         self.waiting.extendleft(reversed(passed_over))
 
     def _waits_for_another(self, sequence: Sequence, *, beside_decodes: bool) -> bool:
-        """Whether something that it needs is being computed: its own last token, its leader's prompt, its prefix."""
+        """Whether a token, the leader's prompt or a prefix block that `sequence` needs is being computed."""
         leader = sequence.leader
         if sequence.num_pending:
             return True
         if leader is not None and not leader.is_finished:
-            # Until the leader has computed the prompt, waiting is cheaper than computing it twice. A leader that still
-            # prefills (it was resumed) would write to the last block after it is shared.
+            # Waiting for the leader's prompt is cheaper than computing it twice. A resumed leader that still prefills
+            # would write to its last prompt block after that block is shared.
             return leader.num_computed < leader.prompt_len or leader.num_unscheduled > 1 or leader.num_restoring > 0
         return self._prefixes.is_prefix_pending(sequence, beside_decodes=beside_decodes)
 
@@ -308,11 +307,11 @@ class Scheduler:
         cacheable = self._prefixes.count_cacheable_blocks(sequence)
         self._prefixes.add_pending(sequence, sequence.block_hashes[sequence.num_registered : cacheable])
         self._insert_running(sequence)
-        self._announce_sequence(sequence, plan)
+        self._plan_new_row(sequence, plan)
         return True
 
     def _find_prefix(self, sequence: Sequence, *, beside_decodes: bool) -> _CachedPrefix:
-        """The prompt blocks of the sequence's leader, else what the tiers hold."""
+        """The prompt blocks of the sequence's running leader, else the cached blocks of both tiers."""
         leader = sequence.leader
         if leader is not None and leader.slot >= 0 and not leader.is_finished:
             shared = leader.block_table[: self._count_blocks(sequence.prompt_len)]
@@ -322,7 +321,7 @@ class Scheduler:
         return _CachedPrefix(found, on_device, len(found) * self.config.block_size, is_forked=False)
 
     def _has_room(self, prefix: _CachedPrefix, num_new_blocks: int) -> bool:
-        """Whether the pool has these blocks, and one more for each running sequence, which may need it next."""
+        """Whether the pool has these blocks, and one spare block for each running sequence."""
         num_unused = sum(self.pool.is_unused(block) for block in prefix.device_blocks)
         reserve = len(self.running) + int(prefix.is_forked) if self.running else 0  # a fork copies its last block
         return num_new_blocks + num_unused + reserve <= self.pool.num_available
@@ -336,8 +335,8 @@ class Scheduler:
         sequence.num_registered = prefix.num_tokens // self.config.block_size
 
     def _restore_blocks(self, sequence: Sequence, prefix: _CachedPrefix) -> None:
-        """Queue the restore of the blocks that only the host tier holds. Tokens from the first of them on count as
-        computed when all restores are done."""
+        """Queue the restores of the blocks that only the host tier holds. Until all are done, only the tokens before
+        the first such block count as computed."""
         if None not in prefix.blocks:
             return
         sequence.num_registered = prefix.blocks.index(None)
@@ -352,8 +351,8 @@ class Scheduler:
             at -= 1
         self.running.insert(at, sequence)
 
-    def _announce_sequence(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Tell the ranks about a sequence that has been given a slot."""
+    def _plan_new_row(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Add the tokens, parameters and block table of an admitted sequence to the plan."""
         sampling = sequence.request.sampling
         stops = tuple(sorted(sequence.end_token_ids)) if sampling.min_tokens else ()
         ids = list(sequence.token_ids)
@@ -364,5 +363,5 @@ class Scheduler:
         return -(-num_tokens // self.config.block_size)
 
 
-def _backwards(arrival: tuple[int, int]) -> tuple[int, int]:
+def _latest_first(arrival: tuple[int, int]) -> tuple[int, int]:
     return -arrival[0], -arrival[1]

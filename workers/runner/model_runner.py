@@ -65,7 +65,7 @@ class ModelRunner:
         self._kv = layer_caches(layout, pool)
         self._device = pool.device
         max_blocks = -(-max_model_len // layout.block_size)
-        # The batch state, one row per slot. The token column after the last holds the token sampled there.
+        # The batch state, one row per slot. The extra token column is for a token sampled after the last position.
         self._token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32, device=self._device)
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=self._device)
         self._sampler = Sampler(max_num_seqs, self._device)
@@ -80,7 +80,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
-        """Compute a plan. On a GPU the kernels are queued, not done, when this returns."""
+        """Compute a plan. On a GPU, return once the kernels are queued."""
         self.steps += 1
         self._grammar_compiler.start_compiling(plan)
         if self._copier is not None:
@@ -100,7 +100,7 @@ class ModelRunner:
             self._bitmasks.set_grammar(new)
         if plan.table_writes:
             triples = self._int32([(write.slot, write.index, write.block) for write in plan.table_writes]).T
-            # If two writes have one entry, the later must win, which an indexed store does not guarantee.
+            # Of two writes to one entry the later must win, which an indexed store does not guarantee.
             latest = {(write.slot, write.index): i for i, write in enumerate(plan.table_writes)}
             if len(latest) < len(plan.table_writes):
                 triples = triples[:, self._int64(list(latest.values()))]
@@ -198,7 +198,7 @@ class ModelRunner:
         return DeviceStep(len(rows), sampled, download, logprobs, prompt_logprobs, failed=failed_rows)
 
     def _apply_bitmasks(self, logits: Tensor, slots: list[int]) -> dict[int, str]:
-        """Mask the tokens that structured output forbids. Returns, by row, why a row cannot continue."""
+        """Mask the tokens that structured output forbids. Return the reason for each row that cannot continue."""
         masks = self._bitmasks.compute_masks(slots)
         if masks is None:
             return {}

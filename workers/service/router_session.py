@@ -3,9 +3,8 @@
     router -> read_messages -> engine loop         submissions, aborts, requests for a snapshot
     router <- outbox        <- SessionTable        registration, snapshot, tokens, KV events, load, refusals
 
-SessionTable holds the sessions of a group and their open requests, and turns an engine step into messages. Two threads
-meet in this file: sessions live in the event loop of the service's thread, and the engine's thread calls the methods
-that say so.
+SessionTable holds the sessions of a group and their open requests, and turns an engine step into messages. Sessions run
+in the event loop of the service's thread. A method that the engine's thread calls says so in its docstring.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Outgoing = tuple["RouterSession", wire.FromGroup]
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A submission that the group is answering. `choices`: those that have not finished."""
+    """A submission that the group is answering. `choices`: indices of the unfinished choices."""
 
     session: RouterSession
     submit_id: int
@@ -53,10 +52,10 @@ class OpenRequest:
 class SessionTable:
     """The sessions of a group and their open requests.
 
-    `sessions`: those that have registered, by number; only the engine's thread changes it.
+    `sessions`: registered sessions by number; only the engine's thread changes the dict.
     `requests`: by the engine's request id. The service's thread adds requests and both threads remove them:
-    `close_request` pops a request atomically, so that only the first caller gets it and logs its outcome.
-    `max_open`: the most open requests of all routers together.
+    `close_request` pops a request atomically, so only the first caller gets the request and logs its outcome.
+    `max_open`: limit on the open requests of all routers together.
     """
 
     def __init__(self, registration: wire.Registration, log: RequestLog, max_open: int) -> None:
@@ -68,7 +67,7 @@ class SessionTable:
         self._log = log
 
     def open_request(self, request_id: str, session: RouterSession, submit: wire.Submit, num_choices: int) -> None:
-        """Add a submission that is about to be given to the engine."""
+        """Add a submission. Call this before the engine gets the request."""
         assert request_id not in self.requests, f"{request_id} is open"
         carrier = {"traceparent": submit.traceparent, "tracestate": submit.tracestate}
         record = self._log.open_request(submit.request_id, len(submit.prompt_token_ids), carrier)
@@ -89,7 +88,7 @@ class SessionTable:
 
     def build_messages(self, output: StepOutput) -> list[Outgoing]:
         """The messages of one engine step, in the order of sending: KV events to all sessions, one batch of tokens to
-        each session that has some, refusals. Requests that end with this step are closed. In the engine's thread."""
+        each session with outputs, refusals. Closes the requests that end with this step. In the engine's thread."""
         messages: list[Outgoing] = []
         if output.events:
             if self.sessions:
@@ -100,7 +99,7 @@ class SessionTable:
         for sequence in output.outputs:
             request = self.requests.get(sequence.request_id)
             if request is None:
-                continue  # its router has left or aborted it, and the engine has not seen the abort yet
+                continue  # the router has left or aborted the request, and the engine has not processed the abort yet
             session = request.session
             batch = batches.get(session.number)
             if batch is None:
@@ -122,10 +121,10 @@ class SessionTable:
 
 
 class RouterSession:
-    """One router's stream. Make it in the service's event loop, then `run` it.
+    """One router's stream. Create the session in the service's event loop, then call `run`.
 
     `number`: unique in this incarnation of the group. `router`: the router's name, for logs.
-    `num_processed`: how many of this stream's submissions the engine has processed; only the engine's thread uses it.
+    `num_processed`: this stream's submissions that the engine has processed; only the engine's thread uses the count.
     """
 
     def __init__(self, number: int, router: str, table: SessionTable, engine: EngineLoop, buffer_bytes: int) -> None:
@@ -149,7 +148,7 @@ class RouterSession:
         try:
             await asyncio.wait([reading, writing, overflow], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # gRPC cannot end a stream during a write that was cancelled: the router would wait until its timeout.
+            # gRPC cannot end a stream after a cancelled write, and the router would wait for its timeout.
             self.outbox.close()
             await asyncio.wait([writing], timeout=_LAST_WRITE_SECONDS)
             for task in (reading, writing, overflow):
@@ -177,16 +176,16 @@ class RouterSession:
 
     async def _send_snapshot(self, *, with_registration: bool = False) -> None:
         if self.outbox.has_pending_snapshot:
-            return  # events continue the pending one without a gap
+            return  # the router gets the pending snapshot and every event after it
         self.outbox.hold_events()
         join = partial(self._join_group, with_registration)
         sequence, blocks = await asyncio.wrap_future(self._engine.call_between_steps(join))
         self.outbox.put_snapshot(sequence, snapshot_messages(self._table.registration.epoch, sequence, blocks))
 
     def _join_group(self, with_registration: bool, engine: Engine) -> tuple[int, list[KvEvent]]:
-        """Receive events from the next step on; return its first event's number and all blocks held. In the engine's
-        thread, between two steps: no event falls between the snapshot and the first published one, and a group whose
-        engine hangs never registers, so that routers do not send it work again and again."""
+        """Send this session the KV events of all later steps. Return the sequence number of their first event, and the
+        blocks held. In the engine's thread, between two steps, so no event is missing between snapshot and events, and
+        a group whose engine hangs never registers: routers would send it work again and again."""
         table = self._table
         if with_registration:
             message = wire.FromGroup(registration=table.registration)
@@ -207,7 +206,7 @@ class RouterSession:
                 raise Overloaded(f"group {table.registration.group} has {count} requests, as many as it holds")
         except CoatcheckError as error:
             self.outbox.put_message(refusal_message(submit.id, submit.attempt, error))
-            self._engine.call_between_steps(lambda _: count_processed())  # after the submissions queued before
+            self._engine.call_between_steps(lambda _: count_processed())  # queued, to keep the order of submissions
             return
         table.open_request(request_id, self, submit, request.sampling.n)
         self._engine.submit_request(request, partial(self._refuse_request, request_id), count_processed)
@@ -215,7 +214,7 @@ class RouterSession:
     def _abort_request(self, request_id: str, choice: int | None) -> None:
         request = self._table.requests.get(request_id)
         if request is None:
-            return  # it has ended
+            return  # the request has ended
         if choice is not None:
             self._table.close_choice(request_id, request, choice)
         else:
@@ -223,7 +222,7 @@ class RouterSession:
         self._engine.abort_request(request_id, choice)
 
     def _count_processed(self, number: int) -> None:
-        """The stats of every later step include this stream's first `number` submissions. In the engine's thread."""
+        """Record that later stats include this stream's first `number` submissions. In the engine's thread."""
         self.num_processed = number
 
     def _refuse_request(self, request_id: str, error: CoatcheckError) -> None:
@@ -235,10 +234,10 @@ class RouterSession:
 
     def _leave_group(self) -> None:
         _log.info("router %r left", self.router)
-        self._engine.call_between_steps(lambda _: self._table.sessions.pop(self.number, None))  # after a queued join
+        self._engine.call_between_steps(lambda _: self._table.sessions.pop(self.number, None))  # queued after any join
         for request_id in self.open_requests():
             self._abort_request(request_id, None)
 
     def _engine_id(self, submit_id: int) -> str:
-        """The engine's request id: routers number their submissions independently of each other."""
+        """The engine's request id. Submission ids are unique only within a session."""
         return f"{self.number}.{submit_id}"
