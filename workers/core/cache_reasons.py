@@ -1,6 +1,6 @@
 """Why a prompt's prefix was not cached, and why blocks were evicted.
 
-For operators only. Clients must not learn that another tenant asked for the same tokens.
+Only operators may see these reasons. Clients must not learn that another tenant asked for the same tokens.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class EvictionReason(Enum):
 
     UNWANTED = 1  # a request said that it is not needed again
     WORTH_LEAST = 2  # first in the order of the eviction policy
-    OVER_SHARE = 3  # its tenant held more than others that are below their fair share
-    NOTHING_ELSE = 4  # only sheltered and retained blocks were left
+    OVER_SHARE = 3  # first in that order, except for blocks of tenants below their fair share
+    NOTHING_ELSE = 4  # only retained blocks and those of tenants below their fair share were left
 
 
 class MissReason(Enum):

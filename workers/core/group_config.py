@@ -13,8 +13,8 @@ from coatcheck.workers.core.kv_dtype import KV_DTYPES
 class GroupConfig:
     """`kv_memory`: bytes for each rank, or a share (0, 1] of the free device memory (on CPU: host memory).
 
-    `host_kv_memory`: the same of host memory, for the host tier; 0 for none.
-    `max_waiting`: requests of all routers together; the group refuses more.
+    `host_kv_memory`: bytes for each rank, or a share of the free host memory, for the host tier; 0 for none.
+    `max_waiting`: limit on the waiting requests of all routers together; the group refuses more.
     `threads`: intra-op threads of each rank on CPU; 0 divides the host's cores among its ranks.
     `plane`: rank 0's certificate and the routers that it trusts; None for plain connections.
     `meeting_seconds`: the time within which all ranks must start and load.
@@ -46,7 +46,7 @@ class GroupConfig:
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidConfig for an invalid setting."""
+        """Raise InvalidConfig for an invalid setting."""
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidConfig(f"device is {self.device!r}; use auto, cpu or cuda")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -12,7 +12,7 @@ class EngineRequest:
 
     `resume[choice]`: output tokens that another group has delivered. They count as output (limits, penalties,
     positions) and are not sent again.
-    `priority`: the lowest goes first.
+    `priority`: the lowest number goes first.
     `uncached_tokens`: prompt tokens that the router expects to be computed; None for all.
     `seconds_left`: the request must start within this time or is refused; None for no deadline.
     `tenant`: "" if every `cache_salt` is a tenant.

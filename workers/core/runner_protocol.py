@@ -1,7 +1,4 @@
-"""Runner: the interface between the engine, which decides, and what computes its steps.
-
-One process may compute or many, on any device. Tests replace the runner with a fake.
-"""
+"""Runner: the interface through which the engine has its steps computed, in one process or many. Tests use a fake."""
 
 from dataclasses import dataclass, field
 from typing import Protocol

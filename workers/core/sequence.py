@@ -5,7 +5,7 @@ have asked for, *computed* is what ranks have reported.
 
     token_ids   [ prompt ............ | resumed | generated ]        known tokens
                   ^ num_computed: tokens whose KV is in the pool
-                     ^ num_scheduled: and those of plans in flight
+                     ^ num_scheduled: the same, and the tokens of plans in flight
     num_pending   tokens that plans in flight sample; not yet in token_ids
 """
 
@@ -20,15 +20,15 @@ from coatcheck.workers.core.step_output import FinishReason, SequenceOutput, Tok
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`leader`: the choice that computes the prompt for this one; None if this one does.
+    """`leader`: the choice of the same request that computes the shared prompt; None if this choice does.
 
     `max_len`: tokens, prompt included, at which the sequence ends.
-    `arrival`: the place in every queue: (priority, order of arrival).
+    `arrival`: sort key of every queue: (priority, order of arrival).
     `end_token_ids`: end-of-sequence tokens (unless ignored) and the request's stop tokens.
     `num_registered`: leading blocks that are registered in the prefix cache.
-    `num_restoring`: blocks that are being copied from the host tier. The sequence is not planned until all are here.
+    `num_restoring`: blocks that are being copied from the host tier. The sequence is in no plan until this is 0.
     `cached_device_tokens`, `cached_host_tokens`: of the prompt, at the first admission; -1 before.
-    `awaited_hash`: the prefix block that another sequence was last seen to compute for this one.
+    `awaited_hash`: the last prefix block for which this sequence waited while another sequence computed it.
     """
 
     request: EngineRequest
@@ -51,10 +51,10 @@ class Sequence:
     cached_host_tokens: int = 0
     miss: PrefixMiss | None = None
     awaited_hash: bytes = b""
-    num_prompt_logprobs: int = 0  # sent
+    num_prompt_logprobs: int = 0  # already sent
     has_sent_output: bool = False
     submitted_at: float = 0.0
-    deadline: float = math.inf  # to be started by
+    deadline: float = math.inf  # refused if not started by then
     started_at: float = 0.0  # when the first step was planned; 0 before
     finish_reason: FinishReason | None = None
     is_finished: bool = False  # ended or aborted; results in flight are dropped
@@ -94,9 +94,9 @@ class Sequence:
         return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
 
     def take_new_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
-        """Those of `logprobs`, which begin at position `start`, that have not been sent.
+        """The part of `logprobs` that has not been sent. `start`: the position of the first of `logprobs`.
 
-        A preempted prompt is computed again, perhaps in other chunks.
+        After a preemption the prompt is computed again, perhaps in other chunks, so `logprobs` may overlap those sent.
         """
         known = self.num_prompt_logprobs - start
         new = logprobs[known:] if known >= 0 else []

@@ -1,6 +1,6 @@
 """StepOutput: the result of one engine step, for the service: new tokens, KV events, statistics.
 
-Immutable or handed over, so that values can pass between threads.
+Values pass between threads, so they are immutable, or the engine keeps no reference to them.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class TokenLogprob:
 class SequenceOutput:
     """New tokens of one choice.
 
-    `cached_*` (-1 otherwise), `queued_seconds`, `prefill_seconds` and `miss` are set with the first token.
+    `cached_*`, `queued_seconds`, `prefill_seconds` and `miss` are set with the first token only (`cached_*`: else -1).
     `prompt_logprobs` come in chunks as the prompt is computed, before or with the first token.
     """
 
@@ -75,7 +75,8 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Present values, and counts since the start (`prompt_tokens` to `steps`, demotions to misses)."""
+    """Totals since the start: `prompt_tokens` to `prefill_seconds`, `demotions` to `prefix_misses`. The others are
+    present values."""
 
     running: int
     waiting: int

@@ -1,4 +1,4 @@
-"""StepPlan: everything that a rank must know to compute one step, as plain integers.
+"""StepPlan: what a rank computes in one step, as plain integers.
 
 Rank 0's scheduler makes the plan. Every rank, rank 0 included, applies it to its own copy of the state: a table of
 token ids and a table of block numbers, with one row (a *slot*) for each running sequence. A plan has no token ids for
@@ -21,7 +21,7 @@ _HEADER = 10
 class NewRow:
     """A sequence gets a slot.
 
-    `stop_token_ids`: tokens that may not be sampled before `min_tokens`; the model's end tokens and the request's.
+    `stop_token_ids`: the model's and the request's end tokens, which may not be sampled before `min_tokens`.
     """
 
     slot: int
@@ -147,8 +147,8 @@ def _bits(*values: float) -> "array[int]":
 
 
 def _encode_sampling(params: SamplingParams) -> "array[int]":
-    # Only what changes the draw. Rank 0 handles stop strings, n, max_tokens and ignore_eos; grammars are sent once, in
-    # `new_grammars`, because they may be long.
+    # Only what changes the draw. Rank 0 handles n, max_tokens and ignore_eos, the router stop strings. Grammars may be
+    # long, so each is sent once, in `new_grammars`.
     out = array("i", struct.pack("=Q", params.seed or 0))
     out.extend(_bits(params.temperature, params.top_p, params.min_p))
     out.extend(_bits(params.repetition_penalty, params.presence_penalty, params.frequency_penalty))

@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """`run` in the thread that warmed the model up, or `start` a thread of its own.
+    """Call `run` in the thread that ran the warm-up, or `start` to use a new thread.
 
-    OpenMP keeps a team of threads for each thread that ever computed, and once all teams together outnumber the cores
-    it stops spinning for any of them: a second computing thread costs every parallel region a wake-up.
+    A new thread is slower on CPUs. OpenMP keeps a team of threads for each thread that ever computed. If all teams
+    together outnumber the cores, no team spins any more, and every parallel region costs a wake-up.
 
     `on_step` and `on_death` are called in the engine's thread. `on_death` is called at most once, and last.
     """
@@ -78,7 +78,7 @@ class EngineLoop:
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # the caller has cancelled it
+                return  # the caller has cancelled the future
             try:
                 future.set_result(function(self._engine))
             except BaseException as error:  # raised where the future is awaited
@@ -99,7 +99,7 @@ class EngineLoop:
             self._on_death(error)
 
     def stop(self) -> None:
-        """End after the current step. Waits for the thread of `start`. A second call does nothing."""
+        """End after the current step, and wait for the thread of `start`. A second call does nothing."""
         self._is_stopping = True
         self._commands.put(lambda: None)  # wakes a loop that waits for a command
         if self._thread.is_alive() and threading.current_thread() is not self._thread:

@@ -1,4 +1,4 @@
-"""StepStatistics: what an engine has done since its start, and how fast it is. Routers route by it."""
+"""StepStatistics: an engine's counters since its start, and its measured speed. Routers route by both."""
 
 from collections import Counter
 from collections.abc import Mapping

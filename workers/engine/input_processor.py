@@ -13,11 +13,11 @@ from coatcheck.workers.core.sequence import Sequence
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry
 from coatcheck.workers.structured.grammar_backend import GrammarBackend
 
-_MAX_KEYS: Final = 1024
+_MAX_KEYS: Final = 1024  # cached block keys
 
 
 class InputProcessor:
-    """`max_model_len`: the most tokens of a sequence that model and pool can hold."""
+    """`max_model_len`: the most tokens of a sequence that both the model and the KV pool can hold."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class InputProcessor:
         self._grammars = grammars
         self._prefixes = prefixes
         self._clock = clock
-        self._keys: dict[str, bytes] = {}  # a cache, by cache salt
+        self._keys: dict[str, bytes] = {}  # cached block keys, by cache salt
         self._num_sequences = 0  # since the start
 
     def make_sequences(self, request: EngineRequest, grammar_id: int | None) -> list[Sequence]:
-        """One sequence for each choice. All but the first share the first one's prompt. The prefix registry records
-        which prefix the request wants.
+        """One sequence for each choice. The first computes the prompt for the others. The prefix registry records the
+        request's prefix.
 
-        `grammar_id`: of the request's grammar, if every rank has compiled it. Raises InvalidRequest, and
-        ContextLengthExceeded for more than max_model_len tokens; then nothing has changed.
+        `grammar_id`: of the request's grammar, if every rank has compiled the grammar. Raises InvalidRequest, and
+        ContextLengthExceeded for more than max_model_len tokens, and then changes nothing.
         """
         self._check_request(request)
         if grammar_id is not None:

@@ -1,12 +1,11 @@
-"""StragglerSignal: how many times as long as usual this group's steps take, whatever they compute.
+"""StragglerSignal: the ratio of a group's step time to the usual time of steps with the same amount of work.
 
     work     = of a step: Σ over its rows of tokens × (1 + context / crossover), in tokens of an empty context
     usual    = seconds of a step of this much work, with or without prompts: by powers of two, averaged over minutes
     slowness = Σ seconds / Σ usual seconds, over the last few seconds of steps
 
 Long contexts, large batches and long prompts are more work, not slowness. A slowdown that lasts becomes usual in time.
-The signal finds a machine that is throttled, swaps or has a bad link while its group still answers. The caller passes
-all times.
+The signal finds a machine that is throttled, swaps or has a bad link while its group still answers.
 """
 
 from math import exp, log
@@ -20,11 +19,11 @@ _USUAL_SECONDS: Final = 600.0
 _FEWEST_STEPS: Final = 20  # before the usual seconds of an amount of work are known
 # The most seconds that one step counts, unless it usually takes longer: a single pause is no slowness.
 _LONGEST_PAUSE: Final = 2.0
-_IDLE_SECONDS: Final = 10.0  # after which the steps before are forgotten
+_IDLE_SECONDS: Final = 10.0  # a longer pause resets the slowness
 
 
 class StragglerSignal:
-    """`crossover`: the context length at which a token's attention costs as much as all else (tokens)."""
+    """`crossover`: the context length in tokens at which attention takes as long as the linears."""
 
     def __init__(self, crossover: int) -> None:
         self._crossover = crossover
@@ -34,7 +33,7 @@ class StragglerSignal:
 
     @property
     def slowness(self) -> float:
-        """Over the last few seconds of steps. 1 is as usual, and the value while too little is known."""
+        """Over the last few seconds of steps. 1 is usual; also 1 while too little is known."""
         return self._spent / self._expected if self._spent > _RECENT_SECONDS / 2 else 1.0
 
     def record_step(self, plan: StepPlan, seconds: float, now: float) -> None:

@@ -28,7 +28,7 @@ class BlockPoolStats:
 
 
 class BlockPool:
-    """Blocks 0 to `num_blocks` - 1. `evictor`: None for one of its own with LRU order."""
+    """Blocks 0 to `num_blocks` - 1. `evictor`: by default one with LRU order."""
 
     def __init__(self, num_blocks: int, evictor: Evictor | None = None) -> None:
         self.num_blocks = num_blocks
@@ -104,7 +104,7 @@ class BlockPool:
         return known
 
     def requeue_block(self, block_hash: bytes) -> None:
-        """Queue the block for eviction again, as its retention claims have changed. No effect on used blocks."""
+        """Queue the block for eviction again after its retention claims have changed. No effect on used blocks."""
         block = self._by_hash.get(block_hash)
         prefix = self._prefixes[block] if block is not None else None
         if prefix is not None and prefix in self._evictor:
@@ -138,7 +138,7 @@ class BlockPool:
         return BlockPoolStats(self.num_blocks, used, len(self._evictor), len(self._free), evictions)
 
     def check(self, tables: Iterable[Iterable[int]] = ()) -> None:
-        """Raise AssertionError unless every block is in one state and has as many references as `tables` hold it."""
+        """Raise AssertionError unless every block is in one state, and has one reference for each place in `tables`."""
         holders = Counter(block for table in tables for block in table)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"

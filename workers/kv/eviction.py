@@ -7,10 +7,10 @@ order:
 
     unwanted    a request said that it is not needed again (retention priority 0); oldest first
     ordinary    all others, in the order of an `EvictionPolicy`
-    sheltered   ordinary blocks of tenants below their fair share of the tier; set aside when the policy names them
+    sheltered   ordinary blocks of tenants below their fair share of the tier; set aside when the policy picks them
     retained    a request asked to keep it; lowest priority first. At most RETAINED_SHARE of the tier is retained
 
-The shelter keeps a tenant that floods the cache from evicting everybody else's prefixes.
+The shelter keeps a tenant that floods the cache from evicting the prefixes of all other tenants.
 """
 
 import heapq
@@ -70,7 +70,7 @@ class Evictor:
         return entry is not None and entry.prefix is prefix
 
     def add_block(self, prefix: Prefix) -> None:
-        """The block is evictable now. Add the blocks of a sequence deepest first."""
+        """Make a block evictable. Add the blocks of a sequence deepest first."""
         block_hash = prefix.block_hash
         assert block_hash not in self._entries, "added twice"
         self._num_added += 1
@@ -87,7 +87,7 @@ class Evictor:
             self._add_candidate(entry)
 
     def remove_block(self, prefix: Prefix) -> None:
-        """The block is in use again, or evicted."""
+        """Remove a block that is in use again, or evicted."""
         entry = self._entries.pop(prefix.block_hash)
         self._retained_hashes.discard(prefix.block_hash)
         self._cancel_candidate(entry)
@@ -188,7 +188,7 @@ class Evictor:
             self._sheltered[tenant] = deque(candidate for candidate in queue if not candidate.is_cancelled)
 
     def _end_shelters(self) -> int:
-        """Return the candidates of tenants that are not sheltered any more to the ordinary queue. Count them."""
+        """Move the candidates of tenants that are no longer sheltered to the ordinary queue. Return how many moved."""
         tenants = [tenant for tenant in self._sheltered if not self._is_sheltered(tenant)]
         return sum(self._return_to_ordinary(self._sheltered.pop(tenant)) for tenant in tenants)
 
@@ -228,7 +228,7 @@ class Evictor:
                 self._end_retention(entry)
 
     def _limit_retained(self) -> None:
-        """End the retentions of lowest priority beyond the limit. A leaf's parents of no higher priority go with it."""
+        """End the retentions of lowest priority beyond the limit: of a leaf and its parents of no higher priority."""
         while len(self._retained_hashes) > self._max_retained and (candidate := self._retained.pop()) is not None:
             priority = candidate.prefix.claims.in_force(self.registry.now)[0]
             entry: _Entry | None = self._entries[candidate.prefix.block_hash]

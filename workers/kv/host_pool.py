@@ -3,9 +3,9 @@
 Slots have the same numbers on every rank. A slot is
 
     free
-    demoting    a block is being copied into it. A restore may read it already, because copies of one slot run in order
-    held        every rank has its part of the block, so routers are told of it
-    corrupt     its checksum did not match; it is free again when the last restore that reads it has ended
+    demoting    a block is being copied into the slot. Restores may be queued: copies of one slot run in order
+    held        every rank has its part of the block, so routers are told
+    corrupt     the checksum did not match; the slot becomes free when the last restore that reads it has ended
 
 A slot that a restore reads is *pinned* and cannot be evicted.
 """
@@ -36,7 +36,7 @@ class HostPoolStats:
 
 
 class HostPool:
-    """Slots 0 to `num_slots` - 1. `evictor`: None for one of its own with LRU order."""
+    """Slots 0 to `num_slots` - 1. `evictor`: by default one with LRU order."""
 
     def __init__(self, num_slots: int, evictor: Evictor | None = None) -> None:
         self.num_slots = num_slots
@@ -57,7 +57,7 @@ class HostPool:
         return block_hash in self._by_hash
 
     def begin_demotion(self, prefix: Prefix) -> int | None:
-        """Reserve a slot for a block that is not here yet. None if copies use every slot."""
+        """Reserve a slot for a block that the pool lacks. Return None if copies use every slot."""
         assert prefix.block_hash not in self._by_hash, "the block is here already"
         slot = self._allocate_slot()
         if slot is not None:
@@ -67,7 +67,7 @@ class HostPool:
         return slot
 
     def end_demotion(self, slot: int) -> None:
-        """Every rank has copied its part of the block."""
+        """Mark the slot as held, because every rank has copied its part of the block."""
         self._demoting.remove(slot)
         self._num_demotions += 1
         prefix = self._prefixes[slot]
@@ -76,7 +76,7 @@ class HostPool:
         self._release_slot(slot)
 
     def begin_restore(self, block_hash: bytes) -> int:
-        """Pin the slot of a block that is here, until `end_restore`."""
+        """Pin and return the slot of a block that the pool has, until `end_restore`."""
         slot = self._by_hash[block_hash]
         prefix = self._prefixes[slot]
         assert prefix is not None
@@ -97,7 +97,7 @@ class HostPool:
         self._release_slot(slot)
 
     def requeue_block(self, block_hash: bytes) -> None:
-        """Queue a block that is here for eviction again, as used now and with its present retention claims."""
+        """Queue a block that the pool has for eviction again, as just used and with its present retention claims."""
         prefix = self._prefixes[self._by_hash[block_hash]]
         if prefix is not None and prefix in self._evictor:
             self._evictor.remove_block(prefix)
@@ -169,7 +169,7 @@ class HostPool:
             self._events.append(KvEvent(False, prefix.block_hash, b"", Tier.HOST))
 
     def _release_slot(self, slot: int) -> None:
-        """A copy has ended. If it was the last one, the slot becomes evictable or free."""
+        """Make a slot that no copy uses any more evictable or free."""
         if self._pins[slot] or slot in self._demoting:
             return
         del self._pins[slot]

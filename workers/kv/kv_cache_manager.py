@@ -4,8 +4,8 @@
     has time for it
     found in the host pool -> a device block is allocated -> queued -> restored by a plan -> reported by every rank
 
-A restore holds a reference to its device block, so the block is not given away if the sequence ends meanwhile. The
-manager decides what is copied in which plan. Ranks copy.
+A restore holds a reference to its device block, so the block stays allocated even if the sequence ends meanwhile. The
+manager decides which plan contains which copies. The ranks copy.
 """
 
 from collections import Counter, deque
@@ -25,15 +25,15 @@ from coatcheck.workers.kv.eviction_policy import create_policy
 from coatcheck.workers.kv.host_pool import HostPool, HostPoolStats
 from coatcheck.workers.kv.prefix_registry import PrefixRegistry, choose_max_ghosts
 
-# Every 31st copy that costs too much is made nonetheless. A cost measured in a bad moment would else never change,
-# because nothing would be copied and measured.
+# Every 31st copy that costs too much is made nonetheless. Otherwise a cost measured in a bad moment would never change,
+# because no copy would be measured again.
 _TRIAL_EVERY: Final = 31
 
 
 @dataclass(slots=True, eq=False)
 class _Restore:
-    """A copy from a host slot to a device block. `sequence`: who needs the block, at `index` of its block table; None
-    once it has ended."""
+    """A copy from a host slot to a device block. `sequence`: has the block at `index` of its block table; None once the
+    sequence has given the block up."""
 
     sequence: Sequence | None
     index: int
@@ -42,7 +42,7 @@ class _Restore:
 
 
 class KVCacheStats(TypedDict):
-    """The part of EngineStats that is counted here."""
+    """The fields of EngineStats that KVCacheManager fills."""
 
     host_blocks_total: int
     host_blocks_used: int
@@ -64,7 +64,7 @@ class KVCacheManager:
         self.registry = pool.registry
         self.copy_cost = CopyCost(block_size)
         self._queued: deque[_Restore] = deque()
-        self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; of a demotion the host slot
+        self._in_progress: list[int | _Restore] = []  # in the order of the ranks' reports; an int is a demotion's slot
         self._num_rejected: Counter[str] = Counter()  # copies that cost too much, by direction
         self._corrupt_at: dict[Sequence, int] = {}  # index of the first corrupt block of a restoring sequence
 
@@ -89,11 +89,11 @@ class KVCacheManager:
         if num_on_host and not self.copy_cost.is_restore_faster(
             num_on_host, num_queued=len(self._queued), beside_decodes=beside_decodes
         ):
-            return found[: first_on_host + self._is_trial("restore")]  # one block measures the cost as well
+            return found[: first_on_host + self._is_trial("restore")]  # a trial restores one block
         return found
 
     def requeue_blocks(self, hashes: list[bytes]) -> None:
-        """The retention claims of this chain have changed. They count from now on, even while the request waits."""
+        """Apply the changed retention claims of this chain now, even if the request that changed them waits."""
         for block_hash in reversed(hashes):
             self.pool.requeue_block(block_hash)
             if self.host is not None and block_hash in self.host:
@@ -106,14 +106,14 @@ class KVCacheManager:
         return self.pool.registry.explain_miss(block_hash, index)
 
     def queue_restore(self, sequence: Sequence, index: int) -> None:
-        """Queue the copy of block `index`, which the host pool has, into the sequence's device block."""
+        """Queue the copy of block `index` from the host pool to the sequence's device block."""
         assert self.host is not None
         slot = self.host.begin_restore(sequence.block_hashes[index])
         self._queued.append(_Restore(sequence, index, slot, sequence.block_table[index]))
         sequence.num_restoring += 1
 
     def demote_before_write(self, block: int, plan: StepPlan) -> None:
-        """The plan will write to `block`: demote the evicted prefix whose KV is still there, if that is worthwhile."""
+        """Before the plan writes to `block`, demote the evicted prefix whose KV is still there, if worthwhile."""
         prefix = self.pool.pop_evicted_prefix(block)
         if prefix is None or self.host is None:
             return
@@ -166,7 +166,7 @@ class KVCacheManager:
         return ended
 
     def cancel_restores(self, sequence: Sequence) -> None:
-        """The sequence gives up its blocks. Restores in progress end by themselves."""
+        """Drop the queued restores of a sequence that gives up its blocks. Those in progress go on without it."""
         if not sequence.num_restoring:
             return
         assert self.host is not None
@@ -181,7 +181,7 @@ class KVCacheManager:
         sequence.num_restoring = 0
 
     def preemption_cost(self, sequence: Sequence) -> float:
-        """Seconds to get back the blocks that only `sequence` holds. Their tokens, if nothing has been measured."""
+        """Seconds to get back the blocks that only `sequence` holds; their number of tokens if nothing is measured."""
         num_shared = sum(self.pool.is_shared(block) for block in sequence.block_table)
         num_tokens = max(sequence.num_scheduled - num_shared * self.copy_cost.block_size, 0)
         if self.host is None or not self.copy_cost.prefill:
@@ -189,7 +189,7 @@ class KVCacheManager:
         return self.copy_cost.recovery_seconds(num_tokens)
 
     def update_copy_cost(self, copies: CopyReport | None, *, tokens_per_second: float, step_seconds: float) -> None:
-        """Record how fast ranks copy (`copies` None: no news), prefill and decode."""
+        """Record how fast ranks copy, prefill and decode. `copies`: None without a new measurement."""
         if self.host is not None:
             self.copy_cost = self.copy_cost.updated(copies, tokens_per_second=tokens_per_second, step=step_seconds)
 

@@ -17,7 +17,7 @@ def choose_num_blocks(
 ) -> int:
     """`kv_memory`: bytes for this rank if above 1, else a share of `free_bytes`, divided among `sharing_ranks`.
 
-    `max_model_len`: the length that the operator asked for, or None.
+    `max_model_len`: the operator's setting, or None.
     Raises InvalidConfig if the pool exceeds `free_bytes`, or cannot hold one block or a sequence of `max_model_len`.
     """
     pool_bytes = int(kv_memory) if kv_memory > 1 else int(kv_memory * free_bytes / sharing_ranks)

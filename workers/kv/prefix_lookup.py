@@ -7,11 +7,8 @@ from coatcheck.workers.kv.kv_cache_manager import KVCacheManager
 
 
 class PrefixLookup:
-    """Owned by the scheduler.
-
-    Running sequences announce the prefix blocks that they will compute or restore (*pending* blocks). Sequences that
-    need the same block wait for it instead of computing it twice.
-    """
+    """A block is *pending* while a running sequence is going to compute or restore it. Another sequence that needs the
+    block waits instead of computing it twice."""
 
     def __init__(self, kv_cache: KVCacheManager, block_size: int) -> None:
         self._kv_cache = kv_cache
@@ -19,7 +16,7 @@ class PrefixLookup:
         self._pending: dict[bytes, Sequence] = {}  # by block hash
 
     def count_cacheable_blocks(self, sequence: Sequence) -> int:
-        """Leading full blocks that can be taken from the cache. At least one token is computed, for its logits."""
+        """Leading full blocks that may come from the cache. At least one token must be computed, for its logits."""
         return min(len(sequence.block_hashes), (len(sequence.token_ids) - 1) // self._block_size)
 
     def find_cached_blocks(self, sequence: Sequence, *, beside_decodes: bool) -> list[int | None]:
@@ -30,12 +27,12 @@ class PrefixLookup:
         return self._kv_cache.find_cached_blocks(hashes, beside_decodes=beside_decodes)
 
     def add_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
-        """`sequence` will compute or restore these blocks, unless another one has announced them before."""
+        """Mark blocks as pending by `sequence`, except those that are pending by another sequence already."""
         for block_hash in hashes:
             self._pending.setdefault(block_hash, sequence)
 
     def remove_pending(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
-        """The blocks are registered, or `sequence` gave them up. Blocks announced by others stay pending."""
+        """Unmark blocks that `sequence` has registered or given up. Those pending by another sequence stay pending."""
         for block_hash in hashes:
             if self._pending.get(block_hash) is sequence:
                 del self._pending[block_hash]
@@ -56,10 +53,10 @@ class PrefixLookup:
         return False
 
     def record_cached_tokens(self, sequence: Sequence, num_cached: int, missing: int | None) -> None:
-        """Record in a sequence that is being admitted how much of its prompt was cached, and why block `missing` was
-        not. `missing`: None if the cache was not searched.
+        """At admission, record in `sequence` how much of its prompt was cached, and why block `missing` was not.
 
-        No effect at a later admission, unless the earlier one found corrupt blocks.
+        `missing`: None if the cache was not searched. No effect at a later admission, unless a restore of the earlier
+        one found a corrupt block.
         """
         if sequence.cached_device_tokens >= 0:
             return

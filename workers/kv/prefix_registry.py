@@ -32,12 +32,12 @@ def choose_max_ghosts(num_blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RetentionClaims:
-    """What all requests have asked about keeping one block.
+    """The retention that requests have asked for one block.
 
-    Requests of one salt share blocks, and none undoes what another asked: the highest priority that has not expired
-    is in force. Priority 0 (not needed again) counts only while there is no claim, and until the next request.
+    Requests of one salt share blocks. The highest priority that has not expired is in force, so no request undoes what
+    another asked. Priority 0 (not needed again) counts only without a claim, and until the next request.
 
-    `claims`: (priority, until), highest first. Each lasts longer than those before it.
+    `claims`: (priority, until), highest priority first. Each lasts longer than those before it.
     """
 
     claims: tuple[tuple[int, float], ...] = ()
@@ -72,10 +72,11 @@ NO_CLAIMS: Final = RetentionClaims()
 class Prefix:
     """The record of one full block and all blocks before it in a prompt.
 
-    `depth`: blocks before it. `tenant`: whose share of the cache it counts towards. `num_requests`: requests that
-    asked for it. `cohort`: the blocks requested with it last time; None if that is forgotten. `eviction`: how it left
-    the last tier. `is_corrupt`: it failed its checksum in the host tier. `content`: hash of its tokens and all before
-    them, without the salt. `has_other_salt`: a request with another salt asked for the same tokens before.
+    `depth`: number of blocks before it. `tenant`: the tenant whose share of the cache holds the block.
+    `num_requests`: how many requests asked for the block. `cohort`: the blocks last requested together with it; None if
+    forgotten. `eviction`: how it left the last tier. `is_corrupt`: its checksum in the host tier did not match.
+    `content`: hash of its tokens and all before them, without the salt. `has_other_salt`: whether a request with
+    another salt asked for the same tokens before.
     """
 
     block_hash: bytes
@@ -120,7 +121,7 @@ class PrefixRegistry:
         retention: Retention | None = None,
         contents: Sequence[int] = (),
     ) -> None:
-        """A request asks for the chain of blocks `hashes`, from the first block on. Call this once for each request.
+        """Record that a request asks for the chain of blocks `hashes`. Call this once for each request.
 
         `contents`: the `content_chain` of the same blocks, or nothing.
         """
@@ -153,7 +154,7 @@ class PrefixRegistry:
         if not record.num_requests:
             record.num_requests = 1
             parent = self._records.get(parent_hash)
-            if parent is not None:  # an answer is retained as its prompt is
+            if parent is not None:  # an answer inherits the retention of its prompt
                 record.claims = parent.claims
             record.cohort = self.reuse_table.create_cohort(_GENERATED)
             self.reuse_table.add_blocks(record.cohort)

@@ -56,12 +56,12 @@ class ReuseTable:
         self._reached[cohort.kind][cohort.band] += count
 
     def record_reuse(self, cohort: Cohort) -> None:
-        """One block of the cohort is requested again. It leaves the cohort."""
+        """Remove one block of the cohort, because it is requested again."""
         cohort.size -= 1
         self._reused[cohort.kind][cohort.band] += 1
 
     def forget_block(self, cohort: Cohort) -> None:
-        """One block leaves the cohort, and it is not known whether it would have been requested again."""
+        """Remove one block of the cohort without counting whether it is requested again."""
         cohort.size -= 1
 
     def band_of(self, age: float) -> int:
@@ -73,7 +73,7 @@ class ReuseTable:
         return self._rates[kind][band]
 
     def advance_clock(self, now: float) -> None:
-        """Move cohorts to the bands of their new ages. Compute the rates anew, at most once a second."""
+        """Move cohorts to the bands of their new ages. Recompute the rates, at most once a second."""
         self.now = max(self.now, now)
         for band in range(BANDS - 1):
             cohorts = self._cohorts[band]

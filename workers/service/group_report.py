@@ -1,7 +1,7 @@
 """GroupReport and LoadReportSchedule: what a group reports to its routers, and when.
 
-A load report is sent after a step that changed something, about once a second while nothing changes, and again and
-again during a long step: a group that sends none is taken for stuck. Pure decisions; the time is a parameter.
+A load report is sent after a step that changed something, about once a second while nothing changes, and repeatedly
+during a long step, because routers take a group without load reports for stuck.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ class GroupReport:
         return status
 
     def build_load(self, stats: EngineStats, address: str, submissions: int) -> wire.Load:
-        """The load report for one router. `submissions`: how many of that router's submissions the stats include."""
+        """The load report for one router. `submissions`: number of the router's submissions that the stats include."""
         return wire.Load(
             status=self.build_status(stats, address),
             queued_prefill_tokens=stats.queued_prefill_tokens,
@@ -107,8 +107,8 @@ class LoadReportSchedule:
         self._sent_at = 0.0
 
     def is_due(self, stats: EngineStats, now: float, step_age: float) -> bool:
-        """Whether to send `stats` now; True records that they are sent. `stats`: those after the last step, which
-        ended `step_age` seconds ago. `now` in seconds."""
+        """Whether to send `stats` now. True also records them as sent. `stats`: after the last step, which ended
+        `step_age` seconds ago. `now` in seconds."""
         if stats is self._sent and not self._is_long_step(stats, step_age):
             return False
         if self._is_unchanged(stats) and now - self._sent_at < _IDLE_LOAD_SECONDS - LOAD_SECONDS:

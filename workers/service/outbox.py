@@ -15,7 +15,7 @@ from coatcheck.proto.stubs.worker_pb2 import FromGroup
 
 
 class Outbox:
-    """`buffer_bytes`: the most bytes that may wait. `overflowed` is set when a message did not fit."""
+    """`buffer_bytes`: limit on the bytes that wait. `overflowed` is set when a message did not fit."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self.overflowed = asyncio.Event()

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """What the log knows of one request. Times are Unix times in nanoseconds."""
+    """The log's record of one request. Times are Unix times in nanoseconds."""
 
     request_id: str
     prompt_tokens: int

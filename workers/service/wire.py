@@ -65,7 +65,7 @@ def event_messages(epoch: str, sequence: int, events: Sequence[step_output.KvEve
 
 
 def refusal_message(submit_id: int, attempt: int, error: CoatcheckError) -> wire.FromGroup:
-    """Tells a router that a submission, or the rest of it, is not answered."""
+    """Refuses a submission. Its remaining choices get no more output."""
     refused = wire.Refused(id=submit_id, attempt=attempt, code=status_of(error)[0], message=str(error))
     return wire.FromGroup(refused=refused)
 

@@ -1,8 +1,8 @@
 """WorkerService: the gRPC service of a group's rank 0. Each router attaches with one stream, a RouterSession.
 
 The service has a thread of its own with an event loop. The engine's thread calls `publish` after each step and
-`send_last_word` when the engine fails: it builds a step's messages, wakes the event loop once, and never waits for a
-stream. A router gets at most one batch of tokens for each step.
+`send_last_word` when the engine fails. `publish` builds the step's messages, wakes the event loop once, and never waits
+for a stream. A router gets at most one batch of tokens for each step.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ _Stream = grpc.aio.ServicerContext[wire.ToGroup, wire.FromGroup]
 
 
 class WorkerService(WorkerServicer):
-    """Make the service, make the engine's loop with `publish` as its `on_step`, then `start` the service.
+    """Create the service, then an EngineLoop with `publish` as its `on_step`, then `start` the service.
 
     `buffer_bytes`: a router that leaves more bytes than this unread is disconnected.
-    `max_open`: the group refuses further requests while this many are running or waiting, of all routers together; a
-    router keeps a refused request in its own queue.
+    `max_open`: limit on the running and waiting requests of all routers together. The group refuses more; a router
+    keeps a refused request in its own queue.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class WorkerService(WorkerServicer):
         self._plane = plane
         self._num_attached = 0  # since the start
         self._streams: set[asyncio.Task[object]] = set()
-        # Of the last step whose messages are in the outboxes.
+        # Both after the last step whose messages are in the outboxes.
         self._stats: EngineStats | None = None
-        self._num_processed: dict[int, int] = {}  # by session: how many of its submissions the stats include
+        self._num_processed: dict[int, int] = {}  # submissions that the stats include, by session
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
         self._server: grpc.aio.Server
@@ -74,7 +74,7 @@ class WorkerService(WorkerServicer):
         return self.address
 
     def stop(self) -> None:
-        """End every stream, log the requests that this ends, and end the thread."""
+        """End every stream, log the requests that end with them, and end the thread."""
         asyncio.run_coroutine_threadsafe(self._stop_server(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -87,7 +87,7 @@ class WorkerService(WorkerServicer):
         self._loop.call_soon_threadsafe(self._put_messages, messages, stats, num_processed)
 
     def send_last_word(self, reason: str, unstarted: Collection[str]) -> None:
-        """Tell every router why the group ends, and which of its requests had not started; then end every stream.
+        """Tell every router why the group ends and which of the router's requests had not started. End every stream.
         `unstarted`: engine request ids. In the engine's thread; takes at most _LAST_WORD_SECONDS."""
         sent = asyncio.run_coroutine_threadsafe(self._send_last_word(reason, unstarted), self._loop)
         with suppress(TimeoutError):
@@ -148,7 +148,7 @@ class WorkerService(WorkerServicer):
         await self._server.stop(grace=_LAST_WORD_SECONDS)
 
     def _put_messages(self, messages: Sequence[Outgoing], stats: EngineStats, num_processed: dict[int, int]) -> None:
-        # A load report sent after this follows the outputs of the step whose load it has.
+        # Messages first, so that a load report follows the outputs of its own step.
         for session, message in messages:
             session.outbox.put_message(message)
         self._stats, self._num_processed = stats, num_processed
@@ -161,7 +161,7 @@ class WorkerService(WorkerServicer):
             if stats is None or not self.table.sessions:
                 continue
             if schedule.is_due(stats, now, now - self._engine.last_step_at):
-                # As a callback, so that it runs after a registration that a session has queued.
+                # As a callback, which runs after any registration that a session has queued.
                 self._loop.call_soon(self._send_load, list(self.table.sessions.values()))
 
     def _send_load(self, sessions: Sequence[RouterSession]) -> None:
