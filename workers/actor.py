@@ -29,7 +29,7 @@ CONCURRENCY = 8
 
 class RankActor:
     """`incarnation`: how many times this group was started before. `ranks_on_host`: ranks of all groups on this host.
-    `loopback`: all ranks of the group are on this host and need no other network."""
+    `loopback`: whether all ranks of the group are on this host, and connect on 127.0.0.1."""
 
     def __init__(self, config: GroupConfig, rank: int, incarnation: int, *, ranks_on_host: int, loopback: bool) -> None:
         self._config = config
@@ -51,8 +51,8 @@ class RankActor:
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     def run(self, rendezvous: str) -> None:
-        """Serve until the rank ends. Raises CoatcheckError for what cannot be served."""
-        # Imports torch and transformers, which takes seconds; they read the environment that __init__ has set.
+        """Serve until the rank ends. Raises CoatcheckError if the model or the settings cannot be served."""
+        # Imported late: torch and transformers take seconds, and read the environment that __init__ has set.
         from coatcheck.workers.rank import Rank
 
         try:
@@ -88,7 +88,7 @@ class RankActor:
         return os.path.realpath("/proc/self/fd/2")
 
     def predecessor_crash(self) -> str | None:
-        """How this rank ended in the incarnation before, if it ran on this host; see read_crash."""
+        """How this rank ended in the incarnation before, if that ran on this host; see read_crash."""
         return read_crash(self._record_base(self._incarnation - 1), [self._number], self._config.tp)
 
     def _record_base(self, incarnation: int) -> str:

@@ -1,4 +1,4 @@
-"""Driver: what rank 0 does beside its part of each step: it schedules, and serves the group's routers over gRPC."""
+"""Driver: rank 0's tasks beside its part of each step: scheduling, and serving the group's routers over gRPC."""
 
 import logging
 import uuid
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Serves at `address` as soon as it is made. `run` steps until `stop`, which any thread may call; then `close`.
+    """The constructor starts to serve at `address`. `run` steps until any thread calls `stop`; then call `close`.
 
     `loaded`: rank 0 after its warm-up. `count_late_compiles`: returns how many kernels were compiled since then.
     """
@@ -75,7 +75,7 @@ class Driver:
         )
 
     def run(self) -> None:
-        """Step in this thread, which must be the one that has warmed the model up (see EngineLoop)."""
+        """Step in this thread until `stop`. Call this in the thread that ran the warm-up (see EngineLoop)."""
         self._loop.run()
 
     def stop(self) -> None:
@@ -91,8 +91,8 @@ class Driver:
             self._tracing.close()
 
     def _die(self, error: BaseException) -> NoReturn:
-        """The engine has failed, and the group ends. Routers are told the cause, if it is known: a request that was
-        running may have caused it."""
+        """End the process, and thereby the group, after the engine has failed. If the cause is known, tell the routers
+        first, because a running request may have caused the failure."""
         try:
             self._record.record_error(error)
             if cause := self._record.describe_cause(error):

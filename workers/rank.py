@@ -1,8 +1,8 @@
 """Rank: one process of a group, from its start to its end, without Ray.
 
 A rank joins the other ranks, loads its slices of the weights, allocates its KV pool and runs the first steps. Then
-rank 0 serves the engine over gRPC (Driver), and the other ranks carry out its plans (follow). Once a rank serves, any
-failure ends its process at once, so that no rank waits for a dead one.
+rank 0 serves the engine over gRPC (Driver), and the other ranks carry out its plans (follow_driver). Once a rank
+serves, any failure ends its process at once, so that no rank waits for a dead one.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Rank:
         self._record = CrashRecord(record_base, rank, config.tp)
 
     def run(self, rendezvous: str) -> None:
-        """Start, serve, and return when the group was stopped. Raises CoatcheckError for what cannot be served."""
+        """Start, serve, and return after `stop`. Raises CoatcheckError if model or settings cannot be served."""
         config = self.config
         self._record.open_record()
         torch.set_num_threads(divide_cores(config.threads, self._ranks_on_host))
@@ -76,7 +76,7 @@ class Rank:
         )
         loaded = self._load(communicator, device)
         ranks = collect_rank_statuses(communicator, device)
-        # What is loaded stays: garbage collection must not walk it in the middle of a step.
+        # What is loaded stays alive: garbage collection need not scan it in the middle of a step.
         gc.collect()
         gc.freeze()
         try:
@@ -92,7 +92,7 @@ class Rank:
         self._update_progress(phase=Phase.ENDED)
 
     def stop(self) -> None:
-        """End the group after the current step. For rank 0; the other ranks end with it."""
+        """End the group after the current step. Call this on rank 0; the other ranks end with rank 0."""
         self._is_stopping = True
         if self._driver is not None:
             self._driver.stop()

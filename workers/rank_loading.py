@@ -28,7 +28,7 @@ _WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """`spec` has the name under which the model is served. `copies`: how long the copies of the warm-up took, or None
+    """`spec` has the name under which the model is served. `copies`: the report on the copies of the warm-up; None
     without a host tier."""
 
     spec: ModelSpec
@@ -64,7 +64,7 @@ def load_rank(
     )
     communicator.barrier()
     on_model_loaded()
-    # Routers name the model as its operator does, and block hashes hold that name.
+    # Routers and block hashes use the name under which the model is served.
     spec = dataclasses.replace(model.spec, name=config.served_model_name)
     grammars = GrammarBackend.load(model.directory, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
     if device.type == "cuda":
@@ -116,12 +116,12 @@ def _build_runner(
 
 
 def _warm_up(config: GroupConfig, runner: ModelRunner, memory: MemoryBudget) -> CopyReport | None:
-    """Run the same first steps on every rank. Return how long the copies among them took."""
+    """Run the same first steps on every rank. Return the report on their copies."""
     copies = None
     on_gpu = memory.pool.device.type == "cuda"
     if on_gpu:
         runner.warm_up()
-    # On a GPU at full size, so that what does not fit beside the pool is found now and not under load.
+    # On a GPU at full size: a step that does not fit in memory beside the pool fails now, not under load.
     wanted = config.max_batch_tokens if on_gpu else _WARM_UP_TOKENS
     room = min(runner.model.spec.max_model_len, memory.tokens)
     for plan in warm_up_plans(num_tokens=min(wanted, config.max_batch_tokens, room), block_size=config.block_size):

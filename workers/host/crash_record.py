@@ -1,10 +1,10 @@
 """CrashRecord: a file on a rank's host that says why the rank ended.
 
-It holds the error that the rank raised, or the signal that Python's fault handler caught (SIGSEGV, SIGBUS, SIGFPE,
-SIGILL, SIGABRT). The file of a rank that was killed, or that only lost another rank, is empty. From these files a
-group's next incarnation tells whether a request may have crashed the last one.
+The file holds the error that the rank raised, or the signal that Python's fault handler caught (SIGSEGV, SIGBUS,
+SIGFPE, SIGILL, SIGABRT). The file of a rank that was killed, or that only lost another rank, is empty. From these files
+a group's next incarnation tells whether a request may have crashed the last one.
 
-All records are in a folder that only this user can enter, because its parent is Ray's, where every user may write.
+All records are in a folder that only this user can enter, because every user may write to Ray's folder above.
 """
 
 import faulthandler
@@ -85,7 +85,7 @@ def _folder_and_name(base: str, rank: int) -> tuple[str, str]:
 
 
 def _describe(error: BaseException) -> str:
-    """One line on a crash; "" if the rank only lost another, or was told to end."""
+    """A one-line description of a crash; "" if the rank only lost another, or was told to end."""
     if isinstance(error, PeerLost) or not isinstance(error, Exception):
         return ""
     first = (str(error).strip().splitlines() or [""])[0]

@@ -17,9 +17,9 @@ def set_thread_environment(*, threads: int, host: str) -> None:
     """
     # Two thread pools that spin on shared cores stall each other for milliseconds.
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # How often a thread spins at a barrier (about 0.1 ms) before it sleeps. By default it spins on, and a core is
-    # wasted while the thread for which it waits has lost its own core to the router: 8.3 against 7.9 ms a step, though
-    # the noise was as large (bench/LOG.md, 2026-11-21).
+    # A thread that waits at a barrier sleeps after this many spins (about 0.1 ms). By default a thread spins on, and
+    # wastes its core while the thread it waits for has lost its own core to the router. A step takes 7.9 ms instead of
+    # 8.3, though the noise was as large (bench/LOG.md, 2026-11-21).
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     if host in ("127.0.0.1", "localhost"):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"

@@ -1,9 +1,9 @@
 """Files in folders where other users of the host may write, such as Ray's.
 
-There another user can put a symbolic link, a FIFO or their own file at any name. So `create_file` fails if the name
-exists. `read_file` fails for anything but a regular file; it does not follow a link in the last part of the path, and
-does not block on a FIFO. A PrivateFolder can be entered only by this user, so nobody else can create, replace or remove
-its files.
+In such a folder another user can put a symbolic link, a FIFO or their own file at any name. So `create_file` fails if
+the name exists. `read_file` fails for anything but a regular file, follows no link in the last part of the path, and
+does not block on a FIFO. Only this user can enter a PrivateFolder, so other users cannot create, replace or remove its
+files.
 """
 
 import os
@@ -28,7 +28,7 @@ def read_file(
 ) -> str:
     """Return the first `most_bytes` bytes of a regular file as text. Raises OSError for anything that is not one.
 
-    `private`: also raise PermissionError unless this user owns the file and nobody else may read or write it.
+    `private`: also raise PermissionError unless this user owns the file and no other user may access it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:

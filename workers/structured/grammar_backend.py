@@ -25,7 +25,7 @@ _TOKENS_PER_CLOCK_CHECK: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The result of a compilation: a `matcher` that has consumed no token, or an `error`."""
+    """Either a `matcher` that has consumed no token, or an `error`."""
 
     matcher: LLMatcher | None = None
     error: InvalidRequest | None = None
@@ -60,7 +60,7 @@ class GrammarBackend:
         return self._tokenizer
 
     def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile without storing. May run in any thread."""
+        """Compile a grammar without storing the result. May run in any thread."""
         try:
             tokenizer = self.require_tokenizer()
             from llguidance import LLMatcher
@@ -80,7 +80,7 @@ class GrammarBackend:
         return CompiledGrammar(matcher)
 
     def store(self, grammar_id: int, compiled: CompiledGrammar) -> None:
-        """Keep a compiled grammar until `drop`. Only the thread of the steps calls this and what follows."""
+        """Keep a compiled grammar until `drop`. Call this and the methods below only in the thread that steps."""
         self._compiled[grammar_id] = compiled
 
     def drop(self, grammar_id: int) -> None:
@@ -100,7 +100,7 @@ class GrammarBackend:
         return matcher
 
     def check_resume(self, grammar_id: int, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest as `create_matcher` does, and also if consuming `token_ids` takes too long."""
+        """Raises InvalidRequest as `create_matcher` does, and if consuming `token_ids` takes too long."""
         matcher, ends_at = self.create_matcher(grammar_id), time.thread_time() + _MAX_RESUME_SECONDS
         for start in range(0, len(token_ids), _TOKENS_PER_CLOCK_CHECK):
             _consume(matcher, token_ids[start : start + _TOKENS_PER_CLOCK_CHECK])

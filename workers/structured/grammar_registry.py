@@ -1,12 +1,12 @@
 """GrammarRegistry: which grammars the ranks have compiled, and which requests wait for one.
 
-Rank 0 numbers every grammar and sends compile and drop orders with the step plans, so all ranks hold the same
-grammars. Ranks compile beside the steps (see GrammarCompiler), never within one. A request waits here, outside the
-scheduler, until every rank has compiled its grammar.
+Rank 0 numbers the grammars and sends compile and drop orders with the step plans, so all ranks hold the same grammars.
+Ranks compile in threads beside the steps (see GrammarCompiler). A request waits here, outside the scheduler, until
+every rank has compiled its grammar.
 
-There are two compile queues, for small and for large grammars, so that a small one never waits behind a large one.
-Within a queue, tenants take turns. A grammar stays compiled while a live sequence uses it; of the unused ones the most
-recently used are kept.
+Small and large grammars have separate compile queues, so that a small one never waits for a large one. Within a queue,
+tenants take turns. A grammar stays compiled while a live sequence uses it. Of the unused grammars the most recently
+used ones are kept.
 """
 
 from collections import Counter, deque
@@ -20,8 +20,8 @@ from coatcheck.workers.core.step_plan import StepPlan
 T = TypeVar("T")
 
 MAX_CACHED_GRAMMARS: Final = 256
-# The number of grammars of the small and of the large queue that ranks compile at once. A low limit keeps the order
-# among tenants fair: what has been sent to the ranks can no longer be overtaken.
+# How many grammars of the small and of the large queue ranks compile at once. A low limit keeps tenants' turns fair:
+# a grammar that was sent to the ranks cannot be overtaken.
 MAX_COMPILING: Final = (4, 1)
 # A JSON schema of 3,000 characters compiles in 8 ms on one core. One of 33,000, the largest that routers let pass,
 # takes 0.4 s.
@@ -56,7 +56,7 @@ class RoundRobin(Generic[T]):
 
 
 class GrammarRegistry:
-    """Owned by the engine. `max_cached`: compiled grammars that ranks keep, unless more are in use."""
+    """`max_cached`: how many compiled grammars ranks keep, unless more are in use."""
 
     def __init__(self, max_cached: int = MAX_CACHED_GRAMMARS) -> None:
         self._max_cached = max_cached
@@ -100,7 +100,7 @@ class GrammarRegistry:
         return False
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """A sequence ended. Its grammar is not compiled any more if no other sequence waits for it."""
+        """Remove an ended sequence. A grammar for which no other sequence waits is not sent to be compiled."""
         grammar = sequence.request.sampling.structured
         if grammar is None:
             return
@@ -111,7 +111,7 @@ class GrammarRegistry:
                 del self._waiting[grammar]
 
     def mark_failed(self, sequence: Sequence) -> None:
-        """A sequence failed because of its grammar. Ranks drop that grammar once no sequence uses it.
+        """Record that a sequence failed because of its grammar. Ranks drop the grammar once no sequence uses it.
 
         The parser state of a grammar that is too hard takes up to 90 MB on each rank; a cache of 256 would take 23 GB.
         """
@@ -119,7 +119,7 @@ class GrammarRegistry:
             self._failed.add(sequence.request.sampling.structured)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add to the plan which grammars ranks drop and compile, and the grammar id of each new row."""
+        """Add the grammars to drop and to compile to the plan, and the grammar id to each of its new rows."""
         plan.dropped_grammars = self._drop_unused()
         for new in plan.new_rows:
             new.grammar_id = self.ready_id(new.sampling.structured)
