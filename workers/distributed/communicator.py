@@ -25,7 +25,7 @@ from coatcheck.workers.core.errors import PeerLost
 from coatcheck.workers.distributed.shm_collectives import ShmCollectives
 
 _JSON_BYTES = 512  # of one rank's value in `all_gather_json`
-# A step plan nearly always fits, so one broadcast carries it: its length first, then the ints.
+# Ints of the first broadcast: the length, then the values. A step plan nearly always needs no second one.
 _HEAD_INTS = 2048
 
 
@@ -62,7 +62,7 @@ class Communicator:
     ) -> Self:
         """Connect to the other ranks at rank 0's `address` (host:port).
 
-        `timeout_seconds`: of a collective. Ranks compute alike, so none is later than another by more than a layer.
+        `timeout_seconds`: of a collective. Ranks compute the same layers, so they wait for each other only briefly.
         `startup_timeout_seconds`: of `join` and `barrier`.
         `listener`: rank 0's socket, already bound to `address`, so that no other process can take the port.
         `share_memory`: false uses gloo even between CPU ranks of one host.
@@ -217,8 +217,7 @@ class Communicator:
 
 @contextmanager
 def _raise_peer_lost() -> Iterator[None]:
-    """Turn torch.distributed's errors into PeerLost. A CUDA error that only surfaces here has a class of its own, and
-    passes unchanged."""
+    """Turn torch.distributed's errors into PeerLost. A CUDA error that surfaces here has another class and passes."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """ShmCollectives: collectives between the CPU ranks of one host, through a mapped file in /dev/shm.
 
-gloo takes 0.5 to 2 ms a call between two processes, and a layer needs two sums. The protocol is in C
+gloo takes 0.5 to 2 ms a call between two processes, and a layer needs two all-reduces. The protocol is in C
 (kernels/csrc/shared_memory.c). This file checks that all ranks are on one host, creates the file, and raises PeerLost.
 """
 
@@ -44,13 +44,13 @@ class _Shared(ctypes.Structure):
 
 
 class ShmCollectives:
-    """One rank's end. Every rank makes the same calls in the same order, with the same shapes and dtypes.
+    """One rank's endpoint. Every rank makes the same calls in the same order, with the same shapes and dtypes.
 
     Every collective raises PeerLost if another rank has died, or is late by more than the timeout.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: list[int], timeout_seconds: float) -> None:
-        """`pids`: of all ranks, to notice one that has died; 0 for a rank in another PID namespace."""
+        """`pids`: of all ranks, to detect a dead rank; 0 if the ranks do not share a PID namespace."""
         library = native.library()
         assert library is not None, "`connect` returns None without the library"
         self._library = library
@@ -92,8 +92,7 @@ class ShmCollectives:
         return x.device.type == "cpu" and x.dtype in native.TYPES and x.is_contiguous()
 
     def all_reduce(self, x: Tensor) -> None:
-        """Write the sum over ranks into `x`: added in rank order in float32 and rounded once, so all ranks get the same
-        bits."""
+        """Write the sum over ranks into `x`, added in rank order in float32 and rounded once: the same on all ranks."""
         self._check(self._library.shared_all_reduce(self._address, x.data_ptr(), x.numel(), native.TYPES[x.dtype]))
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
     start_copies(plan)   ... the step is computed ...   report_copies() -> CopyReport
 
-Every demoted block gets a checksum, which is verified when the block is restored. On a CPU the copies run at once on
-the rank's threads (there is no copy engine beside the cores); the scheduler plans no more than a step has time for. On
-a GPU see cuda_block_copier.py.
+Every demoted block gets a checksum, which is verified when the block is restored. On a CPU the copies run on the rank's
+threads, before the step: a CPU has no copy engine. On a GPU see cuda_block_copier.py.
 """
 
 import time
@@ -31,10 +30,10 @@ class BlockCopier(Protocol):
     """What a ModelRunner needs for a host tier."""
 
     def start_copies(self, plan: StepPlan) -> None:
-        """Start the plan's demotes and restores, after every earlier step and before the plan's own."""
+        """Start the plan's demotes and restores after all earlier steps. The plan's own step waits for the demotes."""
 
     def report_copies(self) -> CopyReport | None:
-        """The status, agreed among all ranks, of the copies not yet reported as ended; None if there are none."""
+        """The status over all ranks of the copies that were not reported as ended; None if there are none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +44,7 @@ class BlockCopy:
 
 
 class CopyLog:
-    """The copies of one rank that are in progress, and how long a block took lately."""
+    """The copies of one rank that are in progress, and the recent copy times per block."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -120,5 +119,5 @@ def split_pairs(pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 
 def _typical(recent: deque[float]) -> float:
-    """The lower median: a single disturbed measurement, even the first, must not count."""
+    """The lower median, so that one disturbed measurement, even the first of two, does not count."""
     return median_low(recent) if recent else 0.0

@@ -1,7 +1,7 @@
 """CudaBlockCopier: copies KV blocks on a CUDA stream of its own, beside the steps.
 
-- The copies wait for all steps launched before them: those write the blocks that are demoted, and may still read the
-  blocks that are overwritten by a restore.
+- The copies wait for all steps launched before them, which write the demoted blocks, and may still read the blocks
+  that a restore overwrites.
 - A step waits for the demotes of its plan, because it may overwrite the demoted blocks.
 - No step waits for restores: the scheduler uses a restored block only after all ranks have reported it.
 
@@ -32,7 +32,7 @@ def make_copier(pool: Tensor, host: Tensor, communicator: Communicator) -> Block
 
 
 class CudaBlockCopier:
-    """`pool`: on the GPU. `host`: pinned. `thread`: runs tasks in order, so that copies of one slot stay ordered."""
+    """`pool`: on the GPU. `host`: pinned. `thread`: must run tasks in order, to keep copies of one slot ordered."""
 
     def __init__(self, pool: Tensor, host: Tensor, communicator: Communicator, thread: Executor | None = None) -> None:
         self.host = host
@@ -61,7 +61,7 @@ class CudaBlockCopier:
             self._tasks.append(self._thread.submit(self._restore, plan.restores, copies))
 
     def report_copies(self) -> CopyReport | None:
-        """See BlockCopier. In a step that computes nothing, waits for up to 1 ms: nothing else is there to do."""
+        """See BlockCopier. In a step that computes nothing, wait up to 1 ms for a copy, because the rank is idle."""
         if self._is_idle_step and self._tasks:
             wait(self._tasks, timeout=_IDLE_WAIT_SECONDS)
         while self._tasks and self._tasks[0].done():

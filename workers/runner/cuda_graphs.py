@@ -1,9 +1,9 @@
 """CudaGraphs: decode steps as CUDA graphs, one graph for each of a few batch sizes.
 
-A graph replays the kernels that were launched while it was captured, on the same addresses. So a step writes the slot
-and position of each row into one tensor that stays in place, and all other inputs are computed from it and from the
-runner's batch state, on the device. Rows up to the graph's size are padding: position -1, so slot_mapping is -1
-(nothing is stored) and seq_len 0 (nothing is read).
+A graph replays the kernels that were launched during its capture, on the same addresses. So a step writes the slot and
+position of each row into one fixed tensor. The graph computes all other inputs on the device, from this tensor and the
+runner's batch state. The rows that a step has fewer than the graph are padding: position -1, so slot_mapping is -1
+(nothing is stored) and seq_len is 0 (nothing is read).
 
 Without a GPU, the same padded step runs without a graph, for tests.
 """
@@ -46,8 +46,8 @@ class CudaGraphs:
     """One rank's graphs.
 
     `token_ids`, `block_tables`: the runner's batch state. `sizes`: ascending; empty for no graphs.
-    `max_total_seq_len`: the pool's capacity in tokens. Sequences that share blocks can exceed it together; such steps
-    run without a graph, because the attention kernel's split was chosen for this length.
+    `max_total_seq_len`: the pool's capacity in tokens. Sequences that share blocks can together exceed the capacity;
+    such steps run without a graph, because the attention kernel's split was chosen for this length.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CudaGraphs:
     def _capture_size(self, size: int, pool: Any, stream: Any) -> Callable[[], object]:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._forward(size)  # once outside of the graph: libraries initialise at their first call
+            self._forward(size)  # once without capture, because libraries initialise at their first call
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's watchdog, the block copier) may call CUDA during the capture.
@@ -100,7 +100,7 @@ class CudaGraphs:
         return graph.replay
 
     def pick_size(self, rows: Sequence[Row]) -> int | None:
-        """The captured size for these rows, or None: then the step runs without a graph."""
+        """The captured size for these rows; None if the step must run without a graph."""
         return pick_capture_size(rows, tuple(self._replays), self._max_total_seq_len)
 
     def replay(self, rows: Sequence[Row], size: int) -> Tensor:

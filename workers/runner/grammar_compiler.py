@@ -2,8 +2,8 @@
 
     start_compiling(plan)   ... the step is computed ...   report_compiled()
 
-A large grammar takes as long as many steps, and other requests' steps must not wait for it. So each compile queue
-(see grammar_registry.py) has a thread, and a request is scheduled once every rank has compiled its grammar.
+A large grammar takes as long as many steps, and the steps of other requests must not wait. So each compile queue (see
+grammar_registry.py) has a thread, and a request is scheduled once every rank has compiled its grammar.
 """
 
 import os
@@ -23,13 +23,13 @@ _IDLE_WAIT_SECONDS = 0.001
 # (bench/LOG.md, "What somebody's new grammar costs").
 _NICE = 4
 # llguidance recurses over rules that refer to rules, and a stack overflow ends the process. The router refuses a
-# grammar that overflows 2 MiB (router/event_loop/grammar_validator.py). Python's default for a thread is no more than
-# that if the stack limit (ulimit -s) is unlimited, and less if it is low.
+# grammar that overflows 2 MiB (router/event_loop/grammar_validator.py). A thread's default stack has at most 2 MiB if
+# the stack limit (ulimit -s) is unlimited, and less if the limit is low.
 _STACK_BYTES = 16 << 20
 
 
 class GrammarCompiler:
-    """Puts compiled grammars into `grammars`, in the thread that steps."""
+    """Stores compiled grammars in `grammars`, in the thread that steps."""
 
     def __init__(self, grammars: GrammarBackend, communicator: Communicator) -> None:
         self._grammars = grammars
@@ -62,7 +62,7 @@ class GrammarCompiler:
     def report_compiled(self) -> tuple[int, ...] | None:
         """For each compile queue, how many of the grammars sent so far are compiled on every rank.
 
-        None while none is being compiled. Waits for up to 1 ms if the step computes nothing.
+        None if no grammar is being compiled. Waits for up to 1 ms if the step computes nothing.
         """
         if self._num_agreed == self._next_id:
             return None

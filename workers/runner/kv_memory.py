@@ -23,7 +23,7 @@ _TORCH_DTYPES: Final = {
 
 
 def allocate_kv_pool(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """uint8 [num_blocks, bytes_per_block], zeroed, so that the kernel has allocated every page."""
+    """uint8 [num_blocks, bytes_per_block], zeroed, so that every page is allocated."""
     return torch.zeros(num_blocks, layout.bytes_per_block, dtype=torch.uint8, device=device)
 
 

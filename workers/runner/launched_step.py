@@ -1,7 +1,7 @@
 """DeviceStep: the LaunchedStep of one rank. Its kernels are queued on the device, and so are the copies to the host.
 
-Log-probabilities are copied as tokens are: the copy is queued behind the kernels that compute them and read when the
-step is waited for, so that a request for them delays no launch.
+Log-probabilities are copied as tokens are: the copy is queued behind the kernels that compute them, and read in `wait`.
+So a request for log-probabilities delays no launch.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class LogprobReport:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """`sampled_rows`: the rows of `token_ids`. `logprobs`: rows and report. The rest: see StepResult."""
+    """`sampled_rows`: the plan's row of each of `token_ids`. `logprobs`: (rows, report). The rest: see StepResult."""
 
     num_rows: int
     sampled_rows: list[int]

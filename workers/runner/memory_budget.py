@@ -72,9 +72,9 @@ def choose_block_counts(
 ) -> tuple[int, int]:
     """(device blocks, host blocks) of one rank, from the free bytes of its device and host.
 
-    `kv_memory` and `host_kv_memory` up to 1 are shares of what is free, divided by all ranks on the host. Above 1 they
-    are bytes, which must be free for this group's ranks only: other groups may already have allocated theirs, when
-    this group restarts beside them. Raises InvalidConfig.
+    `kv_memory` and `host_kv_memory` up to 1 are shares of the free memory, divided by all ranks on the host. Above 1
+    they are bytes, which must be free for this group's ranks only: if this group restarts beside others, these have
+    allocated their memory already. Raises InvalidConfig.
     """
     own_ranks, block = min(config.tp, ranks_on_host), layout.bytes_per_block
     sharing = ranks_on_host if config.kv_memory <= 1 else own_ranks

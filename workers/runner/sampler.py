@@ -1,6 +1,6 @@
 """Sampler: logits to tokens, with the sampling parameters of each slot.
 
-The parameters lie on the device, one column per slot, written when a sequence takes the slot. Every rank samples from
+The parameters are on the device, one column per slot, written when a sequence takes the slot. Every rank samples from
 the same gathered logits with the same seeds, and so gets the same tokens.
 """
 
@@ -42,8 +42,8 @@ class Sampler:
     def sample_tokens(self, logits: Tensor, slots: list[int], positions: list[int], token_ids: Tensor) -> Tensor:
         """Sample one token per row: int64 [R].
 
-        logits:    float32 [R, vocab], changed in place; row r belongs to slots[r], its token to positions[r]
-        token_ids: int32 [num_slots, max_len]; of row r the first positions[r] tokens are the sequence so far
+        logits:    float32 [R, vocab], changed in place; row r is of slots[r], for the token at positions[r]
+        token_ids: int32 [num_slots, max_len]; the first positions[r] tokens of row slots[r] are the sequence so far
         """
         news = [self._new[slot] for slot in slots]
         self._add_bias(logits, news, positions)

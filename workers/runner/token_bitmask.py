@@ -1,8 +1,8 @@
 """TokenBitmasks: which tokens the grammar of each constrained slot allows next.
 
-A sequence with a grammar has a matcher, which advances token by token. Sampled tokens are handed over while they are
-still being copied to the host, and read only when the next mask needs them: on a GPU that is while the next step's
-forward pass runs, so the host's work is hidden behind it.
+A sequence with a grammar has a matcher, which advances token by token. `record_tokens` gets sampled tokens while they
+are still being copied to the host. They are read only for the next mask, which on a GPU the host computes while the
+next step's forward pass runs.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class TokenBitmasks:
         self._device = device
         self._constraints: dict[int, _Constraint] = {}  # by slot
         self._budgets = WeakValueDictionary[int, _CpuBudget]()  # by grammar id, while a sequence has the grammar
-        # Sampled tokens that the matchers have not consumed: the download, and whose token each of its places is.
+        # Sampled tokens that the matchers have not consumed: the download, and (index in it, constraint) pairs.
         self._unread: list[tuple[Download, list[tuple[int, _Constraint]]]] = []
         self._executor: LLExecutor | None = None
         self._was_slow = False
 
     def set_grammar(self, new: NewRow) -> None:
-        """Constrain the slot of a new sequence, or free it. Output tokens in `new` are consumed."""
+        """Constrain the slot of a new sequence, or remove its constraint. Output tokens in `new` are consumed."""
         self._constraints.pop(new.slot, None)
         if new.grammar_id is not None:
             output = new.token_ids[new.prompt_len :]
@@ -85,7 +85,7 @@ class TokenBitmasks:
             self._constraints[new.slot] = _Constraint(self._grammars.create_matcher(new.grammar_id, output), budget)
 
     def record_tokens(self, slots: Sequence[int], token_ids: Download) -> None:
-        """Hand over the tokens that were sampled for `slots`."""
+        """Keep the tokens sampled for `slots` until the next masks are computed."""
         if not self._constraints:
             return
         places = [(at, self._constraints[slot]) for at, slot in enumerate(slots) if slot in self._constraints]
@@ -95,7 +95,7 @@ class TokenBitmasks:
     def compute_masks(self, slots: Sequence[int]) -> tuple[list[int], Tensor, dict[int, str]] | None:
         """Masks for rows of these slots; None if no row is constrained.
 
-        Returns (the constrained rows, int32 [n, ceil(vocab / 32)] on the device, by row why it cannot continue).
+        Returns (constrained rows, int32 [n, ceil(vocab / 32)] on the device, reasons of rows that cannot continue).
         """
         rows = [row for row, slot in enumerate(slots) if slot in self._constraints] if self._constraints else []
         if not rows:
@@ -110,7 +110,7 @@ class TokenBitmasks:
         for at, (row, constraint) in enumerate(zip(rows, constraints, strict=True)):
             if constraint.matcher.is_error() or not bits[at].any():
                 failed[row] = _explain_failure(describe_matcher_error(constraint.matcher))
-                bits[at] = -1  # all tokens: what is sampled is discarded
+                bits[at] = -1  # all tokens, because the sampled one is discarded
             elif at in over_budget:
                 failed[row] = _explain_failure(f"it takes {over_budget[at] * 1e3:.0f} ms for a token")
         return rows, self._to_device(bits), failed
@@ -128,7 +128,7 @@ class TokenBitmasks:
         self._unread.clear()
 
     def _fill_masks(self, constraints: list[_Constraint], bits: Bits) -> dict[int, float]:
-        """Compute all masks. Returns, by index, the seconds of those that exceed their budget."""
+        """Compute all masks. Return the seconds of each mask that exceeds its budget, by index."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 

@@ -1,6 +1,6 @@
 """The plans that every rank computes before the group serves.
 
-- `warm_up_plans`: one prefill and one decode of the largest step, so that a step that does not fit in memory fails now.
+- `warm_up_plans`: a prefill and a decode; at full size, a step that does not fit in memory fails now.
 - `kernel_plans`, on a GPU: every Triton kernel in every variant that serving can need, so that none compiles later.
   Variants depend on model and pool, on a chunk's length, and on what the sampler is asked for.
 - `copy_warm_up_plans`: copies to the host tier and back, so that both directions are measured.
@@ -16,7 +16,7 @@ from coatcheck.workers.core.step_plan import NewRow, Row, StepPlan, TableWrite
 _NUM_COPIED_BLOCKS = 8
 
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
-# Each uses other kernels of the sampler.
+# Each uses different kernels of the sampler.
 _SAMPLINGS = (
     SamplingParams(seed=0),
     SamplingParams(seed=0, top_k=5, top_p=0.9, min_p=0.01),
@@ -67,7 +67,7 @@ def _prefill(prompt: int, sampling: SamplingParams, block_size: int) -> StepPlan
 
 
 def _decode(prompt: int, sampling: SamplingParams, block_size: int, *, sample: bool = True) -> StepPlan:
-    """The token after the prompt. It is given, so that no step depends on what another sampled."""
+    """The token after the prompt. The token is given, so that no step depends on the token of another."""
     return _step(prompt, prompt + 1, Row(0, prompt, 1, sample), sampling, block_size)
 
 
