@@ -24,7 +24,7 @@ KVPools = list[KVCache]  # by layer
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The attention parameters of one layer, as attention_probe.py finds them. Head counts are of all ranks together.
+    """The attention parameters of one layer, found by attention_probe.py. Head counts are of all ranks together.
 
     module: the attention module's name in the model
     sliding_window, softcap: 0 for none

@@ -38,11 +38,11 @@ class AttentionMetadata:
 class LogitsIndices:
     """The tokens of a step that need logits; vLLM calls them logits_indices.
 
-    The last layer computes attention output and MLP for these tokens only, since nothing reads the others' hidden
-    states. In a prefill that saves most of one layer.
+    The last layer computes attention output and MLP for these tokens only, because the other hidden states are never
+    read. In a prefill that saves most of one layer.
 
     tokens:       int64 [R], ascending indices into the step's tokens
-    cu_seqlens_q: int32 [S + 1], how many of `tokens` the first s sequences have; at most one each
+    cu_seqlens_q: int32 [S + 1], element s is the number of `tokens` in the first s sequences; at most one each
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Finds each layer's attention parameters by running the model's own code, and refuses models that we cannot serve.
+"""Finds each layer's attention parameters by running the model's own code, and refuses models that cannot be served.
 
 transformers has no description of a layer's attention: some models write the sliding window only into the mask, some
 scale the scores, some add a bias. `probe_attention` therefore replaces the attention function, runs a few tokens
@@ -31,7 +31,7 @@ _PROBE: Final = "coatcheck_probe"  # absent from the mask interface, as NAME is:
 _MASKED_PROBE: Final = "coatcheck_masked_probe"
 # Arguments of the attention function that do not change its result here.
 _IGNORED: Final = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
-_TOLERANCE: Final = 1e-5  # relative to the largest value; rounding is below 1e-6, an effect of other tokens far above
+_TOLERANCE: Final = 1e-5  # of the largest value; rounding stays below 1e-6, an effect of other tokens is far larger
 _MIXES: Final = (
     "computes a token's result from other tokens outside of attention; only models whose tokens interact in attention "
     "alone are supported"
@@ -39,7 +39,7 @@ _MIXES: Final = (
 
 
 class _Unsupported(Exception):
-    """Carries the reason out of the model's forward pass."""
+    """The model cannot be served; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _check_tokens_are_independent(model: PreTrainedModel, max_model_len: int) ->
         torch.where(odd, ids.roll(1), ids), torch.where(odd, (positions + 3) % min(7, max_model_len), positions)
     )
     _compare_rows(model, tokens, changed, rows[::2], rows[::2])
-    # A few of the tokens in another order must not change: no result may depend on a token's row.
+    # The results of a few tokens in another order must not change either: no result may depend on a token's row.
     for few in (torch.tensor([10, 4, 0, 7, 2]), torch.tensor([11, 9])):
         _compare_rows(model, tokens, _Tokens(ids[few], positions[few]), few, rows[: len(few)])
 
@@ -220,7 +220,7 @@ def _record_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for attention: records the layer's parameters. A token's output depends on its own q, k and v only."""
+    """Replaces attention: records the layer's parameters, and computes each token's output from its own q, k and v."""
     recording = probe_recording
     if recording is None:
         raise _Unsupported("its layers do not pass keyword arguments on to the attention function")
@@ -257,7 +257,7 @@ def _record_attention(
 
 
 def _read_window(recording: _Recording, mask: Tensor | None, argument: int, num_heads: int) -> int:
-    """The layer's sliding window: the mask's, because transformers computes with it; without a mask the `argument`."""
+    """The layer's sliding window: that of the mask, which transformers computes with; without a mask, `argument`."""
     if mask is None:
         return argument
     if recording.masks is None:

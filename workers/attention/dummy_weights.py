@@ -38,9 +38,9 @@ class TokensMixed(Exception):
 
 @contextmanager
 def use_dummy_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model`, whose parameters are on meta, run on the CPU in float32. Restores parameters, buffers and config.
+    """Run `model`, whose parameters are on meta, on the CPU in float32. Restores parameters, buffers and config.
 
-    Inside, a convolution over tokens raises TokensMixed.
+    A convolution over tokens raises TokensMixed.
     """
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _dummy_experts)
     parameters = {module: dict(module._parameters) for module in model.modules()}
@@ -104,7 +104,7 @@ class _DummyWeights(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _DEVICE_GETTER:  # models move ids to where a weight is
+        if func == _DEVICE_GETTER:  # models move ids to a weight's device
             return torch.device("cpu")
         if func is F.conv1d:
             self._refuse_convolution(*_positional(("input", "weight"), args, kwargs)[:2])
@@ -131,7 +131,7 @@ class _DummyWeights(TorchFunctionMode):
     def _refuse_convolution(self, x: Tensor, weight: Tensor) -> None:
         """Raise TokensMixed for a convolution over tokens.
 
-        In most models a recurrence follows, which takes minutes without its CUDA kernels; it is never reached.
+        In most models a recurrence follows, which would take minutes without its CUDA kernels.
         """
         if weight.shape[-1] > 1 and x.shape[-1] < _MAX_TOKENS:
             parameters = ((name, p) for name, p in self._model.named_parameters() if not p.is_meta)

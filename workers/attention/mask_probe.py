@@ -34,7 +34,7 @@ class MaskRecorder:
     def make_mask(
         self, *, q_length: int, kv_length: int, mask_function: MaskFunction, batch_size: int = 1, **unused: Any
     ) -> Tensor:
-        """A causal float32 mask [batch_size, 1, q_length, kv_length], whatever `mask_function` says."""
+        """A causal float32 mask [batch_size, 1, q_length, kv_length], whatever `mask_function` is."""
         value = _MASKED * (1 + len(self._masks))
         mask = torch.full((q_length, kv_length), value).triu(1 + kv_length - q_length)
         mask = mask.expand(batch_size, 1, -1, -1)
@@ -42,7 +42,7 @@ class MaskRecorder:
         return mask
 
     def mask_function_of(self, mask: Tensor) -> MaskFunction:
-        """The mask function for which `mask` was made. Raises UnsupportedMask for a mask that is not from here."""
+        """The mask function of a mask from `make_mask`. Raises UnsupportedMask for any other mask."""
         if mask.is_floating_point():
             number = round(mask.min().item() / _MASKED) - 1
             if 0 <= number < len(self._masks):

@@ -1,6 +1,6 @@
 """Checkpoint: a model's config.json and safetensors files, from a local directory or the Hugging Face hub.
 
-Headers are read and checked when it is opened; tensor bytes are read slice by slice.
+`open` reads and checks the headers; `read` reads a tensor, or a slice of one.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from coatcheck.workers.distributed.tensor_slice import TensorSlice
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # the oldest models have no owner
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-_HUB_COPIES = ("consolidated*", "*/*")  # the same weights again, in their makers' own layouts
+_HUB_COPIES = ("consolidated*", "*/*")  # the same weights in other formats
 _FINGERPRINT_BYTES = 64  # of each tensor
 
 
@@ -47,7 +47,7 @@ class Checkpoint:
         if local.is_dir():
             return cls(local.resolve().name, local)
         if local.exists() or not _HUB_ID.fullmatch(path_or_id):
-            # The directory may exist on the host of `coatcheck serve` and not on this rank's.
+            # The directory may exist on the host of `coatcheck serve` and not on the rank's host.
             raise InvalidModel(
                 f"no model directory {path_or_id} on {socket.gethostname()}; every node with ranks needs the directory "
                 "under this path, mounted or copied; or give a hub id"
@@ -116,6 +116,6 @@ def _download(hub_id: str) -> Path:
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_COPIES)))
-    except (OSError, ValueError) as error:  # the bases of its errors: not found, gated, offline, malformed id
+    except (OSError, ValueError) as error:  # the hub's errors are subclasses: not found, gated, offline, malformed id
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidModel(f"{hub_id} is no directory, and cannot be downloaded from the hub: {reason}") from error

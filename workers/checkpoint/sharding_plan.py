@@ -1,8 +1,7 @@
 """The sharding plan: which slice of every parameter a rank loads, and which modules communicate with the other ranks.
 
-It follows the `tp_plan` that transformers has for the architecture, except for attention, which is always split by
-whole heads: transformers gathers phi3's fused QKV and olmo2's norm over all heads instead. Pure: names and shapes in,
-slices and roles out.
+The plan follows the architecture's `tp_plan` in transformers, except for attention, which is always split by whole
+heads; transformers gathers phi3's fused QKV and olmo2's norm over all heads instead.
 """
 
 import re
@@ -79,8 +78,7 @@ def _parent(name: str) -> str:
 
 
 def _shard_attention(plan: ShardingPlan, shapes: dict[str, Shape], layer: AttentionLayer, shard: TpShard) -> None:
-    """Split one attention module by heads. Any tensor that is not known is refused: a wrong guess would serve
-    nonsense."""
+    """Split one attention module by heads. Refuse unknown tensors, because a wrong split would serve nonsense."""
     q, kv = shard.query_rows(layer), shard.kv_rows(layer)
     q_rows, kv_rows = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     k_in_qkv, v_in_qkv = _shift(kv, q_rows), _shift(kv, q_rows + kv_rows)
@@ -116,8 +114,8 @@ def _shift(rows: Range, by: int) -> Range:
 def _shard_by_style(plan: ShardingPlan, shapes: dict[str, Shape], name: str, style: str, shard: TpShard) -> None:
     """Split the parameter or module `name` as transformers' `style` says."""
     tensors = [name] if name in shapes else [t for leaf in ("weight", "bias") if (t := f"{name}.{leaf}") in shapes]
-    # Gate and up in one tensor: each half is split. transformers gathers phi3's instead, because its code chunks the
-    # whole output; with both halves split evenly the code chunks right without a gather.
+    # Gate and up in one tensor: each half is split. phi3's code cuts its output into halves, so transformers gathers
+    # the whole output first. With both halves split evenly no gather is needed.
     is_packed = style.startswith("packed") or name.endswith("gate_up_proj")
     if style.startswith("replicated"):
         return

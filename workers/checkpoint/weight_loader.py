@@ -114,8 +114,8 @@ def _match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, parameters: d
 def _plan_reads(target: _Target, checkpoint: Checkpoint, slices: dict[str, TensorSlice]) -> tuple[list[_Read], bool]:
     """(the reads, whether the converted result must be sliced afterwards).
 
-    Stacking and concatenating commute with slicing, so there only this rank's slices of the sources are read. Other
-    conversions need whole sources.
+    Stacking and concatenating commute with slicing, so for these only this rank's slices are read. Other conversions
+    need whole sources.
     """
     part = slices.get(target.name)
     pairs = [(pattern, key) for pattern, keys in target.sources.items() for key in keys]

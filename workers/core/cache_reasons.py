@@ -26,7 +26,7 @@ class EvictionReason(Enum):
 class MissReason(Enum):
     """Why a block was not in the cache. The public contract uses these names."""
 
-    NEVER_SEEN = 1  # or so long ago that its record is gone
+    NEVER_SEEN = 1  # or its record was dropped since
     EVICTED = 2
     OTHER_SALT = 3  # requests with another salt asked for the same tokens
     BROKEN = 4  # its checksum did not match when it was restored

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class CopyStatus(IntEnum):
-    """The status of one copy. Over a group it is the minimum of its ranks'."""
+    """The status of one copy. A group's status is the minimum over its ranks."""
 
     IN_PROGRESS = 0
     CORRUPT = 1  # the checksum of the bytes read is not that of the bytes written

@@ -80,7 +80,7 @@ class Sequence:
 
     @property
     def num_expected_tokens(self) -> int:
-        """Of a waiting sequence: the tokens that will be computed once it is admitted, as far as the router knows."""
+        """Of a waiting sequence: the tokens to compute after its admission, by the router's estimate."""
         if self.leader is not None and not self.leader.is_finished:
             return 1  # the leader computes its prompt
         uncached = self.request.uncached_tokens

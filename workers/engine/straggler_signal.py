@@ -17,7 +17,7 @@ from coatcheck.workers.core.step_plan import StepPlan
 _RECENT_SECONDS: Final = 4.0
 _USUAL_SECONDS: Final = 600.0
 _FEWEST_STEPS: Final = 20  # before the usual seconds of an amount of work are known
-# The most seconds that one step counts, unless it usually takes longer: a single pause is no slowness.
+# A longer step counts as this many seconds, unless such steps usually take longer: a single pause is no slowness.
 _LONGEST_PAUSE: Final = 2.0
 _IDLE_SECONDS: Final = 10.0  # a longer pause resets the slowness
 

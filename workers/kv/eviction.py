@@ -23,8 +23,8 @@ from coatcheck.workers.core.cache_reasons import EvictionMark, EvictionReason, T
 from coatcheck.workers.kv.eviction_policy import CandidateHeap, EvictionCandidate, EvictionPolicy, LRUPolicy
 from coatcheck.workers.kv.prefix_registry import Prefix, PrefixRegistry
 
-# A tenant is sheltered while it has at most this part of an equal share of the evictable blocks, and until it has made
-# no request for this many seconds.
+# A tenant is sheltered while it has at most SHELTERED_SHARE of an equal share of the evictable blocks, and has made a
+# request within the last SHELTER_SECONDS.
 SHELTERED_SHARE: Final = 0.5
 SHELTER_SECONDS: Final = 600.0
 # The share of a tier's blocks that requests can retain. Beyond it the lowest priorities become ordinary.

@@ -97,7 +97,7 @@ class ExpectedSavingPolicy:
         self._version = -1  # of the table's rates that `_sorted` follows
 
     def push(self, candidate: EvictionCandidate) -> None:
-        if (cohort := candidate.prefix.cohort) is None:  # the registry has forgotten when it was requested
+        if (cohort := candidate.prefix.cohort) is None:  # the registry has dropped the time of the last request
             kind, band, since = 0, BANDS - 1, -math.inf
         else:
             kind, band, since = cohort.kind, self._table.band_of(self._table.now - cohort.since), cohort.since

@@ -87,7 +87,7 @@ class HostPool:
 
     def end_restore(self, slot: int, *, is_intact: bool | None) -> None:
         """Unpin the slot. `is_intact`: whether the checksums matched on every rank; None if no rank read the slot."""
-        assert self._pins[slot] > 0, f"slot {slot} is read by nobody"
+        assert self._pins[slot] > 0, f"no restore reads slot {slot}"
         self._pins[slot] -= 1
         if is_intact is not None:
             self._num_restores += 1

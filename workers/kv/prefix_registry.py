@@ -148,7 +148,7 @@ class PrefixRegistry:
             parent_hash = block_hash
 
     def record_computed(self, block_hash: bytes, parent_hash: bytes, depth: int = 0, tenant: str = "") -> Prefix:
-        """The record of a block that was computed just now. If no request asked for the block, it was generated."""
+        """The record of a block that was just computed. A block that no request asked for counts as generated."""
         record = self._get_or_create(block_hash, parent_hash, depth, tenant)
         record.eviction, record.is_corrupt = None, False
         if not record.num_requests:

@@ -2,12 +2,12 @@
 
 Blocks requested together form a *cohort*. For each kind of cohort (how often its blocks had been requested before) and
 each band of ages, the table counts how many blocks reached that age and how many were requested again within it. It
-counts evicted blocks too, so eviction does not bias what it learns. A block's reuse rate is Gittins' index,
+counts evicted blocks too, so eviction does not bias the counts. A block's reuse rate is Gittins' index,
 
     max over horizons h of  P(requested within h | age) / E(seconds held until requested or until h | age)
 
-that is, hits per second of keeping the block, if it is kept for as long as that pays. The rate falls once the usual
-time of return has passed, and is low for fresh blocks of a kind that does not return soon.
+that is, the hits per second of keeping the block for the best horizon. The rate falls once the usual time of reuse has
+passed, and is low for fresh blocks of a kind that is not reused soon.
 """
 
 from collections import deque

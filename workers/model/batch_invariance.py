@@ -1,12 +1,12 @@
 """Which models can be served with --deterministic, and why the others cannot.
 
-The guarantee: a request's tokens and log-probabilities have the same bits cold or with a cached prefix, in any chunks,
-after a preemption and in any batch, with one tp on one kind of machine. It holds because
+The guarantee: with the same tp and kind of machine, a request's tokens and log-probabilities have the same bits in any
+batch and any chunks, with or without a cached prefix, and after a preemption. The guarantee holds because
 
 - attention adds keys in one order, by absolute position (kernels/attention/paged_attention.py),
 - linears compute rows alone or in tiles of one height (kernels/layers/linear.py),
 - all-reduces add ranks in order (communicator.py),
-- a draw depends on seed, choice and position only (kernels/sampling).
+- a draw depends only on seed, choice and position (kernels/sampling).
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 One linear for Q, K and V, one operation for RoPE and the KV store, one for residual add and norm, one linear for gate
 and up. On CPUs with the native linears each half of a layer is one call into C, and all layers of a rank without peers
-are one call: a step of a model with 12 layers of width 128 took 1.39 ms with one call an operation, 0.70 with one for
-half a layer, 0.48 with one for all layers (bench/LOG.md, 2026-11-21).
+are one call. A step of a model with 12 layers of width 128 took 1.39 ms with one call per operation, 0.70 ms with one
+per half layer, and 0.48 ms with one for all layers (bench/LOG.md, 2026-11-21).
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """A step's cos and sin, [T, rot_dim]. `native`: the same for the C library; None if layers do not run in C."""
+    """A step's cos and sin, [T, rot_dim]. `native`: both for the C library; None if no layer runs in C."""
 
     cos: Tensor
     sin: Tensor
@@ -154,7 +154,7 @@ class DecoderLayer:
 
 
 class DenseMlp:
-    """down(act(gate(h)) * up(h)) with h = norm(x + residual). Returns it and x + residual."""
+    """Returns down(act(gate(h)) * up(h)) with h = norm(x + residual), and x + residual."""
 
     def __init__(self, mlp: Any, norm: RmsNorm, *, batch_invariant: bool) -> None:
         self.norm = norm
@@ -187,7 +187,7 @@ class SparseMlp:
 
 
 def pack_layer_run(layers: Sequence[DecoderLayer], table_indices: Sequence[int]) -> LayerRun | None:
-    """All layers as one call into C; None if a layer is not native, or must all-reduce in between.
+    """All layers as one call into C; None if a layer is not native, or contains an all-reduce.
 
     `table_indices`: which of the step's rotary tables each layer uses.
     """

@@ -26,7 +26,7 @@ from coatcheck.workers.model.decoder_layer import (
     read_norm,
 )
 
-# By transformers' model_type. Their decoder layers were read, and are tested, to compute what DecoderLayer computes.
+# By transformers' model_type. Tests check that their decoder layers compute what DecoderLayer computes.
 _FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "phi3", "mixtral", "qwen3_moe"), Family()),
     **dict.fromkeys(("gemma2", "gemma3_text"), Family(norm_offset=1.0, has_post_norms=True)),
@@ -66,7 +66,7 @@ class FusedBody:
         last, done = len(self._layers) - 1, 0
         native_tables = [tables.native for tables in rotary.values() if tables.native is not None]
         if self._layer_run is not None and native_tables and last > 0:
-            # One call into C for all layers but the last, if that one computes fewer rows.
+            # One call into C for all layers, except for a last layer that computes fewer rows.
             done = last if logits_indices is not None else last + 1
             hidden, residual = self._layer_run(hidden, done, native_tables, kv)
         for index in range(done, last + 1):
@@ -107,5 +107,5 @@ def fuse(
     fused = []
     for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
         fused.append(DecoderLayer(base.layers[index], layer, spec, family, batch_invariant=batch_invariant))
-        base.layers[index] = nn.Identity()  # frees each plain weight once it is packed, not all at the end
+        base.layers[index] = nn.Identity()  # frees the plain weights layer by layer
     return FusedBody(base, fused, rope_types, read_norm(base.norm, family))

@@ -1,4 +1,4 @@
-"""What the installed transformers knows: model types, causal language models, config fields, activations, RoPE types.
+"""What the installed transformers supports: model types, causal models, config fields, activations, RoPE types.
 
 `coatcheck serve` checks config.json against these before Ray starts. They are parsed out of transformers' source files,
 because importing transformers imports torch and takes seconds.
@@ -81,7 +81,7 @@ class ConfigField:
     """One field of a config class.
 
     `kinds`: the accepted types, by Python's names and "None"; empty if types that JSON lacks are accepted too.
-    `default`: None also if there is none, or if it is not a literal.
+    `default`: None also for a field without a default, or whose default is not a literal.
     """
 
     kinds: frozenset[str]

@@ -1,7 +1,7 @@
 """LmHead: a causal model's last step, from normed hidden states to logits.
 
-Soft-caps and logit scaling differ between architectures and sit in the model's code around `lm_head`. So that code runs
-unchanged, with a base model that returns the given hidden states.
+The model's own code around `lm_head` runs unchanged, because soft-caps and logit scaling differ between architectures.
+The base model is replaced by one that returns the given hidden states.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class LmHead:
 
 @dataclass
 class _BodyOutput(MoeModelOutputWithPast):
-    """With the further fields that the heads of GPT-2, BioGPT and Gemma 4 copy into their output."""
+    """Has the further fields that the heads of GPT-2, BioGPT and Gemma 4 copy into their output."""
 
     cross_attentions: None = None
     shared_kv_states: None = None

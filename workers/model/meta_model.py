@@ -95,9 +95,9 @@ def prepare_model(
 
 
 def read_config(directory: Path) -> Any:
-    """transformers' config object. Raises InvalidModel for a model type that it does not know or we do not serve."""
+    """transformers' config object. Raises InvalidModel for a model type that transformers or Coatcheck lacks."""
     try:
-        # Code in the checkpoint never runs. Without the argument transformers would ask at the terminal.
+        # Code in the checkpoint never runs. By default transformers asks at the terminal.
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and its validators raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -146,7 +146,7 @@ def build_meta_model(config: Any, dtype: torch.dtype, device: torch.device, max_
     except Exception as error:  # the model's code may raise anything
         raise InvalidModel(f"{config.model_type} cannot be served: {_explain_build_error(error)}") from error
     if uninitialised:
-        probe_attention(model, max_model_len)  # if a state outside of attention is why, this raises the better reason
+        probe_attention(model, max_model_len)  # raises a better reason if the cause is a state outside of attention
         raise InvalidModel(
             f"{config.model_type} cannot be served: transformers does not initialise {', '.join(uninitialised)}"
         )
@@ -163,8 +163,8 @@ def _explain_build_error(error: Exception) -> str:
 def _compute_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> list[str]:
     """Compute the non-persistent buffers of `module` and below by transformers' own initialiser.
 
-    They are in no checkpoint. Returns the names of those that the initialiser leaves out. The module's weights are on
-    meta, where initialising costs nothing. A PreTrainedModel inside the model initialises its own modules.
+    No checkpoint has these buffers. Returns the names of those that the initialiser leaves out. The module's weights
+    are on meta, where initialising costs nothing. A PreTrainedModel inside the model initialises its own modules.
     """
     uninitialised = []
     for child in module.children():

@@ -152,7 +152,7 @@ def _local_layer_spec(layer: AttentionLayer, shard: TpShard) -> LayerSpec:
 
 
 class TransformersBody:
-    """The base model as transformers wrote it, with packed linears, for architectures that fusion.py does not have."""
+    """transformers' base model with packed linears, for architectures that are not in fusion.py."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Replaces a model's linears by PackedLinear: one by one, merged (QKV, gate and up), or as one rank's part of a sum.
 
-The plain weight is dropped. A linear whose attributes the model's own code reads must stay as it is;
-`record_weight_reads` finds those.
+The plain weight is dropped. A linear whose attributes the model's own code reads cannot be replaced;
+`record_weight_reads` finds such linears.
 
 `batch_invariant`: a row's result does not depend on the other rows (see kernels/layers/linear.py).
 """
@@ -40,7 +40,7 @@ def pack_merged(owner: Any, merged: str, parts: tuple[str, ...], *, batch_invari
 
 
 def pack_row_parallel(linear: Any, *, batch_invariant: bool) -> tuple[PackedLinear, Callable[[Tensor], Tensor] | None]:
-    """(the linear, its all-reduce). The latter is None if the rank is alone."""
+    """(the linear, its all-reduce). The all-reduce is None in a group of one rank."""
     if isinstance(linear, nn.Linear):
         return PackedLinear(linear.weight, linear.bias, batch_invariant=batch_invariant), None
     packed = PackedLinear(linear.linear.weight, linear.linear.bias, batch_invariant=batch_invariant)

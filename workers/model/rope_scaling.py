@@ -1,7 +1,7 @@
 """Pins RoPE scaling when a model is loaded, so that it does not depend on the other requests of a step.
 
-transformers' longrope and dynamic NTK choose their frequencies by the largest position in the batch: a request's answer
-would depend on its neighbours, and cached keys would not match new ones. Here `max_model_len` chooses once: longrope
+transformers' longrope and dynamic NTK choose their frequencies by the largest position in the batch. An answer would
+then depend on the other requests, and cached keys would not match new ones. Here `max_model_len` decides: longrope
 takes its long factors if max_model_len exceeds the original length, dynamic NTK the base for max_model_len.
 """
 

@@ -24,12 +24,12 @@ class Sampler:
         self._floats = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
         self._ints = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._new: dict[int, NewRow] = {}  # by slot
+        self._new_rows: dict[int, NewRow] = {}  # by slot
 
     def set_parameters(self, new: NewRow) -> None:
         """Set the slot's parameters to those of a new sequence."""
         params, slot = new.sampling, new.slot
-        self._new[slot] = new
+        self._new_rows[slot] = new
         floats = (
             params.temperature, params.top_p, params.min_p,
             params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
@@ -45,29 +45,29 @@ class Sampler:
         logits:    float32 [R, vocab], changed in place; row r is of slots[r], for the token at positions[r]
         token_ids: int32 [num_slots, max_len]; the first positions[r] tokens of row slots[r] are the sequence so far
         """
-        news = [self._new[slot] for slot in slots]
-        self._add_bias(logits, news, positions)
-        rows, where = upload(slots, torch.int64, self._device), upload(positions, torch.int64, self._device)
-        if any(_has_penalties(new) for new in news):
-            self._apply_penalties(logits, news, rows, where, token_ids[:, : max(positions)])
-        if all(new.sampling.temperature == 0.0 for new in news):
+        new_rows = [self._new_rows[slot] for slot in slots]
+        self._add_bias(logits, new_rows, positions)
+        slot_ids, position_ids = (upload(ids, torch.int64, self._device) for ids in (slots, positions))
+        if any(_has_penalties(new) for new in new_rows):
+            self._apply_penalties(logits, new_rows, slot_ids, position_ids, token_ids[:, : max(positions)])
+        if all(new.sampling.temperature == 0.0 for new in new_rows):
             return logits.argmax(dim=-1)
-        floats, ints = self._floats[:, rows], self._ints[:, rows]
+        floats, ints = self._floats[:, slot_ids], self._ints[:, slot_ids]
         return sample(
             logits,
             temperature=floats[0],
             top_k=ints[0],
             top_p=floats[1],
             min_p=floats[2],
-            seed=self._seeds[rows],
+            seed=self._seeds[slot_ids],
             choice=ints[1],
-            position=where,
+            position=position_ids,
         )
 
-    def _add_bias(self, logits: Tensor, news: list[NewRow], positions: list[int]) -> None:
+    def _add_bias(self, logits: Tensor, new_rows: list[NewRow], positions: list[int]) -> None:
         """Add logit_bias, and forbid end and stop tokens before min_tokens."""
         triples: list[tuple[int, int, float]] = []
-        for row, (new, position) in enumerate(zip(news, positions, strict=True)):
+        for row, (new, position) in enumerate(zip(new_rows, positions, strict=True)):
             triples.extend((row, token, bias) for token, bias in new.sampling.logit_bias.items())
             if position - new.prompt_len < new.sampling.min_tokens:
                 triples.extend((row, token, -math.inf) for token in new.stop_token_ids)
@@ -77,27 +77,27 @@ class Sampler:
             add_logit_bias(logits, *columns, upload(bias, torch.float32, self._device))
 
     def _apply_penalties(
-        self, logits: Tensor, news: list[NewRow], rows: Tensor, where: Tensor, token_ids: Tensor
+        self, logits: Tensor, new_rows: list[NewRow], slot_ids: Tensor, position_ids: Tensor, token_ids: Tensor
     ) -> None:
-        floats = self._floats[:, rows]
-        prompt_lens = upload([new.prompt_len for new in news], torch.int32, self._device)
-        history = token_ids[rows]
-        apply_penalties(logits, history, prompt_lens, where.to(torch.int32), floats[3], floats[4], floats[5])
+        floats = self._floats[:, slot_ids]
+        prompt_lens = upload([new.prompt_len for new in new_rows], torch.int32, self._device)
+        history, lens = token_ids[slot_ids], position_ids.to(torch.int32)
+        apply_penalties(logits, history, prompt_lens, lens, floats[3], floats[4], floats[5])
 
     def num_logprobs(self, slot: int) -> int | None:
         """How many most likely tokens to report for each sampled token; None for no logprobs."""
-        return self._new[slot].sampling.logprobs
+        return self._new_rows[slot].sampling.logprobs
 
     def num_prompt_logprobs(self, slot: int) -> int | None:
         """How many most likely tokens to report for each prompt token; None for no prompt logprobs."""
-        return self._new[slot].sampling.prompt_logprobs
+        return self._new_rows[slot].sampling.prompt_logprobs
 
     def needs_prompt_logprobs(self, slot: int, start: int) -> bool:
         """Whether a row from position `start` on reports logprobs of prompt tokens."""
         return self.num_prompt_logprobs(slot) is not None and start < self.prompt_len(slot) - 1
 
     def prompt_len(self, slot: int) -> int:
-        return self._new[slot].prompt_len
+        return self._new_rows[slot].prompt_len
 
 
 def _has_penalties(new: NewRow) -> bool:

@@ -119,7 +119,7 @@ class WorkerService(WorkerServicer):
         return first.hello
 
     async def _start_server(self, listen: str) -> None:
-        # Keepalive detects a router that is gone without closing its connection within 15 s.
+        # Keepalive detects within 15 s that a router has ended without closing its connection.
         self._server = grpc.aio.server(
             options=[
                 ("grpc.keepalive_time_ms", 10_000),
