@@ -166,7 +166,7 @@ class KVCacheManager:
         return ended
 
     def cancel_restores(self, sequence: Sequence) -> None:
-        """Drop the queued restores of a sequence that gives up its blocks. Those in progress go on without it."""
+        """Drop the queued restores of a sequence that gives up its blocks. Those in progress run to their end."""
         if not sequence.num_restoring:
             return
         assert self.host is not None
