@@ -1,11 +1,11 @@
-"""GrpcHandlers: the methods of the public gRPC services, from the bytes of a call to its answer or its status.
+"""GrpcHandlers: the methods of the public gRPC services, from the bytes of a call to its response or its status.
 
 A call passes four steps: its caller is authenticated, its message is read, the method of the service runs, and what the
 method returns or raises is sent.
 
-Every method is registered as taking a stream, of which exactly one message is read, and parses the bytes itself. gRPC
-would otherwise receive the whole message before the caller is authenticated, and would answer bytes that do not parse
-with INTERNAL, although they are the client's error.
+Every method is registered as client-streaming, reads exactly one message, and parses the bytes itself. With a unary
+registration gRPC would receive the whole message before the caller is authenticated, and would respond INTERNAL to
+bytes that do not parse, although they are the client's error.
 """
 
 import asyncio
@@ -38,9 +38,10 @@ from coatcheck.router.serving.generate_service import GenerateService
 _log = logging.getLogger(__name__)
 GENERATION_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE: Final = pb.DESCRIPTOR.services_by_name["Admin"].full_name
-# Parsing any shorter message takes less than 50 ms.
+# A longer message is checked in a side process first. Parsing a shorter one takes less than 50 ms.
 _LONG_MESSAGE_BYTES: Final = 1 << 20
-# An error's text is sent twice, and once in an escaped form that may be three times as long; metadata is at most 8 KiB.
+# Max bytes of an error's text. gRPC sends the text twice, once percent-encoded, which may be three times as long; the
+# limit of metadata is 8 KiB.
 _ERROR_BYTES: Final = 1000
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -60,7 +61,7 @@ class GrpcHandlers:
         side: SideProcesses,
         slow_reader_seconds: float,
     ) -> None:
-        """`side` parses long messages. A client that reads nothing for `slow_reader_seconds` loses its stream."""
+        """`side` checks long messages. A client that reads nothing for `slow_reader_seconds` loses its stream."""
         self._generation = generation
         self._admin = admin
         self._authenticator = authenticator
@@ -146,8 +147,8 @@ class GrpcHandlers:
         )
 
     async def _read_message(self, kind: type[RequestMessage], messages: RequestIterator) -> RequestMessage:
-        """The call's only message. Raises InvalidRequest if there is none, if its bytes are no `kind`, or if it has too
-        many entries."""
+        """The call's only message. Raises InvalidRequest if there is none, if its bytes are not a message of type
+        `kind`, or if a long message has too many entries."""
         try:
             data = await anext(messages)
         except StopAsyncIteration:
@@ -179,14 +180,14 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """What a method may know of a call besides its message."""
+    """The context and the tenant of a call, for its method."""
 
     context: Context
     tenant: Tenant
 
     def options(self) -> GenerateOptions:
-        """The tenant, and what the call's metadata asks for: an explanation of the routing decision in the trailing
-        metadata, a deadline (by the event loop's clock), and a trace to continue."""
+        """The tenant, and what the call's metadata sets: `on_decision` if an explanation of the routing decision is to
+        be sent in the trailing metadata, `deadline` by the event loop's clock, and `carrier`, the trace to continue."""
         options = GenerateOptions(tenant=self.tenant)
         metadata = self.context.invocation_metadata() or ()
         if is_asked(metadata):
@@ -199,8 +200,8 @@ class CallInfo:
 
 
 async def abort_with(context: Context, error: Exception) -> Never:
-    """Ends the call with the error's status. An error that is not a CoatcheckError is logged with an incident number,
-    and the client gets only that number."""
+    """Ends the call with the error's status. An error that is INTERNAL or not a CoatcheckError is logged with an
+    incident number, and the client gets only that number."""
     code, _ = status_of(error)
     if isinstance(error, CoatcheckError) and code != grpc.StatusCode.INTERNAL.value[0]:
         text = _clip(str(error))

@@ -2,8 +2,8 @@
 
 It sends submissions and aborts, delivers outputs to the submissions and KV events to the prefix index, and keeps the
 group's last load report. When the stream breaks, or the group falls silent, every submission fails at once and the
-connection attaches again, with backoff, until it is closed. A group that is not the expected one, or that sends what
-cannot be, is ejected: its stream ends, and the reason is kept.
+connection attaches again, with backoff, until it is closed. A group that is slow, is not the expected one, or sends
+impossible messages is ejected: its stream ends, and the reason is kept.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0  # seconds between two attempts to 
 class GroupConnection:
     """`registration` is None while the group is not attached. Create it inside an event loop.
 
-    Three functions tell its owner what happens. `on_change`: the group has attached or was lost, or a suspect may run
-    there. `on_room`: the group may have room for another request. `detect_outlier` is called after each load report and
+    `on_change` is called when the group attaches or is lost, and when a suspect may run on the group. `on_room` is
+    called when the group may have room for another request. `detect_outlier` is called after each load report; it
     returns an Ejected if the group is too slow to be kept.
     """
 
@@ -123,12 +123,12 @@ class GroupConnection:
         self.submissions.remove(submission)
 
     def request_snapshot(self, reason: str) -> None:
-        """Asks the group for all the blocks that it holds; the answer replaces what the index knows."""
+        """Asks the group for all the blocks that it holds; its snapshot replaces them in the index."""
         _log.warning("group %s: %s; asking for a snapshot", self.name, reason)
         self._stream.send(ToGroup(snapshot=SnapshotRequest()))
 
     def recall(self) -> None:
-        """Ends the pause of a group that was ejected because it is slow: no other group serves."""
+        """Ends the pause of a group that was ejected because it is slow. Called when no other group serves."""
         self._recalled.set()
 
     async def close(self, reason: str) -> None:
@@ -145,7 +145,7 @@ class GroupConnection:
                 backoff = _FIRST_BACKOFF if attached else min(backoff * 2, _LONGEST_BACKOFF)
             except Ejected as error:
                 _log.error("group %s is ejected: %s", self.name, error)
-                backoff = _LONGEST_BACKOFF  # the next attempt will hardly find another group
+                backoff = _LONGEST_BACKOFF  # the next attempt will most likely find the same group
                 await self._wait_for_recall(error.pause)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
@@ -155,7 +155,7 @@ class GroupConnection:
                 await self._recalled.wait()
 
     async def _attach(self) -> bool:
-        """One stream from its beginning to its end; returns whether the group had registered. Raises Ejected."""
+        """Runs one stream until it ends; returns whether the group had registered. Raises Ejected."""
         self._stream = self._new_stream()
         self._last_word = None
         try:
@@ -173,9 +173,9 @@ class GroupConnection:
         except Exception as error:  # whatever a group sends, this router continues to serve the others
             _log.exception("group %s: its stream could not be read", self.name)
             self._record_ejection(f"its stream could not be read: {error}")
-            raise Ejected(self.reason) from error  # an attempt at once would fail in the same way
+            raise Ejected(self.reason) from error  # an immediate attempt would fail in the same way
         finally:
-            attached = self._lose()
+            attached = self._drop_group()
         return attached
 
     def _new_stream(self) -> GroupStream:
@@ -233,8 +233,9 @@ class GroupConnection:
         self.ejections += 1
         self.reason = self.ejected = reason
 
-    def _lose(self) -> bool:
-        """The stream is gone: fails every submission, forgets every block. Returns whether the group had registered."""
+    def _drop_group(self) -> bool:
+        """Fails every submission and drops every block of the group, because its stream has ended. Returns whether the
+        group had registered."""
         attached = self.registration is not None
         if self._last_word is not None:
             self.reason = f"it ended by itself: {self._last_word.reason}"

@@ -37,7 +37,7 @@ _NO_COMPATIBLE = "its worker group is lost, and none that could go on with it is
 
 
 class Dispatcher:
-    """`admit` sends new requests in their turn, `send` those that have begun. One for each router."""
+    """`admit` sends requests in the order of the admission queue, `send` past the queue. One for each router."""
 
     def __init__(self, groups: GroupRegistry, queue: AdmissionQueue, rng: random.Random | None = None) -> None:
         self.queue = queue
@@ -54,10 +54,10 @@ class Dispatcher:
             self.queue.require_room(tenant, priority, now, deadline, EligibleGroups.of(self._groups.serving()))
 
     async def admit(self, attempt: Attempt, *, wait_seconds: float = 0.0, bounded: bool = True) -> Grant:
-        """Sends a request once a group has room for it and its turn has come.
+        """Sends a request once it is next in the queue and a group has room for it.
 
-        While no group serves, a new request waits `wait_seconds` for one; once queued it waits until a group has room
-        or its deadline has passed. `bounded`: False queues it even if the queue is full. Raises Overloaded,
+        While no group serves, a new request waits `wait_seconds` for one. A queued request waits until a group has room
+        or its deadline has passed. `bounded`: False queues the request even if the queue is full. Raises Overloaded,
         DeadlineExceeded, Unavailable and ContextLengthExceeded.
         """
         if attempt.only_compatible_with is None and not len(self.queue):
@@ -66,23 +66,23 @@ class Dispatcher:
             return self.queue.grant_unqueued(submission, attempt.request)
         queued = self.queue.add(attempt, self._eligible_groups(attempt), self._prompt_seconds(attempt), bounded=bounded)
         if self.queue.waiting_in_class(queued.eligible) == 1 < len(self.queue):
-            self.send_waiting()  # no other request waits for just these groups, so they may have room now
+            self.send_waiting()  # the only waiting request of its class, so its groups may have room now
         try:
             return await queued.grant
         except asyncio.CancelledError:
             self.queue.withdraw(queued)
-            self.send_waiting()  # another request is next now, and may fit where this one did not
+            self.send_waiting()  # the request that is next now may fit where this one did not
             raise
 
     def send_waiting(self) -> None:
-        """Sends waiting requests in their order until no group has room for any of them. Of the requests that can go to
-        the same groups, at most one is tried in vain."""
+        """Sends waiting requests in order until no group has room for any of them. Of the requests with equal
+        EligibleGroups, at most one is tried without success."""
         blocked: set[Hashable] = set()  # EligibleGroups of which none has room
         while (queued := self.queue.peek(blocked)) is not None:
             try:
                 submission = self._send_queued(queued)
-            # An error fails the request that it belongs to, for example because no group can hold the request; it must
-            # not fail the group whose message led to this call.
+            # The error, for example that no group can hold the request, fails this request. Raised from here, it would
+            # end the stream of the group whose load report led to this call.
             except Exception as error:
                 self.queue.refuse(error, blocked)
                 continue
@@ -92,7 +92,7 @@ class Dispatcher:
                 self.queue.grant(submission, blocked)
 
     def reclassify_waiting(self) -> None:
-        """The groups that serve have changed: finds out again where each waiting request can go, then sends."""
+        """Finds the EligibleGroups of each waiting request again, then sends. Called when the serving groups change."""
         self.queue.reclassify(self._eligible_groups)
         self.send_waiting()
 
@@ -100,8 +100,8 @@ class Dispatcher:
         self, attempt: Attempt, *, wait_seconds: float = 0.0, exclude_groups: AbstractSet[str] = frozenset()
     ) -> Submission:
         """Sends a request at once, whether a group has room or not. Groups in `exclude_groups` are used only if there
-        is no other. Waits `wait_seconds` for a group; raises Unavailable if none has come, and ContextLengthExceeded if
-        a request that has not begun fits no group."""
+        is no other. Raises Unavailable if no group can take the request within `wait_seconds`, and
+        ContextLengthExceeded if a request that has not begun fits no group."""
         try:
             async with asyncio.timeout(wait_seconds):
                 while True:
@@ -131,8 +131,8 @@ class Dispatcher:
             raise Unavailable(_NO_GROUP) from None
 
     async def _wait_in_quarantine(self, attempt: Attempt) -> list[ServingGroup]:
-        """Waits until a suspect may run somewhere, and returns the groups where it may; they are valid until the caller
-        next awaits. Empty if none of the groups that serve can continue the request."""
+        """Waits until a suspect may run on some group, and returns these groups; empty if no serving group can continue
+        the request. The result is valid until the caller next awaits."""
         model = attempt.only_compatible_with
         key = compatibility_key(model) if model is not None else None
         with self._quarantine.take_turn(attempt.suspicion, attempt.delivered_tokens, key) as is_next:
@@ -176,8 +176,8 @@ class Dispatcher:
         return submission
 
     def _able_groups(self, attempt: Attempt) -> list[ServingGroup]:
-        """The groups that serve and can hold the request. Raises ContextLengthExceeded if groups serve and none of them
-        can hold it, unless it has begun: then one that can may come back."""
+        """The serving groups that can hold the request, and continue it if it has begun. Raises ContextLengthExceeded
+        if groups serve and none can hold a request that has not begun."""
         serving, model = self._groups.serving(), attempt.only_compatible_with
         if model is not None:
             return [
@@ -211,7 +211,7 @@ class Dispatcher:
             model = registration.model
             hashed_as = (model.name, model.fingerprint, model.block_size)
             if hashed_as not in matched:
-                # A prompt whose log-probabilities are wanted is computed whole, whatever is cached.
+                # With prompt_logprobs the whole prompt is computed, whatever is cached.
                 is_scored = request.sampling.prompt_logprobs is not None
                 matched[hashed_as] = {} if is_scored else self._groups.index.matched_blocks(request.block_hashes(model))
             candidates.append(

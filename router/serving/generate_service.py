@@ -1,7 +1,7 @@
-"""GenerateService: the public service as methods over its messages, for gRPC and HTTP alike.
+"""GenerateService: the methods of the public service over protobuf messages; gRPC and HTTP both call them.
 
-A request is validated, tokenised off the event loop (a long prompt in a side process), given a seed, sent to a group
-and relayed. Callers turn the errors into statuses, and close the iterator when their client goes away.
+A request is tokenised off the event loop (a long prompt in a side process), validated, given a seed, sent to a group
+and relayed. Callers turn the errors into statuses, and close the iterator when their client disconnects.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ from coatcheck.router.text.tokenizer import TokenizerJson
 _T = TypeVar("_T")
 # Hashing or serialising more tokens than this takes over a millisecond, which is too long for the event loop.
 _LONG_PROMPT: Final = 16384
-# Max tokens of a call to `tokenize`, or the model's context if that is longer. A token takes the tokenizer 200 bytes.
+# Max tokens of a call to `tokenize`, unless the model's context is longer. The tokenizer needs 200 bytes per token.
 _MAX_TOKENIZED: Final = 1 << 18
 
 
@@ -100,7 +100,7 @@ class GenerateService:
 
     @property
     def max_tokenized(self) -> int:
-        """Max tokens of a call to `tokenize` or `detokenize`: the model's context length, at least 262,144."""
+        """Max tokens of a call to `tokenize` or `detokenize`: the model's context length, but at least 262,144."""
         return max(_MAX_TOKENIZED, self._groups.model.max_model_len if self._groups.model else 0)
 
     @property
@@ -122,7 +122,8 @@ class GenerateService:
         deadline: float | None = None,
         on_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Started, deltas, Final. Closing the iterator early frees what the request holds.
+        """Yields Started, then prompt log-probabilities and deltas, then Final. Closing the iterator early aborts the
+        request.
 
         `on_decision` is called at the end with the last routing decision, and `on_admitted` once the request is valid,
         before it waits for a group. `carrier`: the client's trace context. `deadline`: when the client gives up, in the
@@ -172,7 +173,7 @@ class GenerateService:
         carrier: Mapping[str, str] = NO_PARENT,
         deadline: float | None = None,
     ) -> GenerateResponse:
-        """As generate_stream, as one response."""
+        """Runs `generate_stream` and merges its events into one response."""
         response = GenerateResponse()
         texts: dict[int, list[str]] = {}
         async with aclosing(self.generate_stream(message, on_decision, tenant, carrier, deadline)) as events:
@@ -181,13 +182,13 @@ class GenerateService:
                     case "started":
                         response.started.CopyFrom(event.started)
                     case "prompt_logprobs":
-                        response.prompt_logprobs.MergeFrom(event.prompt_logprobs)  # one part of them
+                        response.prompt_logprobs.MergeFrom(event.prompt_logprobs)  # an event has a part of them
                     case "delta":
                         delta = event.delta
                         while len(response.choices) <= delta.choice:
                             response.choices.add(choice=len(response.choices))
                         texts.setdefault(delta.choice, []).append(delta.text)
-                        delta.ClearField("text")  # strings would be replaced, not joined
+                        delta.ClearField("text")  # MergeFrom would replace the text, not append to it
                         # Merged now, because copying millions of log-probabilities at the end takes 0.2 s.
                         response.choices[delta.choice].MergeFrom(delta)
                     case "final":
@@ -214,7 +215,7 @@ class GenerateService:
         return TokenizeResponse(token_ids=ids)
 
     async def tokenize_prompt(self, message: TokenizeRequest) -> list[int]:
-        """The token ids of a generation's prompt. Raises ContextLengthExceeded for one far over the context."""
+        """The token ids of a prompt to generate from. Raises ContextLengthExceeded if it is far over the context."""
         check_model_name(message.model, self._config.model_name)
         return list(await self._ids_within_context(message, self._capacity(self._model())))
 
@@ -243,7 +244,7 @@ class GenerateService:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _require_capacity(self, message: GenerateRequest, tenant: Tenant, deadline: float | None) -> None:
-        """Refuses a request for the load before its prompt is tokenised: raises Overloaded and DeadlineExceeded."""
+        """Checks rate limits and load before the prompt is tokenised. Raises Overloaded or DeadlineExceeded."""
         if not message.resume:  # a resumed request was admitted before
             self._limits.charge_request(tenant)
             self._dispatcher.require_room(tenant, tenant.effective_priority(message.priority), deadline)
@@ -277,7 +278,7 @@ class GenerateService:
             check_parts(message)
 
     async def _ids_within_context(self, message: GenerateRequest | TokenizeRequest, capacity: int) -> Sequence[int]:
-        """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: most tokens of one
+        """As _prompt_ids, but raises ContextLengthExceeded instead of NeverFits. `capacity`: max tokens of one
         sequence. A prompt a little over `capacity` passes here, and `validate_request` refuses it."""
         try:
             return await self._prompt_ids(message, capacity)
@@ -285,8 +286,8 @@ class GenerateService:
             raise ContextLengthExceeded.of(capacity, str(error)) from None
 
     async def _prompt_ids(self, message: GenerateRequest | TokenizeRequest, at_most: int) -> Sequence[int]:
-        """The prompt's token ids, made off the event loop unless they are few and sent as ids. Raises NeverFits for a
-        prompt far over `at_most` tokens."""
+        """The prompt's token ids, computed off the event loop unless the client has sent a few ids. Raises NeverFits
+        for a prompt far over `at_most` tokens."""
         check_chat(message, at_most)
         if isinstance(message, GenerateRequest) and 0 < len(message.token_ids.ids) <= _LONG_PROMPT:
             return prompt_token_ids(message, self._tokenizer)  # a short copy
