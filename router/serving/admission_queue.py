@@ -1,15 +1,16 @@
 """AdmissionQueue: requests that wait in the router until a group has room for them.
 
 The Dispatcher adds a request and awaits its grant. Whenever a group may have room, the Dispatcher sends the next
-request (`peek`) and grants it. A request is sent and leaves the queue in one step, so the next one sees the room that
-is left.
+request (`peek`) and grants it. A request is sent and leaves the queue in one step, so the group's load includes it when
+the next request is considered.
 
 Within a tenant short prompts overtake long ones: a request is due at its arrival + 20 × the seconds that its prompt
-takes to compute, and the first due is next. So none is overtaken for ever, and waiting times are in proportion to the
-work (the aim of Brinch Hansen's "highest response ratio next", with an order that does not change).
+takes to compute, and the request that is due first is next. So no request is overtaken for ever, and waiting times are
+in proportion to the work (the aim of Brinch Hansen's "highest response ratio next", with an order that does not
+change).
 
-A request for which no group has room is passed over, and holds up only those that could go to the same groups: of the
-requests with equal `EligibleGroups` only the first is tried. It keeps its place, and is tried first when there is room.
+A request for which no group has room is skipped, and holds up only the requests that could go to the same groups: of
+the requests with equal `EligibleGroups` only the first is tried. A skipped request keeps its place.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ from coatcheck.router.serving.fair_queue import FairQueue, QueueStats, TokenChar
 # A request may be overtaken by those that arrive within this multiple of its own prompt's seconds.
 _PATIENCE: Final = 20.0
 _SHORTEST_RETRY, _LONGEST_RETRY = 1.0, 60.0
-# A deadline is refused if the queue would have to move more than _AT_BEST times as fast as it has moved to meet it;
-# checked once _FEWEST_MOVED requests have left the queue.
-_AT_BEST: Final = 2.0
-_FEWEST_MOVED: Final = 8
-_REMEMBERED: Final = 64  # grants, from which their rate is computed
-_FIRST_ANSWER_TOKENS: Final = 64.0  # estimate of an answer's length before any has ended
-_ANSWERS_AVERAGED: Final = 32
+# A request is refused if, to meet its deadline, the queue would have to move more than _MAX_SPEEDUP times as fast as it
+# has moved so far. Checked once _MIN_MOVED requests have left the queue.
+_MAX_SPEEDUP: Final = 2.0
+_MIN_MOVED: Final = 8
+_MAX_GRANT_TIMES: Final = 64  # last grants, from which the rate of grants is computed
+_GUESSED_ANSWER_TOKENS: Final = 64.0  # mean tokens of an answer before any has ended
+_ANSWERS_AVERAGED: Final = 32  # answers that the running average of their tokens covers
 
 
 class Grant(NamedTuple):
@@ -68,10 +69,10 @@ class AdmissionQueue:
 
     def __init__(self, max_size: int) -> None:
         self._queue: FairQueue[QueuedAttempt] = FairQueue(max_size)
-        self._granted: deque[float] = deque(maxlen=_REMEMBERED)  # when
-        self._answer_tokens = _FIRST_ANSWER_TOKENS
-        self._moved, self._formed = 0, 0.0  # requests granted since the queue was last empty, and when that was
-        self._last_wait = (0.0, 0.0)  # of the request granted last: when, and how long it had waited
+        self._grant_times: deque[float] = deque(maxlen=_MAX_GRANT_TIMES)
+        self._answer_tokens = _GUESSED_ANSWER_TOKENS
+        self._moved, self._formed_at = 0, 0.0  # requests granted since the queue was last empty, and when that was
+        self._last_wait = (0.0, 0.0)  # (time of the last grant, seconds that the request had waited)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -81,8 +82,8 @@ class AdmissionQueue:
         return self._queue.stats()
 
     def queue_seconds(self, now: float) -> float:
-        """How long requests wait now: the age of the oldest one (see FairQueue.oldest), or the wait of the request
-        granted last if that was within the last second; the larger of both."""
+        """How long requests wait now: the larger of the age of the oldest request (see FairQueue.oldest) and the wait
+        of the last granted one, if it was granted within the last second."""
         oldest = self._queue.oldest()
         when, waited = self._last_wait
         return max(now - oldest.since if oldest is not None else 0.0, waited if now - when < 1.0 else 0.0)
@@ -91,17 +92,17 @@ class AdmissionQueue:
         self, tenant: Tenant, priority: int, now: float, deadline: float | None, eligible: EligibleGroups
     ) -> None:
         """Checks a request before any work is done for it. Raises Overloaded if the queue has no room for this tenant,
-        and DeadlineExceeded if its turn cannot come in time. Only requests that can go to the same groups (an equal
-        `eligible`) count as ahead of it, since others may wait for groups that it does not need."""
+        and DeadlineExceeded if the request cannot be next in time. Only requests with an equal `eligible` count as
+        ahead of the request, since others may wait for groups that it does not need."""
         if not len(self._queue):
             return
         if not self._queue.has_room(tenant, priority):
             raise self._full(now)
-        if deadline is None or self._moved < _FEWEST_MOVED:
+        if deadline is None or self._moved < _MIN_MOVED:
             return
         ahead = self._queue.ahead(tenant, priority, now, eligible)
-        seconds = ahead * (now - self._formed) / self._moved
-        if now + seconds / _AT_BEST > deadline:
+        seconds = ahead * (now - self._formed_at) / self._moved
+        if now + seconds / _MAX_SPEEDUP > deadline:
             raise DeadlineExceeded(
                 f"{ahead} requests wait before it, which takes about {seconds:.1f} s, and its deadline is in "
                 f"{max(deadline - now, 0.0):.1f} s; allow more time, or try again later"
@@ -115,10 +116,10 @@ class AdmissionQueue:
         self, attempt: Attempt, eligible: EligibleGroups, prompt_seconds: float, *, bounded: bool = True
     ) -> QueuedAttempt:
         """Adds a request. `prompt_seconds`: how long its prompt takes on the group that holds most of it. `bounded`:
-        False accepts it even if the queue is full. Raises Overloaded if there is no room."""
+        False adds the request even if the queue is full. Raises Overloaded if there is no room."""
         now = asyncio.get_running_loop().time()
         if not len(self._queue):
-            self._moved, self._formed = 0, now
+            self._moved, self._formed_at = 0, now
         queued = QueuedAttempt(attempt, eligible, now)
         request = attempt.request
         added = self._queue.add(
@@ -138,7 +139,7 @@ class AdmissionQueue:
         return queued
 
     def waiting_in_class(self, eligible: EligibleGroups) -> int:
-        """Number of waiting requests that can go to just these groups."""
+        """Number of waiting requests with these EligibleGroups."""
         return self._queue.waiting_in_class(eligible)
 
     def peek(self, blocked: AbstractSet[Hashable]) -> QueuedAttempt | None:
@@ -146,33 +147,33 @@ class AdmissionQueue:
         return self._queue.peek(blocked)
 
     def grant(self, submission: Submission, blocked: AbstractSet[Hashable]) -> None:
-        """Removes the request that `peek(blocked)` returns: it was sent as `submission`."""
+        """Removes the request that `peek(blocked)` returns, which was sent as `submission`, and sets its grant."""
         queued, charge = self._queue.pop(blocked)
         now = asyncio.get_running_loop().time()
         self._moved += 1
-        self._granted.append(now)
+        self._grant_times.append(now)
         self._last_wait = (now, now - queued.since)
-        if queued.grant.done():  # its client has just gone away
-            _give_back(Grant(submission, charge))
+        if queued.grant.done():  # its client has just disconnected
+            _cancel_grant(Grant(submission, charge))
         else:
             queued.grant.set_result(Grant(submission, charge))
 
     def refuse(self, error: Exception, blocked: AbstractSet[Hashable]) -> None:
-        """Removes the request that `peek(blocked)` returns: it fails with `error`."""
+        """Removes the request that `peek(blocked)` returns, which fails with `error`."""
         queued, charge = self._queue.pop(blocked)
         charge.settle_tokens(0)
         if not queued.grant.done():
             queued.grant.set_exception(error)
 
     def withdraw(self, queued: QueuedAttempt) -> None:
-        """The client of a request that was added is gone. If the request was granted at the same moment, its submission
-        is closed."""
+        """Removes a request whose client has disconnected. If the request was granted at the same moment, its
+        submission is closed."""
         grant = queued.grant
         if not self._queue.remove(queued.id) and not grant.cancelled() and grant.exception() is None:
-            _give_back(grant.result())
+            _cancel_grant(grant.result())
 
     def reclassify(self, eligible_groups: Callable[[Attempt], EligibleGroups]) -> None:
-        """The groups that serve have changed: finds the eligible groups of each waiting request again."""
+        """Finds the EligibleGroups of each waiting request again. Called when the serving groups have changed."""
 
         def update(queued: QueuedAttempt) -> EligibleGroups:
             queued.eligible = eligible_groups(queued.attempt)
@@ -181,8 +182,8 @@ class AdmissionQueue:
         self._queue.reclassify(update)
 
     def settle_charge(self, charge: TokenCharge, computed: int, answered: int) -> None:
-        """A granted request has ended. `computed`: prompt tokens that no cache held; `answered`: tokens of its
-        answer."""
+        """Settles the charge of a granted request that has ended. `computed`: prompt tokens that no cache held;
+        `answered`: tokens of its answer."""
         charge.settle_tokens(computed + answered)
         self._answer_tokens += (answered - self._answer_tokens) / _ANSWERS_AVERAGED
 
@@ -202,12 +203,12 @@ class AdmissionQueue:
 
     def _retry_seconds(self, now: float) -> float:
         """Estimated seconds until the queue is empty, from the rate of the last grants."""
-        if len(self._granted) < 2:
+        if len(self._grant_times) < 2:
             return _SHORTEST_RETRY
-        rate = len(self._granted) / max(now - self._granted[0], 1e-3)
+        rate = len(self._grant_times) / max(now - self._grant_times[0], 1e-3)
         return min(max(len(self._queue) / rate, _SHORTEST_RETRY), _LONGEST_RETRY)
 
 
-def _give_back(grant: Grant) -> None:
+def _cancel_grant(grant: Grant) -> None:
     grant.submission.close(finished=False)
     grant.charge.settle_tokens(0)

@@ -1,4 +1,4 @@
-"""Attempt: everything that the next group of a request needs to know, and where it may be sent."""
+"""Attempt: a request as it is sent to its next group, and the limits on which group that may be."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`number`: how many groups had the request before. `delivered`: output tokens by choice that the client has.
+    """`number`: how many groups had the request before. `delivered`: the output tokens that the client has, by choice.
 
     `only_compatible_with`: the model of the group that had the request before; only groups that compute the same tokens
     can continue it. None if no group had the request. `suspicion`: see PoisonSuspicion.level.

@@ -1,6 +1,6 @@
-"""Choice: one choice of a request: turns the groups' token ids into the deltas that the client gets.
+"""Choice: turns the token ids of one choice of a request into deltas for the client.
 
-The text is the same however many groups the tokens come from.
+The text does not depend on how many groups the tokens come from.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from coatcheck.router.text.stop_strings import StopStrings
 
 
 class Choice:
-    """`token_ids`: all that the client has. `finish_reason`: set once the choice has ended."""
+    """`token_ids`: all tokens that the client has. `finish_reason`: set once the choice has ended."""
 
     __slots__ = ("_detokenizer", "_eos", "_has_new_tokens", "_stops", "finish_reason", "index", "token_ids")
 
@@ -31,7 +31,7 @@ class Choice:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._eos = eos
-        self._has_new_tokens = False  # whether a group has sent a token, beside those that the client had
+        self._has_new_tokens = False  # whether a group has sent a token that the client did not have
 
     def resume_from(self, token_ids: Sequence[int]) -> Delta | None:
         """Continues after the tokens that the client has. Returns a last delta if they contain a stop string."""
@@ -51,7 +51,7 @@ class Choice:
         self._has_new_tokens = self._has_new_tokens or bool(token_ids)
         if self._hit is None:
             count = len(token_ids)
-            if output.finish_reason and self._has_new_tokens:  # else the client has seen the text to its end
+            if output.finish_reason and self._has_new_tokens:  # else the client has all of the text
                 text += self._flush()
         self.token_ids += token_ids[:count]
         delta.token_ids.extend(token_ids[:count])

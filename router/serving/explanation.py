@@ -1,4 +1,4 @@
-"""A routing decision as a message, and as trailing metadata of a call that asks for it."""
+"""explanation_of(): a routing decision as a message, and as trailing metadata of a call that asks for it."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -10,7 +10,7 @@ from coatcheck.router.routing.routing_cost import CostTerms, Decision
 
 ASKED_BY: Final = "coatcheck-explain"
 ANSWERED_BY: Final = "coatcheck-explanation-bin"
-# Groups of 62 bytes each; gRPC refuses more than 8 KiB of metadata.
+# Max groups in the metadata. A group takes 62 bytes; gRPC refuses more than 8 KiB of metadata.
 _MAX_IN_METADATA: Final = 32
 
 
@@ -26,7 +26,7 @@ def explanation_of(decision: Decision, max_groups: int | None = None) -> Explana
 
 
 def is_asked(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a call's metadata ask for an explanation."""
+    """Whether a call's metadata asks for an explanation."""
     return any(key == ASKED_BY and value in ("1", "true") for key, value in metadata or ())
 
 

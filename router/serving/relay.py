@@ -25,7 +25,7 @@ from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
 
-# Log-probabilities that become events, and chunks of a stream, in 30 ms.
+# Max log-probabilities that become events, and chunks of a stream, in one turn of the event loop: they take 30 ms.
 _MAX_LOGPROBS: Constant = 4096
 
 
@@ -55,7 +55,7 @@ class Relay:
         self._moves = 0
         self._lost_groups: set[str] = set()  # tried again only if there is no other
         self._suspicion = PoisonSuspicion()
-        self._has_answered = False  # the present group, something
+        self._has_answered = False  # whether the present group has sent anything that the client sees
         dispatcher.retries.open_request()
 
     @property
@@ -66,8 +66,8 @@ class Relay:
     async def events(self) -> AsyncIterator[GenerateEvent]:
         """Started, then deltas, then one Final. Raises CoatcheckError if the request cannot continue."""
         request, response = self._request, self._response
-        full_since: float | None = None  # since when groups have refused the request as Overloaded
-        if request.resume:  # another router has accepted it, or this one before a restart
+        full_since: float | None = None  # time of the first of the Overloaded refusals since the last outputs
+        if request.resume:  # admitted before, by another router or by this one before a restart
             submission = await self._send(self._config.move_wait_seconds)
         else:
             submission = await self._admit(wait_seconds=self._config.admission_wait_seconds)
@@ -106,7 +106,7 @@ class Relay:
         yield GenerateEvent(final=self._final(submission))
 
     def close(self) -> None:
-        """Frees what a group holds of the request, and settles what its tenant is charged. `events` must have ended."""
+        """Closes the submission and settles the tenant's charge. `events` must have ended."""
         if self._charge is not None:
             usage = self.usage
             cached = usage.cached_device_tokens + usage.cached_host_tokens
@@ -119,8 +119,8 @@ class Relay:
         self._dispatcher.retries.close_request()
 
     async def _admit(self, refused: Submission | None = None, wait_seconds: float = 0.0) -> Submission:
-        """Sends the request in its turn. `refused`: the submission that a full group has refused; if nothing was
-        answered yet, a full queue may refuse the request as if it were new."""
+        """Sends the request in the order of the admission queue. `refused`: the submission that a full group has
+        refused. A full queue refuses only a request that has no output yet, is not resumed and has not moved."""
         self._submission = None
         grant = await self._dispatcher.admit(
             self._attempt(refused),
@@ -154,7 +154,7 @@ class Relay:
         self.decision = submission.decision
         self._has_answered = False
         self._response.start_next_group()
-        for choice in self._response.ended_choices:  # a group cannot know where a stop string ended a choice
+        for choice in self._response.ended_choices:  # the group does not see stop strings, and would continue them
             submission.abort_choice(choice)
         return submission
 
@@ -198,8 +198,8 @@ class Relay:
 
 
 def _portions(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
-    """The outputs, divided where more than _MAX_LOGPROBS log-probabilities would become events in one turn of the event
-    loop: a client that has not read for a while gets thousands of steps at once."""
+    """The outputs in portions of about _MAX_LOGPROBS log-probabilities: a client that has not read for a while gets the
+    outputs of thousands of steps at once."""
     begin = count = 0
     for end, output in enumerate(outputs):
         for logprobs in (output.logprobs, output.prompt_logprobs):

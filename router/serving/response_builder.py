@@ -1,6 +1,6 @@
-"""ResponseBuilder: the answer to one request, from the outputs of one group after another.
+"""ResponseBuilder: turns the outputs of a request's groups, one group after another, into events for the client.
 
-It turns outputs into events for the client, and knows the tokens that the next group must not send again.
+It keeps the tokens that the client has, which the next group must not send again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ class ResponseBuilder:
         self._request = request
         self._choices: list[Choice] = []
         self._has_cached = False  # whether the first group has reported its cached tokens
-        # Prompt tokens whose log-probabilities the client has, and those that the present group has sent. Each group
-        # sends all of them.
-        self._echoed = self._scored = 0
+        # Numbers of prompt log-probabilities: those that the client has, and those that the present group has sent.
+        # Each group sends all of them.
+        self._delivered_logprobs = self._group_logprobs = 0
 
     @property
     def usage(self) -> Usage:
@@ -66,24 +66,24 @@ class ResponseBuilder:
         return deltas
 
     def start_next_group(self) -> None:
-        """Outputs come from another group from now on."""
-        self._scored = 0
+        """Expects outputs of another group from now on."""
+        self._group_logprobs = 0
 
     def record_cached(self, cached: Cached) -> None:
-        """A group has computed the prompt, and found `cached` tokens of it; the first group's report counts."""
+        """Records the cached prompt tokens that a group has reported. Only the first group's report counts."""
         if not self._has_cached:
             self._has_cached = True
             self._usage.cached_device_tokens = cached.device_tokens
             self._usage.cached_host_tokens = cached.host_tokens
 
     def add_outputs(self, outputs: Sequence[SequenceOutput], abort: Callable[[int], None]) -> list[GenerateEvent]:
-        """The events for outputs that came together: one delta for each choice. `abort` is called with each choice that
-        has ended here but not in the group, because of a stop string."""
+        """The events for outputs that were read together: one delta for each choice. `abort` is called with each choice
+        that a stop string has ended, because the group does not see stop strings."""
         events: list[GenerateEvent] = []
         deltas: dict[int, Delta] = {}
         for output in outputs:
-            if output.prompt_logprobs and (scored := self._score(output)) is not None:
-                events.append(GenerateEvent(prompt_logprobs=scored))
+            if output.prompt_logprobs and (fresh := self._fresh_logprobs(output)) is not None:
+                events.append(GenerateEvent(prompt_logprobs=fresh))
             index = output.choice
             choice = self._choices[index]
             if choice.finish_reason or not (output.token_ids or output.finish_reason):
@@ -110,15 +110,15 @@ class ResponseBuilder:
             for choice in self._choices
         ]
 
-    def _score(self, output: SequenceOutput) -> PromptLogprobs | None:
+    def _fresh_logprobs(self, output: SequenceOutput) -> PromptLogprobs | None:
         """The prompt log-probabilities in `output` that the client does not have; None if it has all of them."""
         part = output.prompt_logprobs
-        known = self._echoed - self._scored
-        self._scored += len(part)
-        self._echoed = max(self._echoed, self._scored)
+        known = self._delivered_logprobs - self._group_logprobs
+        self._group_logprobs += len(part)
+        self._delivered_logprobs = max(self._delivered_logprobs, self._group_logprobs)
         if known >= len(part):
             return None
         fresh = PromptLogprobs()
-        fresh.tokens.MergeFrom(part)  # in C: a Python object for each would take ten times as long
+        fresh.tokens.MergeFrom(part)  # a Python object for each would take ten times as long
         del fresh.tokens[:known]
         return fresh
