@@ -27,8 +27,8 @@ class RouterConfig:
     port: int = 0  # 0: any free port
     http_host: str = "127.0.0.1"
     http_port: int | None = None  # None: no HTTP
-    # How long a new request waits for any group to serve, and an accepted one for another group after losing its own.
-    # All groups may be lost together, so move_wait_seconds should be at least the start time of a group
+    # How long a new request waits for any group to serve, and a running request for another group after its own is
+    # lost. All groups may be lost together, so move_wait_seconds should be at least the start time of a group
     # (GroupConfig.meeting_seconds).
     admission_wait_seconds: float = 0.0
     move_wait_seconds: float = 600.0

@@ -32,8 +32,8 @@ class EligibleGroups(NamedTuple):
 
 
 def require_deadline(request: Request, decision: Decision, now: float) -> None:
-    """Raises DeadlineExceeded if no group can send the first token in time. The least time is that of the steps which
-    compute the prompts ahead and its own, each as fast as a decode step."""
+    """Raises DeadlineExceeded if no group can send the first token in time. The time is a lower bound: the steps that
+    compute the queued prompts and this one, each as fast as a decode step."""
     if request.deadline is None:
         return
     soonest = min(term.decode for term in decision.terms)

@@ -1,7 +1,7 @@
 """GroupFailures: the groups that were lost, and the causes, which may become known later or never.
 
-A group that crashes mostly says so in a last message. If it cannot, its supervisor learns the cause when the next
-incarnation starts, from a record that the group has left.
+A group that crashes usually reports the error in a last message. If it cannot, its supervisor learns the cause when the
+next incarnation starts, from a record that the group has left.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class GroupFailure:
             self._is_known.set()
 
     def set_cause(self, cause: FailureCause, reason: str) -> None:
-        """The cause has become known; `reason` is for users."""
+        """Sets the cause that has become known. `reason`: text for users."""
         self.cause = cause
         self.reason = reason
         self._is_known.set()
@@ -42,7 +42,7 @@ class GroupFailure:
 
 
 class GroupLost(Exception):
-    """The stream to a group has ended; the request can continue on another. `apart`: no other suspect ran there."""
+    """The stream to a group has ended; another group can continue the request. `apart`: no other suspect ran there."""
 
     def __init__(self, failure: GroupFailure, *, apart: bool) -> None:
         super().__init__(failure.reason)
@@ -51,7 +51,7 @@ class GroupLost(Exception):
 
 
 class Ejected(Exception):
-    """The stream to a group must end: the group is another one, sends what cannot be, or is too slow.
+    """The stream to a group must end: the group is not the expected one, sends impossible messages, or is too slow.
 
     `pause`: least seconds until the next attempt to connect, for a group whose only fault is that it is slow; else 0.
     """
@@ -69,15 +69,15 @@ class GroupFailures:
         self.counts: Counter[FailureCause] = Counter()
         self.explained: Counter[FailureCause] = Counter()
         self._unknown: set[tuple[str, int]] = set()  # (group, incarnation), the last of each group
-        self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = (
-            WeakValueDictionary()
-        )  # while a request holds them
+        # Losses of unknown cause by (group, incarnation), while a request holds them.
+        self._open: WeakValueDictionary[tuple[str, int], GroupFailure] = WeakValueDictionary()
 
     def record_loss(self, group: str, incarnation: int, reason: str, cause: FailureCause) -> GroupFailure:
-        """The router has lost the stream to an incarnation of a group."""
+        """Records that the router has lost the stream to an incarnation of a group."""
         self.counts[cause] += 1
         loss = GroupFailure(group, reason, cause)
-        # An incarnation that was lost before and attached again had not ended then: how it ends now explains only this.
+        # An incarnation that was lost before and attached again had not ended at the earlier loss. How it ends explains
+        # only this loss.
         self._unknown.discard((group, incarnation))
         self._open.pop((group, incarnation), None)
         if cause is FailureCause.UNKNOWN:
@@ -86,8 +86,8 @@ class GroupFailures:
         return loss
 
     def record_cause(self, group: str, incarnation: int, crash: str) -> None:
-        """The supervisor knows how an incarnation ended. `crash`: its error if it crashed, "" if it was ended from
-        outside."""
+        """Records how an incarnation ended, as its supervisor reports. `crash`: its error if it crashed, "" if it was
+        ended from outside."""
         if (group, incarnation) not in self._unknown:
             return
         self._unknown.remove((group, incarnation))

@@ -15,13 +15,14 @@ from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
-# A group has room while its own queue is shorter than these limits: enough prompt tokens to fill its steps until its
-# next report, and a waiting request for each seat that becomes free meanwhile. Further requests wait in the router,
+# A group has room while its own queue is shorter than two limits. Its queued prompt tokens last until its next report:
+# _QUEUED_SECONDS of prefill, or _QUEUED_STEPS full steps if that is more. Its waiting requests can take the slots that
+# become free meanwhile: max_num_seqs / _SLOTS_PER_WAITING, at least _MIN_WAITING. Further requests wait in the router,
 # which is fair to tenants.
-_AHEAD_SECONDS: Final = 1.0
-_AHEAD_STEPS: Final = 2
+_QUEUED_SECONDS: Final = 1.0
+_QUEUED_STEPS: Final = 2
 _GUESSED_CHUNK: Final = 2048
-_FEWEST_READY, _READY_SHARE = 4, 8
+_MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
 
 
 class _Unreported(NamedTuple):
@@ -38,22 +39,22 @@ class GroupLoad:
         self.last = Load()
         self._block_size = registration.model.block_size
         self._chunk = registration.max_batch_tokens
-        self._free = registration.num_blocks * self._block_size
-        self._cold = 0
+        self._free = registration.num_blocks * self._block_size  # tokens that fit into empty blocks
+        self._cold = 0  # tokens in cached blocks that no sequence uses
         # Fields of the last report as plain numbers, because every decision reads those of every group.
         self._queued_tokens = self._waiting = self._running = 0
         self._rate = self._restore_rate = self._step_seconds = 0.0
         self._busy = 0.0
-        self._heard: tuple[float, float] | None = None  # when the last report came, and its prefill_seconds
+        self._last_prefill: tuple[float, float] | None = None  # (time of the last report, its prefill_seconds)
         self._submissions = 0  # on this stream
-        # By number. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
+        # By submission number. An OrderedDict, because a plain dict finds its first key by a scan of all deleted slots.
         self._unreported: OrderedDict[int, _Unreported] = OrderedDict()
         self._unreported_tokens = self._unreported_choices = 0  # sums over `_unreported`
-        self._seats = registration.max_num_seqs
-        self._ready = max(self._seats // _READY_SHARE, _FEWEST_READY)
+        self._max_running = registration.max_num_seqs  # 0 if unknown
+        self._max_waiting = max(self._max_running // _SLOTS_PER_WAITING, _MIN_WAITING)
         self._begun = 0  # choices that began to run since the last report, minus those that ended
-        self._refuses = False
-        self._most_queued = self._ahead()
+        self._has_refused = False  # since the last report
+        self._max_queued_tokens = self._queue_limit()
 
     def report(self, load: Load, now: float) -> None:
         """Replaces the last report. `now`: the event loop's time, in seconds."""
@@ -62,13 +63,13 @@ class GroupLoad:
         self._queued_tokens, self._waiting = load.queued_prefill_tokens, status.waiting
         self._running = status.running
         self._begun = 0
-        self._refuses = False
+        self._has_refused = False
         self._rate, self._restore_rate = status.prefill_tokens_per_second, status.restore_tokens_per_second
         self._step_seconds = status.step_seconds
-        self._most_queued = self._ahead()
+        self._max_queued_tokens = self._queue_limit()
         self._free = (status.blocks_total - status.blocks_used - status.blocks_cached) * self._block_size
         self._cold = status.blocks_cached * self._block_size
-        self._move_busy(load.prefill_seconds, now)
+        self._update_busy(load.prefill_seconds, now)
         while self._unreported and next(iter(self._unreported)) <= load.submissions:
             self._remove_unreported(next(iter(self._unreported)))
 
@@ -99,22 +100,23 @@ class GroupLoad:
 
     def record_refusal(self) -> None:
         """The group has refused a request as Overloaded: it counts as full until its next report."""
-        self._refuses = True
+        self._has_refused = True
 
     @property
     def is_full(self) -> bool:
-        """Whether the group gets no request at all, not even one whose prefix it holds: all seats are taken and the
+        """Whether the group gets no request at all, not even one whose prefix it holds: all slots are taken and the
         limit of waiting requests is reached, or it has refused a request since its last report."""
-        if self._refuses or self._waiting > self._ready:
+        if self._has_refused or self._waiting > self._max_waiting:
             return True
         running = max(self._running + self._begun, 0)
-        return bool(self._seats) and running + self._waiting + self._unreported_choices >= self._seats + self._ready
+        limit = self._max_running + self._max_waiting
+        return bool(self._max_running) and running + self._waiting + self._unreported_choices >= limit
 
     @property
     def has_room(self) -> bool:
-        """Whether the group should get another request now: it is not full, and fewer prompt tokens are queued there
-        than it computes until its next report."""
-        return not self.is_full and self._queued_tokens + self._unreported_tokens < self._most_queued
+        """Whether the group should get another request now: it is not full, and has fewer queued prompt tokens than it
+        computes until its next report."""
+        return not self.is_full and self._queued_tokens + self._unreported_tokens < self._max_queued_tokens
 
     def candidate(self, group: str, match: PrefixMatch = NOTHING) -> Candidate:
         """The group as `choose` takes it. `match`: blocks of the prompt that the group holds."""
@@ -154,12 +156,12 @@ class GroupLoad:
         self._unreported_choices -= removed.choices
         return removed
 
-    def _ahead(self) -> float:
+    def _queue_limit(self) -> float:
         """Prompt tokens that keep the group busy until the next report."""
-        return max(self._rate * _AHEAD_SECONDS, (self._chunk or _GUESSED_CHUNK) * _AHEAD_STEPS)
+        return max(self._rate * _QUEUED_SECONDS, (self._chunk or _GUESSED_CHUNK) * _QUEUED_STEPS)
 
-    def _move_busy(self, prefill_seconds: float, now: float) -> None:
-        if self._heard is not None and (elapsed := now - self._heard[0]) > 0:
-            share = min((prefill_seconds - self._heard[1]) / elapsed, 1.0)
+    def _update_busy(self, prefill_seconds: float, now: float) -> None:
+        if self._last_prefill is not None and (elapsed := now - self._last_prefill[0]) > 0:
+            share = min((prefill_seconds - self._last_prefill[1]) / elapsed, 1.0)
             self._busy += (1 - exp(-elapsed / _BUSY_SECONDS)) * (share - self._busy)
-        self._heard = (now, prefill_seconds)
+        self._last_prefill = (now, prefill_seconds)

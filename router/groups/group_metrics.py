@@ -1,4 +1,4 @@
-"""GroupMetrics: what a router knows of its groups, as Prometheus' metrics: the prefix index, losses, retries.
+"""GroupMetrics: Prometheus metrics of the prefix index, of lost groups and of the retry budget.
 
 Values are read at each scrape.
 """
@@ -16,7 +16,7 @@ from coatcheck.router.routing.block_locations import EventProblem
 
 
 class GroupMetrics(Collector):
-    """Register it once for a router. Every family is there from the start."""
+    """Register it once for a router. Every metric exists from the start."""
 
     def __init__(self, groups: GroupRegistry, retries: RetryBudget) -> None:
         self._groups = groups
@@ -41,7 +41,7 @@ class GroupMetrics(Collector):
         yield problems
         ejections = CounterMetricFamily(
             "coatcheck_group_ejections",
-            "Streams ended because the group was silent, slow, or sent what cannot be.",
+            "Streams ended because the group was silent, slow, or sent impossible messages.",
             labels=["group"],
         )
         for connection in self._groups.connections:

@@ -58,7 +58,8 @@ class GroupRegistry:
     async def set_endpoints(self, endpoints: Sequence[GroupEndpoint], version: int = 0) -> None:
         """Replaces the list of groups: connections to new groups open, those to groups that are gone or lost close.
 
-        Lists may overtake each other, so a list with a lower `version` than the newest is ignored; version 0 never is.
+        Lists may overtake each other, so a list with a lower `version` than the newest is ignored. A list with version
+        0 is always used.
         """
         if version and version < self._version:
             return
@@ -110,7 +111,7 @@ class GroupRegistry:
         ]
 
     def notify(self) -> None:
-        """The groups that take new requests may have changed: sets `next_change` and tells the listener."""
+        """Sets `next_change` and tells the listener, because the groups that take new requests may have changed."""
         serving = self.serving()
         for _, registration in serving:
             self.model = registration.model
@@ -119,7 +120,8 @@ class GroupRegistry:
         if not serving:
             for connection in self._connections.values():
                 connection.recall()
-        # Hundreds of requests may become less suspect at once; the groups are the same then.
+        # With the same groups on_room suffices. This happens often: hundreds of requests may become less suspect at
+        # once.
         same = serving == self._serving_before
         self._serving_before = serving
         (self._on_room if same else self._on_groups_changed)()

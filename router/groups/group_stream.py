@@ -1,6 +1,6 @@
 """GroupStream: one Attach stream to a group, from its beginning to its end.
 
-It also detects a group that has fallen silent, because a stopped process keeps its TCP connections.
+It also detects a silent group: a stopped process keeps its TCP connections, so gRPC reports no error.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ class GroupStream:
     def __init__(self, endpoint: GroupEndpoint, plane: PlaneCertificate | None, silence_seconds: float) -> None:
         self._endpoint = endpoint
         self._plane = plane
-        self._silence = silence_seconds
+        self._silence_seconds = silence_seconds
         self._outbox: asyncio.Queue[ToGroup] = asyncio.Queue()
-        self._heard = 0.0
+        self._last_message_at = 0.0
 
     def send(self, message: ToGroup) -> None:
         """Queues a message; it is dropped if the stream ends first."""
@@ -48,14 +48,14 @@ class GroupStream:
         async with plane_channel(self._endpoint.address, self._plane, _CHANNEL_OPTIONS) as channel:
             call: _Call = WorkerStub(channel).Attach()  # type: ignore[no-untyped-call]  # made by protoc
             clock = asyncio.get_running_loop().time
-            self._heard = clock()
+            self._last_message_at = clock()
             helpers = [
                 asyncio.create_task(self._write(call)),
                 asyncio.create_task(self._watch(call), name=f"watch over {self._endpoint.name}"),
             ]
             try:
                 while isinstance(message := await call.read(), FromGroup):  # anything else is EOF
-                    self._heard = clock()
+                    self._last_message_at = clock()
                     receive(message)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -76,8 +76,8 @@ class GroupStream:
         clock = asyncio.get_running_loop().time
         while True:
             before = clock()
-            await asyncio.sleep(self._silence / 5)
-            late = clock() - before - self._silence / 5  # this router was too busy to read
-            if clock() - self._heard - late > self._silence:
+            await asyncio.sleep(self._silence_seconds / 5)
+            late = clock() - before - self._silence_seconds / 5  # this router was too busy to read
+            if clock() - self._last_message_at - late > self._silence_seconds:
                 call.cancel()
                 return

@@ -1,9 +1,9 @@
 """OutputDelivery: the open submissions of one group's stream, and when their readers are woken.
 
-Writing a step's outputs to the clients takes a round: from the moment that the readers are woken until the last of
-them waits for more. Rounds take at most half of the time: a step that arrives sooner waits, later steps join it, and
-each reader gets them as one delta. So tokens are passed on at once while there is time. When there is not, because of
-the number of streams or of other work on the processor, each token costs less.
+A round begins when the readers of a step's outputs are woken, and ends when the last of them waits for more: the
+outputs are then written to the clients. The next round begins after a pause of the same length, but no step waits
+longer than _LONGEST_WAIT_SECONDS. Steps that arrive before the next round are delivered together, as one delta for each
+reader. So a router with time to spare passes tokens on at once, and a busy router spends less time on each token.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ class OutputDelivery:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._submissions: dict[int, Submission] = {}
-        self._fresh: list[Submission] = []  # have outputs, and are to be woken
+        self._fresh: list[Submission] = []  # have outputs; their readers are woken next
         self._round = 0
         self._round_began = 0.0
         self._round_seconds = 0.0  # duration of the last complete round
-        self._away = 0  # readers woken in this round that do not wait again yet
+        self._away = 0  # readers woken in this round that do not wait for outputs again yet
         self._is_scheduled = False  # a call of _wake_readers is scheduled
         self._continues = False  # the scheduled call wakes more readers of the same round
         self._is_idle = asyncio.Event()
@@ -40,7 +40,7 @@ class OutputDelivery:
 
     @property
     def suspicion(self) -> int:
-        """Suspicion of the most suspect open submission."""
+        """The highest suspicion of an open submission."""
         return max((submission.suspicion for submission in self._submissions.values()), default=0)
 
     def add(self, submission: Submission) -> None:
@@ -66,8 +66,8 @@ class OutputDelivery:
         await self._is_idle.wait()
 
     def fail_all(self, loss: GroupFailure, unbegun: Collection[int] = ()) -> None:
-        """Fails every submission with GroupLost. `unbegun`: ids of those that the group had not begun to compute, and
-        that therefore cannot have caused the loss."""
+        """Fails every submission with GroupLost. `unbegun`: ids of the submissions that the group had not begun to
+        compute, and that therefore cannot have caused the loss."""
         submissions, self._submissions = self._submissions, {}
         self._is_idle.set()
         unbegun = frozenset(unbegun)

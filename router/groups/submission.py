@@ -1,8 +1,8 @@
-"""Submission: one request sent to one group, from the moment it is sent until nobody reads its outputs any more.
+"""Submission: one request sent to one group, from the moment it is sent until its outputs are no longer read.
 
-The GroupConnection delivers outputs, and a Relay reads them. A read returns everything that has come since the last
-one, so a slow reader gets a few large deltas and not a queue of small ones. A reader that falls too far behind is cut
-off. A submission ends with its stream; the request is then sent to another group as a new submission.
+The GroupConnection delivers outputs, and a Relay reads them. A read returns all outputs since the last read, so a slow
+reader gets a few large deltas and not a queue of small ones. A reader that falls too far behind gets SlowReader. A
+submission ends with the group's stream; the request is then sent to another group as a new submission.
 
 While it is open, a submission is counted in two structures of the router: its tokens and choices in the group's
 GroupLoad, and its prompt's blocks in the prefix index, as pending.
@@ -55,8 +55,8 @@ class Submission:
     """`async for outputs in submission` reads it, and `close` ends it.
 
     `choices`: number of choices. `uncached_tokens`: prompt tokens that the group is expected to compute. `suspicion`:
-    see PoisonSuspicion.level. `wake_round`: the round of OutputDelivery in which the reader was woken, 0 once the
-    reader is back; then `on_return` is called with it.
+    see PoisonSuspicion.level. `wake_round`: the round of OutputDelivery in which the reader was woken. When the reader
+    reads again, `on_return` is called with this round, and `wake_round` becomes 0.
     """
 
     __slots__ = (
@@ -113,8 +113,8 @@ class Submission:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """Waits for outputs and returns all that were not read yet. Raises GroupLost once the stream has ended, and the
-        group's error if it has refused the request."""
+        """Waits for outputs and returns all that were not read yet. Raises GroupLost once the stream has ended,
+        SlowReader, and the group's error if the group has refused the request."""
         if self.wake_round and self.on_return is not None:
             round, self.wake_round = self.wake_round, 0
             self.on_return(round)
@@ -127,8 +127,8 @@ class Submission:
         return outputs
 
     def record_cached(self, cached: Cached) -> None:
-        """The group has computed the prompt, and found `cached` tokens of it; only the first choice's report counts. If
-        the group diverges from the index for long, a snapshot of its blocks is requested."""
+        """Records the cached prompt tokens that the group has found; only the first choice's report counts. If the
+        group diverges from the index for long, a snapshot of its blocks is requested."""
         self._load.record_first_output(self._load_number)
         self._connection.notify_room()
         if not self._is_pending:
@@ -139,19 +139,19 @@ class Submission:
             self._connection.request_snapshot("its cached tokens differ from those that its events predict")
 
     def set_suspicion(self, level: int) -> None:
-        """Sets how suspect the request is; other suspects may run beside it once it is less so."""
+        """Sets how suspect the request is. Other suspects may then run on the group, so waiting ones are woken."""
         if self.suspicion != level:
             self.suspicion = level
             self._connection.notify_change()
 
     def abort_choice(self, choice: int) -> None:
-        """Tells the group that one choice is not needed any more."""
+        """Tells the group to abort one choice."""
         self._end_choice(choice)
         if self._failure is None:
             self._connection.send_abort(self.id, choice)
 
     def close(self, *, finished: bool) -> None:
-        """Nobody reads any more. The group is told to abort, unless it has `finished` or failed the request."""
+        """Ends the submission. The group is told to abort, unless it has `finished` or failed the request."""
         if self._failure is None and not finished:
             self._connection.send_abort(self.id, None)
         self._remove_pending()
@@ -185,7 +185,7 @@ class Submission:
         return True
 
     def fail(self, failure: GroupLost | CoatcheckError) -> None:
-        """No more outputs will come; the reader gets `failure` after those that have come."""
+        """Raises `failure` to the reader, after the outputs that were delivered before."""
         self._failure = failure
         self.wake_reader(0)
 

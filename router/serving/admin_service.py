@@ -43,7 +43,7 @@ class AdminService:
         self._metrics = metrics
 
     async def status(self, message: StatusRequest) -> StatusResponse:
-        """Groups as they reported last, and the latencies of this router."""
+        """The last reports of the groups, and the latencies of this router."""
         check_parts(message)
         return self.report()
 
@@ -55,7 +55,7 @@ class AdminService:
         return response
 
     def counts(self) -> StatusResponse:
-        """The status without latencies, whose percentiles take a while."""
+        """The status without latencies, whose percentiles take long to compute."""
         groups = [self._group_status(connection) for connection in self._groups.connections]
         groups += [_endpoint_status(absent, absent.state, absent.reason) for absent in self._groups.absent]
         groups.sort(key=lambda group: group.name)
@@ -73,7 +73,8 @@ class AdminService:
         return response
 
     async def drain(self, message: DrainRequest) -> DrainResponse:
-        """Stops new requests to one group, or to the router, and waits for the open ones; or undoes that."""
+        """Stops new requests to one group or to the router, and waits for the open ones. With `undo`, allows new
+        requests again."""
         check_parts(message)
         timeout = message.timeout_seconds if message.HasField("timeout_seconds") else None
         if timeout is not None and not timeout >= 0:
@@ -148,7 +149,7 @@ def _connection_status(connection: GroupConnection, is_draining: bool) -> GroupS
     state = endpoint.state
     if is_draining:
         state = "draining" if len(connection.submissions) else "drained"
-    # Shown also after the group is back, because it may happen again and again.
+    # Shown also after the group is attached again, because a group may be ejected again and again.
     ejected = (
         f"serves again; ejections: {connection.ejections}, the last for: {connection.ejected}"
         if connection.ejections

@@ -65,7 +65,7 @@ def due_at(arrival: float, prompt_seconds: float) -> float:
 
 
 class AdmissionQueue:
-    """Holds at most `max_size` requests, not counting those added with `bounded=False`."""
+    """At most `max_size` requests wait; only those added with `bounded=False` may exceed this."""
 
     def __init__(self, max_size: int) -> None:
         self._queue: FairQueue[QueuedAttempt] = FairQueue(max_size)

@@ -1,16 +1,17 @@
 """FairQueue: the requests that wait for a place on a group, in the order of weighted fair queueing.
 
-The next request is of the lowest `priority` value that waits; among its tenants, of the one with the least virtual
-time; among that tenant's requests, the one that is due first.
+The next request has the lowest `priority` value that waits. Among the tenants with such requests, the one with the
+least virtual time is next. Among the requests of this tenant and priority, the one that is due first is next.
 
-A tenant's virtual time is the tokens that it was served, divided by its weight. A request is charged an estimate when
-it is taken, and the true count when it ends (see `TokenCharge`). A tenant that returns from a pause starts at the
-virtual time of those that wait, so that nobody saves up credit. Every eighth request is taken without regard to
-priority, so that none starves. When the queue is full, the tenant with most requests for its weight loses its newest.
+A tenant's virtual time is the number of tokens that it was served, divided by its weight. A request is charged an
+estimate when it is taken, and the true count when it ends (see `TokenCharge`). A tenant that returns from a pause
+starts at the virtual time of those that wait, so that no tenant saves up credit. Every eighth request is taken without
+regard to priority, so that no priority starves. When the queue is full, a new request displaces the newest request of
+the tenant with the most requests per weight.
 
 Requests of one `scheduling_class` can go to the same groups. Callers name the `blocked` classes, for which no group has
-room. Those are passed over, but their requests keep their place and their tenants keep their virtual time, so that they
-are first when there is room. The module is pure: it knows neither groups nor clocks nor what a request is.
+room. Requests of these classes are skipped, but keep their place, and their tenants keep their virtual time. The module
+is pure: requests and classes are opaque, and callers pass all times.
 """
 
 import heapq
@@ -25,7 +26,7 @@ from coatcheck.router.access.tenant import Tenant
 
 Waiting = TypeVar("Waiting")
 _ANY_PRIORITY_EVERY: Final = 8  # every eighth request is taken whatever its priority
-_SPARE: Final = 16  # removed ids that a heap may hold beyond its own size before it is rebuilt
+_SPARE: Final = 16  # a heap of n waiting ids is rebuilt at more than 2 n + _SPARE entries
 _NOTHING: Final[AbstractSet[Hashable]] = frozenset()
 
 
@@ -42,20 +43,20 @@ class QueueStats:
 class TokenCharge:
     """The tokens that one request was charged, an estimate until `settle_tokens`."""
 
-    __slots__ = ("_tenant", "tokens")
+    __slots__ = ("_share", "tokens")
 
-    def __init__(self, tenant: "_Share", tokens: float) -> None:
-        self._tenant = tenant
+    def __init__(self, share: "_Share", tokens: float) -> None:
+        self._share = share
         self.tokens = tokens
 
     def settle_tokens(self, tokens: float) -> None:
         """Charges `tokens`, the true count, in place of the estimate."""
-        self._tenant.time += (tokens - self.tokens) / self._tenant.weight
+        self._share.time += (tokens - self.tokens) / self._share.weight
         self.tokens = tokens
 
 
 class _Share:
-    """One tenant's virtual time and its waiting requests by priority."""
+    """One tenant's virtual time, and its waiting requests by priority."""
 
     __slots__ = ("queues", "size", "time", "weight")
 
@@ -69,12 +70,12 @@ class _Share:
         """The lowest priority value at which a request of a class that is not blocked waits; None if there is none."""
         if not blocked:
             return min(self.queues) if self.queues else None
-        return min([rank for rank, queue in self.queues.items() if not queue.classes <= blocked], default=None)
+        return min([priority for priority, queue in self.queues.items() if not queue.classes <= blocked], default=None)
 
 
 @dataclass(slots=True)
 class _Entry(Generic[Waiting]):
-    what: Waiting
+    request: Waiting
     tenant: str
     priority: int
     tokens: float
@@ -83,7 +84,7 @@ class _Entry(Generic[Waiting]):
 
 
 class FairQueue(Generic[Waiting]):
-    """Holds at most `max_size` requests, not counting those added with `bounded=False`, which always find room."""
+    """At most `max_size` requests wait; only those added with `bounded=False` may exceed this."""
 
     def __init__(self, max_size: int) -> None:
         self.max_size = max_size
@@ -102,12 +103,12 @@ class FairQueue(Generic[Waiting]):
         return len(self._entries) < self.max_size or self._victim(tenant, priority) is not None
 
     def ahead(self, tenant: Tenant, priority: int, due: float, scheduling_class: Hashable = None) -> int:
-        """The number of requests that are certainly taken before a new one: those of the same tenant and class that
-        are no less urgent and due no later."""
+        """The number of requests that are certainly taken before a new one: those of the same tenant and class whose
+        `priority` value and due time are not higher."""
         share = self._shares.get(tenant.name)
         if share is None:
             return 0
-        return sum(queue.due_by(due, scheduling_class) for rank, queue in share.queues.items() if rank <= priority)
+        return sum(queue.due_by(due, scheduling_class) for other, queue in share.queues.items() if other <= priority)
 
     def waiting_in_class(self, scheduling_class: Hashable) -> int:
         """The number of waiting requests of the class."""
@@ -126,8 +127,8 @@ class FairQueue(Generic[Waiting]):
     ) -> tuple[int, Waiting | None] | None:
         """Adds a request. Returns its id and the request that it displaced, if any; None if there is no room.
 
-        `tokens`: estimate of what it will be charged. `due`: order within its tenant and priority; equal ones go in
-        order of age. `bounded`: False accepts it even if the queue is full.
+        `tokens`: estimate of the tokens that the request will be charged. `due`: order within the tenant and priority;
+        requests with an equal `due` go in order of age. `bounded`: False adds the request even if the queue is full.
         """
         displaced: Waiting | None = None
         if bounded and len(self._entries) >= self.max_size:
@@ -135,7 +136,7 @@ class FairQueue(Generic[Waiting]):
             if victim is None:
                 self._refused += 1
                 return None
-            displaced = self._remove(victim).what
+            displaced = self._remove(victim).request
             self._displaced += 1
         share = self._share(tenant)
         if not share.size:
@@ -147,27 +148,27 @@ class FairQueue(Generic[Waiting]):
         return id, displaced
 
     def reclassify(self, find_class: Callable[[Waiting], Hashable]) -> None:
-        """Gives each waiting request the scheduling class that `find_class` returns for it; each keeps its place. Takes
-        O(n log n)."""
+        """Gives each waiting request the scheduling class that `find_class` returns for it. The order does not change.
+        Takes O(n log n)."""
         self._classes.clear()
         for share in self._shares.values():
             share.queues.clear()
         for id, entry in self._entries.items():
-            entry.scheduling_class = find_class(entry.what)
+            entry.scheduling_class = find_class(entry.request)
             self._add_to_queue(id, entry)
 
     def peek(self, blocked: AbstractSet[Hashable] = _NOTHING) -> Waiting | None:
         """The next request of a class that is not blocked; None if there is none."""
         id = self._next(blocked)
-        return self._entries[id].what if id is not None else None
+        return self._entries[id].request if id is not None else None
 
     def oldest(self) -> Waiting | None:
-        """Of the next request's tenant and priority, the request that has waited longest; it may be due later."""
+        """The request that has waited longest among those of the next request's tenant and priority."""
         id = self._next(_NOTHING)
         if id is None:
             return None
         next = self._entries[id]
-        return self._entries[self._shares[next.tenant].queues[next.priority].oldest()].what
+        return self._entries[self._shares[next.tenant].queues[next.priority].oldest()].request
 
     def pop(self, blocked: AbstractSet[Hashable] = _NOTHING) -> tuple[Waiting, TokenCharge]:
         """Removes the next request of a class that is not blocked, and charges its tenant. There must be one."""
@@ -179,7 +180,7 @@ class FairQueue(Generic[Waiting]):
         self._now = max(self._now, min(share.time for share in open_shares))
         entry = self._remove(id)
         self._taken += 1
-        return entry.what, self._charge(self._shares[entry.tenant], entry.tokens)
+        return entry.request, self._charge(self._shares[entry.tenant], entry.tokens)
 
     def charge_unqueued(self, tenant: Tenant, tokens: float) -> TokenCharge:
         """Charges the tenant for a request that was sent without waiting, while the queue was empty."""
@@ -202,17 +203,17 @@ class FairQueue(Generic[Waiting]):
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        assert sum(share.size for share in self._shares.values()) == len(self._entries), "the shares hold what waits"
+        assert sum(share.size for share in self._shares.values()) == len(self._entries), "sizes of the shares"
         classes = Counter(entry.scheduling_class for entry in self._entries.values())
-        assert +self._classes == classes, "the counts by class"
+        assert +self._classes == classes, "counts by class"
         for id, entry in self._entries.items():
-            assert id in self._shares[entry.tenant].queues[entry.priority], "each at its place"
+            assert id in self._shares[entry.tenant].queues[entry.priority], "a request in the wrong queue"
         for share in self._shares.values():
-            assert share.size == sum(len(queue) for queue in share.queues.values()), "a share knows its size"
-            assert all(share.queues.values()), "no queue is empty"
+            assert share.size == sum(len(queue) for queue in share.queues.values()), "size of a share"
+            assert all(share.queues.values()), "an empty queue"
             for queue in share.queues.values():
                 queue.check()
-        assert list(self._entries) == sorted(self._entries), "all are in order of age"
+        assert list(self._entries) == sorted(self._entries), "order of age"
 
     def _next(self, blocked: AbstractSet[Hashable]) -> int | None:
         if self._classes.keys() <= blocked:
@@ -238,8 +239,9 @@ class FairQueue(Generic[Waiting]):
         self._classes[entry.scheduling_class] += 1
 
     def _victim(self, tenant: Tenant, priority: int) -> int | None:
-        """The id of the request that a new one of this tenant displaces: the newest of the least urgent, of the tenant
-        with most requests for its weight. None if that is `tenant` and none of its requests is less urgent."""
+        """The id of the request that a new one of `tenant` displaces: of the tenant with the most requests per weight,
+        the newest of those with the highest `priority` value. None if that tenant is `tenant` itself and none of its
+        requests has a higher value than the new one."""
         own = self._shares.get(tenant.name)
         mine = ((own.size if own else 0) + 1) / tenant.weight
         fullest, name = max(
@@ -258,7 +260,7 @@ class FairQueue(Generic[Waiting]):
 
     def _share(self, tenant: Tenant) -> _Share:
         share = self._shares.setdefault(tenant.name, _Share())
-        share.weight = tenant.weight  # which may have changed since
+        share.weight = tenant.weight  # the keys file may have changed
         return share
 
     def _charge(self, share: _Share, tokens: float) -> TokenCharge:
@@ -285,14 +287,13 @@ class _Place(NamedTuple):
 
 
 class _TenantQueue:
-    """The waiting requests of one tenant at one priority: ids with due times and classes. Equal due times go in order
-    of age."""
+    """The waiting requests of one tenant at one priority. Requests with equal due times go in order of age."""
 
     __slots__ = ("_heaps", "_places", "_sizes")
 
     def __init__(self) -> None:
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by age
-        self._heaps: dict[Hashable, list[tuple[float, int]]] = {}  # by class: (due, id), some of removed ids
+        self._heaps: dict[Hashable, list[tuple[float, int]]] = {}  # by class: (due, id); also removed ids
         self._sizes: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
@@ -323,7 +324,7 @@ class _TenantQueue:
             heapq.heapify(heap)
 
     def first(self, blocked: AbstractSet[Hashable] = frozenset()) -> tuple[float, int] | None:
-        """(due, id) of the first due of the classes that are not blocked; None if all are."""
+        """(due, id) of the request that is due first among classes that are not blocked; None if all are blocked."""
         firsts = [self._first_of(heap) for own_class, heap in self._heaps.items() if own_class not in blocked]
         return min(firsts, default=None)
 
@@ -341,11 +342,11 @@ class _TenantQueue:
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant."""
-        assert list(self._places) == sorted(self._places), "it is in order of age"
+        assert list(self._places) == sorted(self._places), "requests are in order of age"
         assert self._heaps.keys() == self._sizes.keys() == {place.scheduling_class for place in self._places.values()}
         for own_class, heap in self._heaps.items():
             own = {(place.due, id) for id, place in self._places.items() if place.scheduling_class == own_class}
-            assert len(own) == self._sizes[own_class], "the sizes by class"
+            assert len(own) == self._sizes[own_class], "requests are counted by class"
             assert own <= set(heap), "every waiting request is in its heap"
             assert self._first_of(heap) == min(own), "the first due is next"
 

@@ -1,15 +1,16 @@
-"""Poison requests: a request that crashes the groups it runs on is refused after it has cost two of them.
+"""Poison requests: a request that crashes the groups it runs on is refused after two crashes.
 
-Evidence is two groups in a row that crashed while they ran the request, the second before it had answered anything and
-while no other suspect ran there. So suspects are kept apart, as far as that costs little:
+The evidence is two groups in a row that crashed while they ran the request; the second had answered nothing of it and
+ran no other suspect. A suspect is a request that has lost a group and has not been answered since. Suspects are kept
+apart as far as that costs little:
 
-- A request that had got nothing of its answer when its group crashed runs beside no other suspect. Most poison requests
-  crash a group in their prompt.
-- Streams that were being answered are many and would wait long for each other, so they may share a group. One that
-  crashes it has got nothing there, unlike the others.
+- A request of which nothing was answered when its group crashed shares a group with no other suspect. Most poison
+  requests crash a group during prefill.
+- Requests that were being answered are many and would wait long for each other, so they may share a group. If one of
+  them crashes this group too, nothing of it was answered there, unlike the others.
 
-Whether a group crashed by itself is not always known: it may hang, or may have been killed, perhaps by the kernel for
-its memory. A loss of unknown cause leaves its requests suspects, but refuses a request only if it is the third in a
+Whether a group crashed by itself is not always known: it may hang, or may have been killed, for example by the kernel's
+OOM killer. After a loss of unknown cause a request is a suspect, but it is refused only if the loss is the third in a
 row. Some causes become known later, from the group's supervisor, so they are read again for each decision. No request
 is refused for a loss that it shared with another suspect.
 """
@@ -25,7 +26,7 @@ from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
 
 # Levels of suspicion: none; may share a group with others of this level; shares a group with no suspect.
 _MAY_SHARE, _ALONE = 1, 2
-_CLEARING_TOKENS: Final = 64  # a request that was answered so far by the next group had no part in the loss before
+_CLEARING_TOKENS: Final = 64  # after so many tokens from the next group, earlier losses no longer count
 _MOST_LOSSES: Final = 3
 
 _T = TypeVar("_T")
@@ -34,30 +35,31 @@ _T = TypeVar("_T")
 class _Loss(NamedTuple):
     failure: GroupFailure
     apart: bool  # no other suspect ran on the group
-    answered: bool  # the group had answered some of the request
+    answered: bool  # the group had sent some of the answer
 
 
 class PoisonSuspicion:
-    """What the groups that one request has lost say about it."""
+    """The losses of one request, and what follows from them."""
 
     def __init__(self) -> None:
         self._losses: list[_Loss] = []
-        self._row_start = 0  # nothing was answered since the loss with this index
+        self._row_start = 0  # index of the first loss since the last answer
         self._tokens = 0  # answered since the last loss
 
     def __bool__(self) -> bool:
-        """Whether there are losses of which an answer would clear the request."""
+        """Whether any loss counts against the request."""
         return bool(self._losses)
 
     def record_loss(self, failure: GroupFailure, *, apart: bool, answered: bool = False) -> None:
-        """The request has lost its group. `apart`: no other suspect ran there. `answered`: the group had answered some
-        of it."""
+        """Records that the request has lost its group. `apart`: no other suspect ran on the group. `answered`: the
+        group had sent some of the answer."""
         if failure.cause is not FailureCause.WANTED:
             self._losses.append(_Loss(failure, apart, answered))
             self._tokens = 0
 
     def record_answer(self, tokens: int) -> None:
-        """The next group has answered `tokens` tokens, or prompt log-probabilities that no group had reached before."""
+        """Records an answer of the next group: `tokens` tokens, or (0) prompt log-probabilities that the client did not
+        have."""
         self._row_start = len(self._losses)
         self._tokens += tokens
         if self._tokens >= _CLEARING_TOKENS:
@@ -66,8 +68,8 @@ class PoisonSuspicion:
 
     @property
     def level(self) -> int:
-        """0: the request is no suspect. 1: it may share a group with others of level 1. 2: it shares a group with no
-        suspect."""
+        """0: the request is no suspect. 1: it may share a group with suspects of level 1. 2: it shares a group with no
+        other suspect."""
         row, before = self._losses[self._row_start :], self._losses[: self._row_start]
         if len(row) > 1 or _count(before, FailureCause.CRASH) > 1:
             return _ALONE
@@ -77,7 +79,7 @@ class PoisonSuspicion:
 
     @property
     def refusal(self) -> str:
-        """Why the request is not sent to another group; "" if it is."""
+        """Why the request is refused; "" if it is sent to another group."""
         row = self._losses[self._row_start :]
         if not row or not row[-1].apart:
             return ""
@@ -119,17 +121,16 @@ def _count(losses: Sequence[_Loss], *causes: FailureCause) -> int:
 
 
 class _Turn(NamedTuple):
-    order: int  # the least is next
-    number: int
+    order: int  # the lowest is next
+    number: int  # order of arrival, for equal `order`
     is_next: asyncio.Event
 
 
 class PoisonQuarantine:
-    """The order in which waiting suspects get a place: first the one with most of its answer delivered.
+    """The order in which waiting suspects get a group: the suspect with the most delivered tokens first.
 
-    So an innocent stream stands still for less long, and a request that crashes groups in its prompt comes last. Each
-    kind of group and each level has an order of its own. Only the suspect that is next looks for a place, because after
-    a crash many wait.
+    So streams with output resume soon, and a request that crashes groups during prefill comes last. Each kind of group
+    and each level has its own order. Only the suspect that is next looks for a group, because many wait after a crash.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ def validate_request(
 ) -> Request:
     """Checks the request, and fills in the model's sampling defaults, max_tokens, seed and request id.
 
-    `capacity`: the most tokens of one sequence on any group, limited by the model's context or the KV pool. All
+    `capacity`: max tokens of one sequence on any group, limited by the model's context or the KV pool. All
     sampling values are fixed here, so a group that continues the request after a failover draws the same tokens.
     """
     sampling = SamplingParams.from_message(message.sampling, defaults.sampling())
@@ -113,16 +113,16 @@ def validate_request(
                 f"you requested {length + asked} tokens: {length} in the prompt, and {name} is {asked}; lower "
                 f"{name} to {room}, leave it out, or shorten the prompt",
             )
-    most = sampling.max_tokens or room
+    max_tokens = sampling.max_tokens or room
     if sampling.max_tokens is None and defaults.max_new_tokens is not None:
-        most = min(room, max(defaults.max_new_tokens, sampling.min_tokens))
-    resume = _resumed(message.resume, sampling, most, vocab_size)
+        max_tokens = min(room, max(defaults.max_new_tokens, sampling.min_tokens))
+    resume = _resumed(message.resume, sampling, max_tokens, vocab_size)
     # A drawn seed stays below 2^63, for clients in languages without unsigned integers.
     seed = rng.getrandbits(63) if sampling.seed is None else sampling.seed
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt_token_ids=token_ids,
-        sampling=dataclasses.replace(sampling, max_tokens=most, seed=seed),
+        sampling=dataclasses.replace(sampling, max_tokens=max_tokens, seed=seed),
         resume=resume,
         cache_salt=tenant.combine_salt(message.cache_salt),
         priority=tenant.effective_priority(message.priority),
@@ -134,8 +134,9 @@ def validate_request(
 
 
 def _copy_ids(ids: Sequence[int], at_most: int | None) -> Sequence[int]:
-    """A copy of `ids`: a list, or for more than _SLICE an array. The array is made in slices, because one call for all
-    holds the GIL for 40 ms per million ids. More ids than `at_most` are not copied: `validate_request` refuses them."""
+    """A copy of `ids`: a list, or an array if there are more than _SLICE. The array is made in slices, because a single
+    call would hold the GIL for 40 ms per million ids. More ids than `at_most` are returned as they are:
+    `validate_request` refuses them."""
     if len(ids) <= _SLICE:
         return list(ids)
     if at_most is not None and len(ids) > at_most:
