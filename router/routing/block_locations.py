@@ -1,7 +1,7 @@
-"""BlockLocations: which groups hold which blocks, by tier: one set of groups for each block.
+"""BlockLocations: the set of groups that hold each block, by tier, and the blocks of each group.
 
-Matching a chain reads the sets of groups; removing a group reads its own blocks. A group is a bit, as in the prefix
-index. The prefix index checks epochs and the order of events.
+The sets of groups serve to match a chain of blocks; the blocks of a group serve to remove the group. A group is a bit,
+as in the prefix index. The prefix index checks epochs and the order of events before.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ _TIERS: Final = (TIER_DEVICE, TIER_HOST)
 class EventProblem(Enum):
     """What can be wrong with a group's KV events; the values are metric labels.
 
-    None of these creates a prefix that the group does not hold: the wrong part is left out, or everything known of the
-    group is dropped until its next snapshot. GAP and IMPOSSIBLE are counted per message, the others per event.
+    None of these creates a prefix that the group does not hold: the wrong event is ignored, or all blocks of the group
+    are dropped until its next snapshot. GAP and IMPOSSIBLE are counted per message, the others per event.
     """
 
     UNKNOWN_GROUP = "unknown_group"  # the group has not registered, or has left

@@ -1,7 +1,8 @@
 """HitPrediction: the cached tokens that this router predicted, compared with those that the groups found.
 
-Single prompts differ: cached blocks may be evicted while a prompt waits, and other routers send prompts too. If the
-prompts of a group differ much for long, the index is wrong about the group's blocks, and a snapshot is needed.
+Predictions of single prompts may be wrong: cached blocks may be evicted while a prompt waits, and other routers send
+prompts too. If they are wrong for many prompts of a group, the index is wrong about its blocks: the group "diverges",
+and a snapshot is needed.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Final
 
 _MEMORY: Final = 32  # prompts that the running averages cover
 _FEWEST: Final = 16  # prompts before a group can diverge
-_TOLERATED: Final = 0.5  # mean difference, as a share of the larger count
+_TOLERATED: Final = 0.5  # mean error, as a share of the mean larger count
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,9 @@ class HitPredictionStats:
 @dataclass(slots=True)
 class _Account:
     prompts: int = 0
-    error: float = 0.0  # running averages of tokens: of the difference, and of the larger count
-    larger: float = 0.0
+    # Running averages per prompt, in tokens.
+    error: float = 0.0  # |predicted - found|
+    larger: float = 0.0  # max(predicted, found)
 
 
 class HitPrediction:

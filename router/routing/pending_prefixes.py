@@ -12,7 +12,7 @@ class PendingPrefixes:
     """`where[block]`: the groups, as bits, to which a prompt with that block was sent.
 
     A prompt is identified by `key`, which the caller never uses twice. So removing a prompt of a group that has left
-    changes nothing, even if another group has its bit now.
+    changes nothing, even if another group has the same bit now.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """PrefixIndex: which group holds which KV blocks, exactly, by block hash and tier.
 
-Each group feeds it with events in order. After a new epoch, a gap or an incomplete snapshot nothing is known of a group
-until its next snapshot is complete: an index without the group makes requests slower, but a false index would count on
-blocks that are not there. The index also knows the blocks that are expected: those of prompts that this router has
-sent, until the group's own events report them.
+Each group sends events in order. After a new epoch, a gap or an incomplete snapshot the index has no blocks of a group
+until its next snapshot is complete. Missing blocks make requests slower, but false ones would make the router count on
+blocks that are not there. The index also contains expected blocks: those of prompts that this router has sent, until
+the group's own events report them.
 
 A group is a bit, and a block has three sets of groups (device, host, expected), so one walk along a prompt's chain of
 blocks matches every group at once.
@@ -51,7 +51,7 @@ class _Member:
 
     bit: int
     epoch: str
-    capacity: int  # most entries that it can have; 0 if unknown
+    capacity: int  # max entries; 0 if unknown
     block_size: int  # tokens; 0 if unknown
     next_sequence: int | None = None
     staged: list[KvEvent] | None = None  # chunks of a snapshot that is not complete
@@ -67,7 +67,7 @@ class PrefixIndex:
         self.events = self._snapshots = 0
         self._groups: dict[str, _Member] = {}
         self._names: dict[int, str] = {}
-        self._live = 0  # every group's bit
+        self._live = 0  # the bits of all groups
         self._locations = BlockLocations(self.reuse_after_eviction, self.problems)
         self._pending = PendingPrefixes()
 
@@ -82,7 +82,7 @@ class PrefixIndex:
         return min(others, default=0)
 
     def add_group(self, group: str, epoch: str, capacity: int = 0, block_size: int = 0) -> None:
-        """A group has registered: what was known of it is dropped. `capacity`: number of its blocks in both tiers, 0 if
+        """Adds a group that has registered, without blocks. `capacity`: number of its blocks in both tiers, 0 if
         unknown. `block_size`: tokens, 0 if unknown."""
         self.remove_group(group)
         free = ~self._live & (self._live + 1)  # the lowest bit not taken
@@ -91,7 +91,7 @@ class PrefixIndex:
         self._names[free] = group
 
     def remove_group(self, group: str) -> None:
-        """A group has left: all that it held is dropped. Changes nothing for an unknown group."""
+        """Removes a group and its blocks. Changes nothing for an unknown group."""
         member = self._groups.pop(group, None)
         if member is None:
             return
@@ -119,7 +119,7 @@ class PrefixIndex:
         return self._check_capacity(member)
 
     def apply_snapshot(self, group: str, chunk: SnapshotChunk) -> EventOutcome:
-        """Adds a chunk of a snapshot; with its last chunk the snapshot replaces what was known of the group."""
+        """Adds a chunk of a snapshot. With its last chunk the snapshot replaces the blocks of the group."""
         member = self._groups.get(group)
         if member is None or member.epoch != chunk.epoch:
             return self._ignore_stranger(member, len(chunk.events))
@@ -147,8 +147,8 @@ class PrefixIndex:
             self._pending.add(member.bit, key, chain)
 
     def remove_pending(self, group: str, key: Hashable) -> None:
-        """The group's events contain the prompt's blocks, or never will. Changes nothing if the prompt was removed
-        before, or if the group has left since, even if the group is back."""
+        """Removes a prompt that the group has computed, or never will. Changes nothing if the prompt was removed
+        before, or if the group has left since, even if the group has registered again."""
         if (member := self._groups.get(group)) is not None:
             self._pending.remove(member.bit, key)
 

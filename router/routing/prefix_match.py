@@ -15,7 +15,7 @@ class PrefixMatch(NamedTuple):
 
     device: int
     host: int  # not on the device
-    expected: int  # in no tier, but computed before a request that is sent now
+    expected: int  # in no tier yet, but part of a prompt that the group computes before a request that is sent now
 
     @property
     def blocks(self) -> int:
@@ -29,38 +29,38 @@ NOTHING: Final = PrefixMatch(0, 0, 0)
 def match_chain(
     chain: Sequence[bytes], alive: int, on_device: Where, on_host: Where, expected: Where
 ) -> Iterator[tuple[int, PrefixMatch]]:
-    """Pairs of a group of `alive` and its match; groups that do not hold the first block are left out."""
+    """Pairs (group, its match) for the groups in the bit set `alive`; groups without the first block are left out."""
     length: dict[int, int] = {}
     host_only: dict[int, int] = {}
-    coming: dict[int, int] = {}
+    expected_only: dict[int, int] = {}
     for depth, block in enumerate(chain):
         if not (missing := alive & ~on_device.get(block, 0)):
             continue
-        lost = missing
+        ended = missing  # groups whose match ends before this block
         if on_host and (there := missing & on_host.get(block, 0)):
             for bit in _bits(there):
                 host_only[bit] = host_only.get(bit, 0) + 1
-            lost ^= there
-        if expected and (there := lost & expected.get(block, 0)):
+            ended ^= there
+        if expected and (there := ended & expected.get(block, 0)):
             for bit in _bits(there):
-                coming[bit] = coming.get(bit, 0) + 1
-            lost ^= there
-        if lost:
-            for bit in _bits(lost):
+                expected_only[bit] = expected_only.get(bit, 0) + 1
+            ended ^= there
+        if ended:
+            for bit in _bits(ended):
                 length[bit] = depth
-            alive ^= lost
+            alive ^= ended
             if not alive:
                 break
     for bit in _bits(alive):
         length[bit] = len(chain)
     for bit, blocks in length.items():
         if blocks:
-            host, soon = host_only.get(bit, 0), coming.get(bit, 0)
-            yield bit, PrefixMatch(blocks - host - soon, host, soon)
+            on_host_only, not_yet = host_only.get(bit, 0), expected_only.get(bit, 0)
+            yield bit, PrefixMatch(blocks - on_host_only - not_yet, on_host_only, not_yet)
 
 
 def _bits(mask: int) -> Iterable[int]:
-    """Each set bit of `mask` as a number."""
+    """The powers of two that `mask` is the sum of."""
     while mask:
         bit = mask & -mask
         yield bit

@@ -1,8 +1,8 @@
-"""ReuseAfterEviction: how often a block that no group holds any more is computed again. It prices an eviction.
+"""ReuseAfterEviction: how often a block that no group holds any more is computed again. Routing costs use the rate.
 
 The hashes of the last evicted blocks are remembered, a quarter as many as there are blocks held now. With a quarter
-more room, a remembered block that is stored again would still have been there. So if n of `evicted` blocks are stored
-again while they are remembered,
+more capacity, a remembered block that is stored again would not have been evicted. So if n of `evicted` blocks are
+stored again while they are remembered,
 
     rate = (n / evicted) / quarter
 
@@ -31,7 +31,7 @@ class ReuseAfterEviction:
         return min(self._reused / (self._evicted * _QUARTER), 1.0) if self._evicted >= _FEWEST else 0.0
 
     def record_evicted(self, block: bytes, held: int) -> None:
-        """No group holds the block any more. `held`: number of blocks that are still held."""
+        """Records a block that no group holds any more. `held`: number of blocks that are still held."""
         most = max(int(held * _QUARTER), _FEWEST)
         self._remembered[block] = None
         while len(self._remembered) > most:
@@ -42,7 +42,7 @@ class ReuseAfterEviction:
             self._reused /= 2
 
     def record_stored(self, block: bytes) -> None:
-        """A group has stored a block that it did not hold."""
+        """Records a block that a group has stored and did not hold before."""
         if block in self._remembered:
             del self._remembered[block]
             self._reused += 1

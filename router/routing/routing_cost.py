@@ -13,11 +13,11 @@
 The first four terms are the time that this request waits; the last three are the time that other requests will wait.
 Every term is continuous in what is measured of the groups. The number of requests that will wait behind this one
 follows from the mean queue of all groups: while all groups are busy, a second of extra work on any of them delays
-everybody, so a cached prefix is worth more the longer the queues are. Two rules correct the mean: work on a mostly idle
-group delays nobody; and while other groups are idle, requests wait behind a group's own queue.
+all requests, so a cached prefix is worth more the longer the queues are. Two rules correct the mean: work on a mostly
+idle group delays no request; and while other groups are idle, requests wait behind a group's own queue.
 
-Two gates exclude groups before costs are compared. They are thresholds, so a small change of a queue may change the
-choice, and `why` names the cheaper groups that they have excluded:
+Two gates exclude groups before costs are compared. The gates are thresholds, so a small change of a queue may change
+the choice. `why` names the cheaper groups that were excluded:
 
 - Room: while some group has room, a group without room is excluded unless it holds more of the prompt than every group
   with room. A request that is sent to a full group could not be sent elsewhere when another group becomes free.
@@ -35,12 +35,12 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Final, NamedTuple
 
-# Used until a group has measured its own rates; they set only the size of the terms relative to each other.
+# Used until a group has measured its own rates. They only weigh the terms of the cost against each other.
 _GUESSED_PREFILL_RATE: Final = 2000.0
 _GUESSED_CHUNK: Final = 2048
 _GUESSED_RESTORE_SPEEDUP: Final = 10.0  # restore rate / prefill rate
-# Behind a prompt wait the requests that queue now, and b / (1 - b) later ones for each of them at a busy share of b.
-# The requests that queue now are counted _BEHIND times, because a burst of arrivals ends before its work is done.
+# The requests that wait behind a prompt are those that queue now, and at a busy share of b, b / (1 - b) later ones for
+# each of them. Those that queue now count _BEHIND times, because a burst of arrivals ends before its work is done.
 _BEHIND: Final = 3.0
 _BUSIEST: Final = 0.97
 # Requests that will wait behind one at a group are the larger of two figures: the mean queue of all groups × min(busy
@@ -72,7 +72,7 @@ class Candidate(NamedTuple):
 
     group: str
     queued_prefill_tokens: float = 0.0
-    queued_requests: float = 0.0  # requests whose prompts these are
+    queued_requests: float = 0.0  # requests to which these tokens belong
     prefill_tokens_per_second: float = 0.0
     restore_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
@@ -80,10 +80,10 @@ class Candidate(NamedTuple):
     busy: float = 0.0  # share of the last minute spent on prompts, from 0 to 1
     free_tokens: float = 0.0  # capacity of blocks that hold nothing
     cold_tokens: float = 0.0  # capacity of blocks that no sequence uses, whose prefix may be used again
-    # Tokens of this prompt that the group holds, by tier.
+    # Tokens of this prompt that the group holds, by tier, or computes for other prompts before this one.
     device_tokens: int = 0
     host_tokens: int = 0
-    expected_tokens: int = 0  # of prompts that were sent there before, and are computed before this one
+    expected_tokens: int = 0
     streams: float = 0.0  # running and waiting choices
     has_room: bool = True  # see GroupLoad.has_room
 
@@ -157,21 +157,21 @@ def choose(
     """
     measured = [(c.prefill_tokens_per_second, c.busy + _IDLE) for c in candidates if c.prefill_tokens_per_second > 0]
     weights = sum([weight for _, weight in measured])
-    assumed = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
+    mean_rate = sum([rate * weight for rate, weight in measured]) / weights if measured else _GUESSED_PREFILL_RATE
     busy = min(fmean([c.busy for c in candidates]), _BUSIEST)
-    more = busy / (1 - busy)
-    later = _BEHIND + more
-    stall = _STALL * (_STALL_IDLE + more)
-    mean_behind = fmean([c.queued_requests for c in candidates]) + queued_in_router / len(candidates)
+    later_per_queued = busy / (1 - busy)
+    behind_per_queued = _BEHIND + later_per_queued
+    stall = _STALL * (_STALL_IDLE + later_per_queued)
+    mean_queue = fmean([c.queued_requests for c in candidates]) + queued_in_router / len(candidates)
     fully_busy = busy / _BUSY_MARGIN + _UNUSED
     behind = [
-        later * max(mean_behind * min((c.busy + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
+        behind_per_queued * max(mean_queue * min((c.busy + _UNUSED) / fully_busy, 1.0), (1 - busy) * c.queued_requests)
         for c in candidates
     ]
     terms = tuple(
         [
-            _cost_terms(c, prompt_tokens, assumed, waits, stall, reuse_rate)
-            for c, waits in zip(candidates, behind, strict=True)
+            _cost_terms(c, prompt_tokens, mean_rate, requests_behind, stall, reuse_rate)
+            for c, requests_behind in zip(candidates, behind, strict=True)
         ]
     )
     allowed = _apply_gates(terms, [c.streams for c in candidates])
@@ -189,32 +189,31 @@ def choose(
 def _apply_gates(terms: Sequence[CostTerms], streams: Sequence[float]) -> list[CostTerms]:
     """The terms of the groups that neither gate excludes; at least one. `streams`: open streams of each group, in the
     order of `terms`."""
-    ready = max([term.cached_tokens for term in terms if term.has_room], default=-1)
-    with_room = [
-        (term, count) for term, count in zip(terms, streams, strict=True) if term.has_room or term.cached_tokens > ready
+    cached_with_room = max([term.cached_tokens for term in terms if term.has_room], default=-1)
+    passed = [
+        (term, count)
+        for term, count in zip(terms, streams, strict=True)
+        if term.has_room or term.cached_tokens > cached_with_room
     ]
-    longest_queue = min([_longest_queue(term, count) for term, count in with_room])
-    return [term for term, _ in with_room if term.queue <= longest_queue]
+    longest_queue = min([_longest_queue(term, count) for term, count in passed])
+    return [term for term, _ in passed if term.queue <= longest_queue]
 
 
 def _longest_queue(elsewhere: CostTerms, streams: float) -> float:
-    """The longest queue, in seconds, that another group may have and still be a candidate beside the group `elsewhere`,
-    which has `streams` open streams.
-
-    If `elsewhere` is idle, this is the time in which it computes the whole prompt.
-    """
+    """The longest queue, in seconds, with which another group is still a candidate beside the group `elsewhere`, which
+    has `streams` open streams. If `elsewhere` is idle, this is the time in which it computes the whole prompt."""
     computes = elsewhere.prefill + elsewhere.restore + elsewhere.decode + elsewhere.eviction
     return computes * (1 + _STREAM_WEIGHT * streams) + elsewhere.queue * _QUEUE_RATIO
 
 
 def _cost_terms(
-    candidate: Candidate, prompt_tokens: int, assumed_rate: float, behind: float, stall: float, reuse_rate: float
+    candidate: Candidate, prompt_tokens: int, mean_rate: float, behind: float, stall: float, reuse_rate: float
 ) -> CostTerms:
     (
         group, queued, _, rate, restore_rate, step, chunk, busy, free, cold, device, host, expected,
         streams, has_room,
     ) = candidate  # fmt: skip
-    rate = assumed_rate + (rate - assumed_rate) * busy / (busy + _BUSY_ENOUGH) if rate else assumed_rate
+    rate = mean_rate + (rate - mean_rate) * busy / (busy + _BUSY_ENOUGH) if rate else mean_rate
     cached = device + host + expected
     uncached = max(prompt_tokens - cached, 0)
     queue = queued / rate
@@ -225,7 +224,7 @@ def _cost_terms(
     short = queued + uncached + host - free  # tokens without a free block; the queue takes free blocks first
     if short > 0:
         eviction = (short - max(queued - free, 0.0)) * reuse_rate / rate
-        if short > cold:  # running sequences lose blocks, which they need again for certain
+        if short > cold:  # running sequences lose blocks, which they certainly need again
             eviction += (short - max(queued - free, cold)) * (1 - reuse_rate) / rate
     stall_cost = prefill * streams * stall
     delay = (prefill + restore + eviction) * behind

@@ -1,6 +1,6 @@
-"""PrometheusPage: the /metrics page of a router: what it knows of itself and of its groups.
+"""PrometheusPage: the /metrics page of a router: its own metrics, and what its groups report.
 
-The router's own requests are counted as they happen (request_metrics.py); what groups report is read at each scrape.
+The metrics of the router's requests are counted as requests end (request_metrics.py); reports are read at each scrape.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ STATES: Final = ("serving", "draining", "drained", "starting", "lost")
 
 
 class _Row(NamedTuple):
-    """A metric with one value for each group: name, help text and how the value is read."""
+    """A metric with one value for each group."""
 
     name: str
     help: str
@@ -26,7 +26,7 @@ class _Row(NamedTuple):
 
 _GAUGES: Final = (
     _Row("running_sequences", "Sequences that run.", lambda g: g.running),
-    _Row("waiting_sequences", "Sequences that wait for blocks or a seat.", lambda g: g.waiting),
+    _Row("waiting_sequences", "Sequences that wait for blocks or a slot.", lambda g: g.waiting),
     _Row("slowness_ratio", "Duration of its steps relative to its own usual steps.", lambda g: g.slowness),
     _Row("step_seconds", "Duration of a decode step, measured lately.", lambda g: g.step_seconds),
     _Row("block_bytes", "Bytes of a KV block on one rank.", lambda g: g.bytes_per_block),
@@ -82,15 +82,15 @@ class PrometheusPage:
     def render(self) -> bytes:
         """The page, as UTF-8."""
         status, page = self._report(), _Page()
-        _add_whole(page, status)
+        _add_router(page, status)
         _add_groups(page, status.groups)
         _add_ranks(page, status.groups)
         return generate_latest(self._registry) + page.text().encode()
 
 
 class _Page:
-    """Text in Prometheus' exposition format. prometheus_client takes about ten times as long, which a cluster of many
-    ranks would notice at every scrape."""
+    """Text in Prometheus' exposition format. prometheus_client takes about ten times as long, too long for each scrape
+    of a cluster of many ranks."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -106,25 +106,25 @@ class _Page:
         if kind == "counter":
             name += "_total"
         self._lines += (f"# HELP {name} {help}", f"# TYPE {name} {kind}")
-        self._lines += [f"{name}{where} {value}" for where, value in samples]
+        self._lines += [f"{name}{labels} {value}" for labels, value in samples]
 
     def text(self) -> str:
         return "\n".join(self._lines) + "\n"
 
 
-def _add_whole(page: _Page, status: StatusResponse) -> None:
+def _add_router(page: _Page, status: StatusResponse) -> None:
     """Metrics of the router as one server, with those that the Gateway API inference extension reads."""
     groups, model = status.groups, status.model
     running, waiting = sum(g.running for g in groups), sum(g.waiting for g in groups)
     total, used = sum(g.blocks_total for g in groups), sum(g.blocks_used for g in groups)
     # Open requests that no group has yet.
-    elsewhere = max(status.active_streams - running - waiting, 0)
+    unassigned = max(status.active_streams - running - waiting, 0)
     # The extension reads these sizes from labels with vLLM's names.
     sizes = _labels(block_size=str(model.block_size), num_gpu_blocks=str(total))
     served = _labels(model=model.name, dtype=model.dtype, kv_dtype=model.kv_dtype, fingerprint=model.fingerprint[:12])
-    for name, text, where, value in (
+    for name, text, labels, value in (
         ("active_requests", "Open requests.", "", status.active_streams),
-        ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + elsewhere),
+        ("queued_requests", "Requests that wait, in the router or in a group.", "", waiting + unassigned),
         ("queue_now_seconds", "How long requests wait now until a group has room.", "", status.queue_seconds),
         ("running_requests", "Sequences that run in all groups.", "", running),
         ("kv_utilization_ratio", "Share of all groups' KV blocks that is in use.", "", used / total if total else 0.0),
@@ -135,16 +135,16 @@ def _add_whole(page: _Page, status: StatusResponse) -> None:
         ("cache_config_info", "Sizes of the KV cache, as labels.", sizes, 1),
         ("model_info", "The model that is served, as labels.", served, 1),
     ):
-        page.add("gauge", f"coatcheck_{name}", text, [(where, value)])
+        page.add("gauge", f"coatcheck_{name}", text, [(labels, value)])
 
 
 def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
     named = [(group, _labels(group=group.name)) for group in groups]
     states, blocks, cached = [], [], []
     evicted, missed, moved = list[tuple[str, float]](), list[tuple[str, float]](), list[tuple[str, float]]()
-    for group, where in named:
-        begun = where[:-1]
-        states += [(f'{begun},state="{state}"}}', int(group.state == state)) for state in STATES]
+    for group, labels in named:
+        prefix = labels[:-1]
+        states += [(f'{prefix},state="{state}"}}', int(group.state == state)) for state in STATES]
         free = max(group.blocks_total - group.blocks_used - group.blocks_cached, 0)
         for tier, use, count in (
             ("device", "used", group.blocks_used),
@@ -153,14 +153,14 @@ def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
             ("host", "cached", group.host_blocks_used),
             ("host", "free", max(group.host_blocks_total - group.host_blocks_used, 0)),
         ):
-            blocks.append((f'{begun},tier="{tier}",use="{use}"}}', count))
-        cached.append((f'{begun},tier="device"}}', group.cached_device_tokens))
-        cached.append((f'{begun},tier="host"}}', group.cached_host_tokens))
+            blocks.append((f'{prefix},tier="{tier}",use="{use}"}}', count))
+        cached.append((f'{prefix},tier="device"}}', group.cached_device_tokens))
+        cached.append((f'{prefix},tier="host"}}', group.cached_host_tokens))
         for tier, evictions in (("device", group.device_evictions), ("host", group.host_evicted)):
-            evicted += _by_field(evictions, f'{begun},tier="{tier}"')
-        missed += _by_field(group.prefix_misses, begun)
-        moved.append((f'{begun},to="host"}}', group.demoted_bytes))
-        moved.append((f'{begun},to="device"}}', group.restored_bytes))
+            evicted += _by_field(evictions, f'{prefix},tier="{tier}"')
+        missed += _by_field(group.prefix_misses, prefix)
+        moved.append((f'{prefix},to="host"}}', group.demoted_bytes))
+        moved.append((f'{prefix},to="device"}}', group.restored_bytes))
     page.add(
         "counter", "coatcheck_group_evicted_blocks", "Cached blocks that were evicted, by tier and reason.", evicted
     )
@@ -170,34 +170,34 @@ def _add_groups(page: _Page, groups: Sequence[GroupStatus]) -> None:
     page.add("gauge", "coatcheck_group_blocks", "KV blocks, by tier and use.", blocks)
     page.add("counter", "coatcheck_group_cached_tokens", "Prompt tokens found in the cache, by tier.", cached)
     for row in _GAUGES:
-        samples = [(where, row.value(group)) for group, where in named]
+        samples = [(labels, row.value(group)) for group, labels in named]
         page.add("gauge", f"coatcheck_group_{row.name}", row.help, samples)
-    for room, rows in (("group", _COUNTERS), ("routing", _AUDIT)):
+    for subsystem, rows in (("group", _COUNTERS), ("routing", _AUDIT)):
         for row in rows:
-            samples = [(where, row.value(group)) for group, where in named]
-            page.add("counter", f"coatcheck_{room}_{row.name}", row.help, samples)
+            samples = [(labels, row.value(group)) for group, labels in named]
+            page.add("counter", f"coatcheck_{subsystem}_{row.name}", row.help, samples)
 
 
-def _by_field(counts: Evictions | PrefixMisses, begun: str) -> list[tuple[str, float]]:
+def _by_field(counts: Evictions | PrefixMisses, prefix: str) -> list[tuple[str, float]]:
     """A sample for each field of the message; the fields' names are the reasons."""
     names = [field.name for field in counts.DESCRIPTOR.fields]
-    return [(f'{begun},reason="{name}"}}', getattr(counts, name)) for name in names]
+    return [(f'{prefix},reason="{name}"}}', getattr(counts, name)) for name in names]
 
 
 def _add_ranks(page: _Page, groups: Sequence[GroupStatus]) -> None:
     healthy, memory, steps = [], [], []
     for group in groups:
-        begun = _labels(group=group.name)[:-1]
+        prefix = _labels(group=group.name)[:-1]
         for rank in group.ranks:
-            where = f'{begun},rank="{rank.rank}"}}'
-            healthy.append((f"{where[:-1]},{_labels(node=rank.node)[1:]}", int(rank.healthy)))
-            memory.append((where, rank.peak_memory_bytes))
-            steps.append((where, rank.steps))
+            labels = f'{prefix},rank="{rank.rank}"}}'
+            healthy.append((f"{labels[:-1]},{_labels(node=rank.node)[1:]}", int(rank.healthy)))
+            memory.append((labels, rank.peak_memory_bytes))
+            steps.append((labels, rank.steps))
     page.add("gauge", "coatcheck_rank_healthy", "1 while the rank works.", healthy)
     page.add("gauge", "coatcheck_rank_peak_memory_bytes", "Peak device memory so far.", memory)
     page.add("counter", "coatcheck_rank_steps", "Steps that the rank has computed.", steps)
 
 
 def _labels(**pairs: str) -> str:
-    """The labels as they follow a metric's name."""
+    """`pairs` as labels in the exposition format: {name="value",...}."""
     return "{" + ",".join([f'{name}="{text.translate(_ESCAPES)}"' for name, text in pairs.items()]) + "}"
