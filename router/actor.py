@@ -2,7 +2,7 @@
 
     actor = RouterActor.options(name=...).remote(config); address = await actor.start.remote()
 
-Ray runs the methods on the actor's event loop. It is not on the path of a token.
+Ray runs the methods on the actor's event loop. No token passes through Ray.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class RouterActor:
         self._heartbeat: LoopHeartbeat | None = None
 
     async def start(self) -> str:
-        """Listens; returns the "host:port" of gRPC. A second call returns it again: a new supervisor adopts a running
-        router so."""
+        """Listens; returns the "host:port" of gRPC. A second call returns the same address, so that a new supervisor
+        can adopt a running router."""
         async with self._starting:
             if self._router is None:
                 router = Router(self._config)

@@ -27,7 +27,7 @@ def add_small_services(server: grpc.aio.Server, health: HealthServicer, names: S
 
 
 class _TooLong:
-    """Takes the place of a message that was not parsed."""
+    """Stands for a message that is too long and was not parsed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -47,7 +47,7 @@ class _BoundedServer:
         self._server.add_registered_method_handlers(service, bounded)  # type: ignore[attr-defined]  # grpc-stubs lack it
 
 
-class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it takes none when it runs
+class _BoundedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
     def __init__(self, handlers: "grpc.GenericRpcHandler[Any, Any]") -> None:
         self._handlers = handlers
 

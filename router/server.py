@@ -67,7 +67,7 @@ _GRPC_OPTIONS: Final = [
 
 
 class Router:
-    """Owns the gRPC and HTTP servers and all that is behind them. Construct and use it inside one event loop."""
+    """Owns the gRPC and HTTP servers and their services. Construct and use it inside one event loop."""
 
     def __init__(
         self, config: RouterConfig, tokenizer: TokenizerJson | None = None, tracing: Tracing | None = None
@@ -136,8 +136,8 @@ class Router:
         return address
 
     async def set_groups(self, groups: Sequence[GroupEndpoint], version: int = 0) -> None:
-        """Replaces the groups. Requests of a group that is not in `groups` go on in another one. A list with a lower
-        `version` than the newest is ignored."""
+        """Replaces the groups. Requests that run on a group that is not in `groups` continue on another group. A list
+        with a lower `version` than the newest is ignored."""
         await self.groups.set_endpoints(groups, version)
 
     async def status(self) -> StatusResponse:

@@ -44,9 +44,9 @@ class Authenticator:
     ) -> Tenant:
         """The tenant of a request. Raises Unauthenticated, or PermissionDenied if its role does not have `scope`.
 
-        `authorization`: the header or metadata of that name. `basic`: a key may also come as the password of HTTP's
-        basic authentication, the only one that browsers offer. `certificate`: the client's, in DER or PEM; it counts
-        only without `authorization`.
+        `authorization`: the header or metadata of that name. `basic`: also accept a key as the password of HTTP's basic
+        authentication, the only kind that browsers offer. `certificate`: the client's, in DER or PEM; used only without
+        `authorization`.
         """
         if self._file is None:
             return ANYONE

@@ -19,7 +19,8 @@ _NOT_USABLE: Final = "the certificate has changed and cannot be used; the former
 
 
 class ServerCertificate:
-    """Serves gRPC and HTTP. If changed files cannot be used, that is logged and the former ones stay."""
+    """The certificate for gRPC and HTTP. If changed files cannot be used, an error is logged and the former ones
+    stay."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
         """Raises InvalidConfig for files that cannot be used."""
@@ -35,12 +36,12 @@ class ServerCertificate:
         return cls(cert, key, client_ca) if cert and key else None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials that gRPC asks for changes at each new connection."""
+        """Credentials that check for a changed certificate at each new connection."""
         mutual = self._client_ca is not None
         return grpc.dynamic_ssl_server_credentials(self._grpc_configuration(), self._changed_configuration, mutual)
 
     def ssl_context(self) -> ssl.SSLContext:
-        """A context that hands each handshake to the newest one."""
+        """A context whose handshakes use the newest certificate."""
         outer = self._load_context()
 
         def use_newest(connection: Any, name: str | None, context: ssl.SSLContext) -> None:

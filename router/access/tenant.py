@@ -18,8 +18,8 @@ _LOWEST_PRIORITY: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Prefixes are shared only under the same `salt`. Of two waiting requests the one with the lower `priority` goes
-    first. `weight` is the tenant's share of the groups relative to other tenants. A limit of None does not limit."""
+    """Requests share cached prefixes only under the same `salt`. The lowest `priority` goes first. `weight`: the
+    tenant's share of the groups relative to other tenants. A limit of None does not limit."""
 
     name: str
     salt: str = ""

@@ -1,7 +1,7 @@
 """GrammarValidator: compiles each new grammar in a process of its own, before any group gets it.
 
-Every rank of a group compiles a grammar beside its steps, which delays all of the group's streams. So a grammar that
-takes long is refused, and new grammars are passed on one after another, with pauses.
+Every rank of a group compiles a grammar while it computes steps, which delays all of the group's streams. So a grammar
+that takes long is refused, and new grammars are passed on one after another, with pauses.
 """
 
 import asyncio

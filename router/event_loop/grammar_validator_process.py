@@ -4,10 +4,10 @@
 
 It reads JSON lines {"kind", "text"} and answers each with a JSON line {"error", "seconds"}.
 
-A grammar may take a second or two of CPU time and _MEMORY_BYTES; one that takes more ends the process. The tokenizer is
-one of single bytes, over which the same grammars compile as over a vocabulary, but faster. A grammar that compiles is
-followed for a few bytes, because some limits of the parser are reached only then; on a rank they would end a response
-that has begun.
+A grammar may take a second or two of CPU time and _MEMORY_BYTES; one that takes more ends the process. The tokenizer's
+tokens are single bytes: the same grammars compile as over a vocabulary, but faster. After compiling, the matcher is fed
+_BYTES_FOLLOWED allowed bytes, because some limits of the parser are reached only then; on a rank they would end a
+response that has begun.
 """
 
 from __future__ import annotations

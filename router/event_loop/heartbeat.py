@@ -24,7 +24,7 @@ _ENDLESS_SECONDS: Final = 120.0
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """`silent_seconds`: how late the loop's next tick is. Since the last tick its thread has computed for
-    `busy_seconds`, and was ready to but had no CPU for `starved_seconds`."""
+    `busy_seconds`, and was ready to run but had no CPU for `starved_seconds`."""
 
     silent_seconds: float
     busy_seconds: float

@@ -1,4 +1,4 @@
-"""Limits on the number of entries in a message, which bound the work that it costs on the event loop.
+"""Limits on the number of entries in a message, which bound its work on the event loop.
 
 A chat of a few megabytes can have a hundred thousand messages, and a gRPC message of 32 MiB sixteen million. Each takes
 a few microseconds to check and tens of microseconds to render, so the number is limited as well as the bytes. Pure.

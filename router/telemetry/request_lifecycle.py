@@ -1,9 +1,9 @@
 """RequestLifecycle: one request from its arrival to its end, as metrics, spans and the log describe it.
 
-The code that serves a request calls the method for each thing that happens to it; what is measured, traced and logged
-is decided here alone. Without tracing this costs a few clock readings. The spans of a request are
+The code that serves a request calls a method for each event of the request; this module alone decides what is
+measured, traced and logged. Without tracing this costs a few clock readings. The spans of a request are
 
-    router.request ─ router.admission, router.queue, router.route, group.submit (again for each group that it moved to)
+    router.request ─ router.admission, router.queue, router.route, group.submit (again for each group that it moves to)
 
 and the group's own spans are children of its group.submit.
 """
@@ -45,9 +45,9 @@ class RequestLifecycle:
         self._request_id = request_id
         self._clock = time.monotonic
         self._arrived = self._clock()
-        self._sent = 0.0  # to its present group
+        self._sent = 0.0  # when the request was sent to its present group
         self._ttft: float | None = None
-        self._last_delta: dict[int, float] = {}  # by choice, when
+        self._last_delta: dict[int, float] = {}  # time by choice
         self._group = ""
         self._moves = 0
         self._is_queue_recorded = False
@@ -69,7 +69,7 @@ class RequestLifecycle:
             self._spans.start_part("router.queue")
 
     def record_routing(self) -> None:
-        """A group is chosen now."""
+        """The choice of a group begins."""
         if self._spans is not None:
             self._spans.start_part("router.route")
 
@@ -113,7 +113,7 @@ class RequestLifecycle:
             self._spans.start_part("router.queue")
 
     def record_end(self, usage: Usage | None, error: BaseException | None) -> None:
-        """The request has ended; without an error all of its answer was delivered."""
+        """The request has ended; without an `error` its whole answer was delivered."""
         seconds = self._clock() - self._arrived
         usage = usage or Usage()
         if error is None:
@@ -150,17 +150,17 @@ class _Spans:
 
     @property
     def trace_context(self) -> Mapping[str, str]:
-        """For another process that works on the present part."""
+        """Trace context for another process that works on the present part."""
         return self._tracing.inject_context(self._part or self._request)
 
     def start_part(self, name: str, kind: str = "INTERNAL", **attributes: Value) -> None:
-        """The next part begins where the last one ends."""
+        """Ends the present part and begins the next one."""
         self.end_part()
         self._part = self._tracing.start_span(name, self._tracing.child_context(self._request), kind=kind)
         self._part.set_attributes(attributes)
 
     def set_attributes(self, **attributes: Value) -> None:
-        """Of the present part."""
+        """Sets attributes of the present part."""
         if self._part is not None:
             self._part.set_attributes(attributes)
 

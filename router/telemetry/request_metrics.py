@@ -57,7 +57,7 @@ class RequestMetrics:
     """Registers all metrics; a router has one. `ttft`, `tpot`, `itl` and `queue` are recorded directly."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # doubles the number of series
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the number of series
         self._requests = Counter(
             "coatcheck_requests",
             "Requests that have ended, by outcome: ok, cancelled, or the error's name.",
@@ -127,7 +127,7 @@ class RequestMetrics:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def record_end(self, error: BaseException | None, seconds: float) -> None:
-        """A request has ended, `seconds` after its arrival; `error` is None if all of it was answered."""
+        """A request has ended, `seconds` after its arrival; `error` is None if its whole answer was delivered."""
         self._requests.labels("ok" if error is None else status_name(error)).inc()
         if error is None:
             self._whole.observe(seconds)
@@ -135,7 +135,8 @@ class RequestMetrics:
             self.record_refusal(error.reason)
 
     def record_answer(self, usage: Usage, ttft: float | None, seconds: float) -> None:
-        """A whole answer took `seconds`, and its first token `ttft`; None if it had no tokens."""
+        """A whole answer was delivered. `ttft`, `seconds`: from the arrival to its first token (None if it has none)
+        and to its end."""
         self._prompt_tokens += usage.prompt_tokens
         self._cached_tokens += usage.cached_device_tokens + usage.cached_host_tokens
         for kind in _TOKEN_KINDS:

@@ -1,4 +1,4 @@
-"""Traffic: the open requests of this router, and whether it takes more."""
+"""Traffic: counts the open requests of this router, and refuses new ones while it drains."""
 
 import asyncio
 from collections import Counter

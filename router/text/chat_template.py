@@ -48,7 +48,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                # An object and not its text: each template writes it in the form of its model.
+                # Parsed, because each template writes the object in the form of its model.
                 "function": {"name": call.name, "arguments": _parse_object("arguments of a tool call", call.arguments)},
             }
             for call in message.tool_calls

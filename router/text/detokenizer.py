@@ -1,7 +1,7 @@
-"""Incremental detokenizers: token ids in; text out as soon as no later token can change it.
+"""Incremental detokenizers: turn token ids into text, and return text as soon as no later token can change it.
 
-The text returned so far depends only on the tokens fed so far and not on how they were batched. So the detokenizer of a
-resumed request is brought to its state by feeding it the delivered tokens.
+The text returned so far depends only on the tokens fed so far and not on how they were batched. So feeding the
+delivered tokens restores the detokenizer of a resumed request.
 """
 
 import codecs
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, Protocol
 
-# A character has at most four bytes, so after this many tokens replacement characters are no incomplete character.
+# A character has at most four bytes, so replacement characters at the end of so many tokens are final.
 _MAX_HELD_TOKENS: Final = 8
 _REPLACEMENT: Final = "\ufffd"
 
@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
         """The text that these tokens complete."""
 
     def flush(self) -> str:
-        """What was held back, at the end of the tokens; an incomplete character becomes U+FFFD."""
+        """The text held back, at the end of the tokens; an incomplete character becomes U+FFFD."""
 
 
 class ByteDetokenizer:

@@ -1,7 +1,7 @@
-"""StopStrings: ends a text before its first stop string, and holds back what may be the beginning of one.
+"""StopStrings: ends a text before its first stop string, and holds back text that may be the beginning of one.
 
-The first stop string is the one that is complete first; of two that are complete at the same character, the longer. The
-text returned so far depends only on the text fed so far and not on how it was cut into pieces.
+The first stop string is the one that is complete first. Of two that are complete at the same character, the longer one
+counts. The text returned so far depends only on the text fed so far and not on how it was cut into pieces.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class StopStrings:
         return buffer[:kept]
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 

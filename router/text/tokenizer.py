@@ -45,7 +45,7 @@ class TokenizerJson:
         self.directory: str | None = None  # of tokenizer.json, for side processes; None without that file
         # Computed here and not at the first request, because a large vocabulary would block the event loop.
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # one more than the largest id that has a token
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # the largest id that has a token, plus 1
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, content in added.items() if content.special)
         self._pieces: list[bytes] | None = None
@@ -72,8 +72,8 @@ class TokenizerJson:
     def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
         """The token ids of a text.
 
-        `at_most`: the most tokens that are of use to the caller. Raises NeverFits, without encoding all of the text, if
-        a beginning of it has more than twice as many: cutting a text changes a few tokens only.
+        `at_most`: the most tokens that the caller can use. Raises NeverFits, without encoding all of the text, if a
+        beginning of the text has more than twice as many tokens. (Cutting a text changes only a few tokens.)
         """
         if at_most is not None:
             length = _CHARACTERS_PER_TOKEN * at_most
