@@ -1,7 +1,7 @@
 """Acceptor: accepts the connections of an HTTP server and does their TLS handshakes, within limits.
 
-asyncio's own server allows a minute for a handshake and any number of handshakes at once, so that clients could use up
-all files of the process. Here a handshake has a time limit, and open handshakes count as connections.
+asyncio's own server allows a minute for a handshake and any number of handshakes at once, so clients could use up all
+files of the process. Here a handshake has a shorter time limit, and open handshakes count as connections.
 """
 
 import asyncio

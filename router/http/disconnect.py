@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class ClientDisconnected(Exception):
-    """The client has disconnected; there is nobody to respond to."""
+    """The client has disconnected, so no response is sent."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:

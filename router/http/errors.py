@@ -74,7 +74,7 @@ def retry_headers(error: BaseException) -> dict[str, str]:
 
 def explain_validation(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """(message, field) for the first of pydantic's errors of a body."""
-    # Of a union's branches the one that got furthest is the one that the client meant.
+    # Of a union's branches, the one with the deepest error is most likely the one that the client meant.
     field = errors[0]["loc"][:2]
     first = max((error for error in errors if error["loc"][:2] == field), key=lambda error: len(error["loc"]))
     parts = [str(part) for part in first["loc"] if part != "body"]

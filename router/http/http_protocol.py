@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from coatcheck.router.access.connection_limits import HTTP_SHARE, max_connections
 from coatcheck.router.http.errors import error_response
 
-HEAD_BYTES: Final = 64 << 10  # plus the rest of the read that exceeds it
+HEAD_BYTES: Final = 64 << 10  # checked after each read from the socket
 # How long a refused client may take to read the response and to close. Closing a connection before all that the client
 # sent is read resets it, and the reset drops the response: of 2,500 clients beyond the limit 1,200 saw no 503.
 _LINGER_SECONDS: Final = 1.0

@@ -16,8 +16,8 @@ from coatcheck.router.http.acceptor import Acceptor
 from coatcheck.router.http.http_protocol import BoundedHttpProtocol
 
 _SEND_BYTES = 256 << 10
-# Connections that the kernel holds until they are accepted; it takes less if net.core.somaxconn is less. TCP tries
-# again only after a second for a connection beyond that, and Python's own 128 are fewer than a burst brings.
+# Connections that the kernel holds until they are accepted; net.core.somaxconn limits this number. A client whose
+# connection is beyond the limit tries again only after a second, and a burst has more than Python's default of 128.
 _BACKLOG = 4096
 # Longer than clients and load balancers keep an idle connection, usually 60 s. If the server closed first, a request
 # that is on its way would be lost.

@@ -1,6 +1,6 @@
-"""wrap_app(): an ASGI application behind all that an HTTP request must pass.
+"""wrap_app(): puts an ASGI application behind the router's middleware.
 
-In their order: RequestIdMiddleware, HostCheckMiddleware (only where no credentials are required),
+The order is RequestIdMiddleware, HostCheckMiddleware (only where no credentials are required),
 AuthenticationMiddleware, BodyLimitMiddleware. No byte of a body is kept before its sender is authenticated.
 """
 
@@ -24,11 +24,11 @@ from coatcheck.router.http.json_response import AsciiJsonResponse
 from coatcheck.router.telemetry.request_metrics import RequestMetrics
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # safe to write to a log
-# Domains that nobody can register in the public DNS.
+# Domains that cannot be registered in the public DNS.
 _LOCAL_DOMAINS: Final = (".localhost", ".internal")
-_OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and learn one word
+_OPEN_PATHS: Final = {"/health", "/ping"}  # probes send no keys, and the response is one word
 _GENERATE_PATHS: Final = ("/v1/", "/tokenize", "/detokenize", "/version")
-# Browsers ask their user for a key if they are offered `Basic` in a header of its own. It is offered only for pages.
+# A browser asks its user for a key if `Basic` has a www-authenticate header of its own. Only the pages offer it.
 _CHALLENGES: Final = {"generate": ("Bearer",), "observe": ('Basic realm="coatcheck"', "Bearer")}
 # Parsing JSON blocks the event loop in proportion to its values: two seconds for this many.
 _MAX_VALUES: Final = 1 << 21
@@ -71,9 +71,9 @@ class RequestIdMiddleware:
 class HostCheckMiddleware:
     """Refuses requests whose Host header names another host, against DNS rebinding.
 
-    A router on loopback without keys answers whoever can connect. A web page in a browser on this host could give a
-    name of its own this host's address, and would then be allowed to read the router's answers. The Host header still
-    shows the page's name.
+    A router on loopback without keys serves every client that can connect. A web page in a browser on this host could
+    let its own domain resolve to a loopback address, and the browser would let the page read the router's responses.
+    The Host header still names the page's domain.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:

@@ -1,4 +1,4 @@
-"""ChatResponse: makes chat completions, or the chunks of a stream, from the core's events."""
+"""ChatResponse: makes chat completions, or the chunks of a stream, from GenerateService's events."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +50,7 @@ class ChatResponse:
         self._is_plain = not (request.logprobs or request.return_token_ids or make_parser or request.has_running_usage)
 
     def make_chunk(self, place: int, event: GenerateEvent) -> bytes:
-        """The chunk for an event; empty for an event that clients do not see. `place` is 0: a chat is one prompt."""
+        """The chunk for an event; empty for an event that clients do not see. `place` is 0, as a chat is one prompt."""
         kind = event.WhichOneof("event")
         if self._running_usage is not None:
             self._running_usage.count_event(event)
@@ -89,7 +89,7 @@ class ChatResponse:
         return len(self._prompt_token_ids) + scored + sum(count_values(response.choices) for response in responses)
 
     def make_end(self) -> bytes:
-        """The usage, if the request asks for it, and the last event of a stream."""
+        """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
         if not self._request.include_usage:
             return DONE
         return sse_event({**self._head.to_json(_CHUNK), "choices": [], "usage": usage_object([self._usage])}) + DONE

@@ -63,7 +63,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def scores_only(self) -> bool:
-        """Whether nothing is to be generated. The core generates one token then, which is not shown."""
+        """Whether only the prompt is scored. Groups generate at least one token, which the response does not show."""
         return self.echo and self.max_tokens == 0
 
     def check_lengths(self) -> None:

@@ -1,4 +1,4 @@
-"""CompletionResponse: makes text completions, or the chunks of a stream, from the core's events."""
+"""CompletionResponse: makes text completions, or the chunks of a stream, from GenerateService's events."""
 
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -34,8 +34,8 @@ from coatcheck.router.text.text_offsets import TextOffsets
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """What a response shows of a prompt. `echo`: its text if the request asks for it. `token_ids`: its tokens if the
-    response needs them. `is_text`: the client sent a text. `logprobs`: those of its tokens after the first."""
+    """What a response shows of a prompt. `echo`: the prompt's text if the request asks for it. `token_ids`: its tokens
+    if the response needs them. `is_text`: the client sent a text. `logprobs`: of the tokens after the first."""
 
     echo: str = ""
     token_ids: Sequence[int] = ()
@@ -95,8 +95,7 @@ class CompletionResponse:
         return sse_event(chunk)
 
     def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "CompletionResponse | None":
-        """See StreamedResponse. The first chunk of each choice of a long prompt is large, because it shows the
-        prompt."""
+        """See StreamedResponse. The first chunk of each choice may be large, because it shows the prompt."""
         delta = event.delta
         if not event.HasField("delta") or place * self._request.n + delta.choice in self._lengths:
             return None
@@ -122,11 +121,11 @@ class CompletionResponse:
         return self._request.n * prompts + sum(count_values(response.choices) for response in responses)
 
     def _count_prompt_values(self, prompt: EchoedPrompt, logprobs: PromptLogprobs) -> int:
-        """About how many JSON values of a choice show its prompt."""
+        """About how many JSON values show the prompt in one choice."""
         return len(prompt.token_ids) + count_scored(logprobs) + count_text(prompt.echo)
 
     def make_end(self) -> bytes:
-        """The usage, if the request asks for it, and the last event of a stream."""
+        """The end of a stream: the usage, if the request asks for it, and "[DONE]"."""
         if not self._request.include_usage:
             return DONE
         usage = usage_object(self._usages, self._request.scores_only)

@@ -1,7 +1,7 @@
 """LargeResponses: makes and encodes responses of many values in a side process.
 
 A JSON object of a million values takes seconds of Python, and a thread that encodes it holds the GIL for up to 0.2 s at
-a time. A side process gets the core's messages and returns bytes, which are sent in slices.
+a time. The side process gets the protobuf messages and returns bytes, which are sent in slices.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class StreamedResponse(Protocol):
 
     def writer_for_large_chunk(self, place: int, event: GenerateEvent) -> "DeltaWriter | None":
         """None if the event's chunk is small enough to be made on the event loop. Otherwise an object that makes the
-        chunk in another process; this response goes on as if it had made the chunk itself."""
+        chunk in another process; this response then expects the next event."""
 
     def make_end(self) -> bytes:
         """The last bytes of the stream."""
@@ -54,8 +54,8 @@ class DeltaWriter(Protocol):
 
 
 class LargeResponses:
-    """A tokenizer that was not loaded from a tokenizer.json exists only in this process; then a thread makes large
-    responses, in small steps."""
+    """Without a tokenizer.json a side process cannot load the tokenizer; a thread then makes large responses, in small
+    steps."""
 
     def __init__(self, side: SideProcesses, formatter: LogprobsFormatter) -> None:
         self._side = side

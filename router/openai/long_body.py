@@ -112,7 +112,7 @@ class _ValidatedRequest(Request):
         self._model = model
 
     async def body(self) -> bytes:
-        return b"{}"  # FastAPI asks only whether it is empty; the long body is not kept
+        return b"{}"  # FastAPI checks only whether the body is empty; the long body is not kept
 
     async def json(self) -> Any:
         return self._model
@@ -133,7 +133,7 @@ def _check_values(value: object) -> None:
 
 
 def _check_texts(value: object) -> None:
-    """Raises UnicodeEncodeError for a lone surrogate. Found later, in the router, it would cost most of a second."""
+    """Raises UnicodeEncodeError for a lone surrogate. On the event loop finding it would take most of a second."""
     for level in _levels(value):
         for one in level:
             for text in one if isinstance(one, dict) else (one,):

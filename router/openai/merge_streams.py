@@ -1,6 +1,6 @@
-"""merge_streams(): the event streams of several prompts as one stream.
+"""merge_streams(): merges the event streams of several prompts into one stream.
 
-A slow reader holds all prompts back: at most _WAITING events wait for it.
+At most _MAX_WAITING events wait for a slow reader; then all streams wait.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from coatcheck.proto.stubs.coatcheck_pb2 import GenerateEvent
 
 Source = AsyncGenerator[GenerateEvent, None]
 Event = tuple[int, GenerateEvent]  # (index of the prompt, its event)
-_WAITING = 16
+_MAX_WAITING = 16
 
 
 async def start_merged(sources: Sequence[Source], admitted: asyncio.Semaphore) -> AsyncGenerator[Event, None]:
@@ -42,14 +42,14 @@ async def start_merged(sources: Sequence[Source], admitted: asyncio.Semaphore) -
 async def merge_streams(
     sources: Sequence[Source], failed: "asyncio.Future[BaseException] | None" = None
 ) -> AsyncGenerator[Event, None]:
-    """Yields (index of the source, event) until all sources have ended or one has failed. Closing it closes all
-    sources. `failed` gets the first error of several sources immediately, even while nobody reads."""
+    """Yields (index of the source, event) until all sources have ended or one has failed. Closing the generator closes
+    all sources. With several sources `failed` gets the first error at once, even while the events are not read."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as events:
             async for event in events:
                 yield 0, event
         return
-    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(_WAITING)
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue(_MAX_WAITING)
     tasks: list[asyncio.Task[None]] = []
     try:
         for place, source in enumerate(sources):

@@ -1,7 +1,7 @@
 """OpenAIRoutes: the HTTP endpoints of OpenAI's API and a few of vLLM's, over the same GenerateService as gRPC.
 
-A body becomes GenerateRequests, and their events become OpenAI's objects. The middleware has authenticated the client
-before (see http/middleware.py).
+A body becomes GenerateRequests, and their events become OpenAI's objects. The middleware (http/middleware.py) has
+authenticated the client before.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ class OpenAIRoutes:
             EchoedPrompt(await self._echo(prompt) if body.echo else "", ids, isinstance(prompt, str))
             for prompt, ids in zip(prompts, token_ids, strict=True)
         ]
-        options = body.model_copy(update={"prompt": ""})  # is pickled for a side process, or waits for the response
+        options = body.model_copy(update={"prompt": ""})  # without the prompt it is small to keep and to pickle
         response = CompletionResponse(self._response_head(f"cmpl-{request_id}"), options, echoed, self._formatter)
         return await self._respond(request, messages, response, stream=body.stream)
 
@@ -180,7 +180,7 @@ class OpenAIRoutes:
         *,
         stream: bool,
     ) -> Response:
-        """Generates for all messages, and cancels that if the client disconnects."""
+        """Generates for all messages; cancels the generation if the client disconnects."""
         tenant: Tenant = request.scope["tenant"]
         carrier = {name: request.headers[name] for name in CARRIED if name in request.headers}
         self._check_logprobs(messages, stream=stream)
@@ -232,8 +232,8 @@ class OpenAIRoutes:
     async def _explain_refused_schemas(
         self, functions: list[tuple[str, Function]], refused: GrammarRefused
     ) -> InvalidRequest:
-        """An error that names the first function whose own schema is refused, or the reason for all of them together.
-        `functions`: (path in the body, function)."""
+        """An error that names the first function whose own schema is refused, or, if there is none, the reason for the
+        schemas together. `functions`: (path in the body, function)."""
         for path, function in functions if not refused.reason.startswith(TAKES_LONG) else ():
             try:
                 await self._generation.check_grammar(named_call_grammar(function))

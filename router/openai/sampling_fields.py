@@ -20,7 +20,7 @@ IGNORED_FIELDS: Final = frozenset({
     "prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id", "rid", "custom_labels",
     "stream_interval",
 })  # fmt: skip
-# Fields that are not implemented, with the values that are accepted because they ask for what happens anyway.
+# Fields that are not implemented, with the values that are accepted because they ask for the default behaviour.
 ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "store": (False,),
     "use_beam_search": (False,),
@@ -38,7 +38,7 @@ ACCEPTED_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "routed_experts_prompt_start": (0,),
 }
 
-# A model's generation_config.json may have defaults for these; a request that leaves one out gets the model's.
+# Fields whose default may come from the model's generation_config.json.
 _MODEL_HAS_DEFAULTS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _MAX_FIELDS: Final = 2048
 

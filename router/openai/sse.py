@@ -1,4 +1,4 @@
-"""SseResponse: a streamed response as server-sent events, each written as soon as the core yields it."""
+"""SseResponse: a streamed response as server-sent events, each written as soon as GenerateService yields it."""
 
 import json
 import logging
@@ -26,8 +26,8 @@ def sse_event(chunk: dict[str, Any]) -> bytes:
 
 
 class SseResponse(Response):
-    """`events` have begun already: errors before the first event have become the HTTP status. A client that disconnects
-    closes them."""
+    """`events` has begun, so errors before its first event have become the HTTP status. `events` is closed when the
+    client disconnects."""
 
     media_type = "text/event-stream"
 

@@ -5,8 +5,8 @@
     required  the whole text is a list of them, constrained by the grammar of tools.py
     named     the whole text is the arguments of the function that tool_choice names
 
-Text that is no call after all is returned as text. If the text was cut in a call that tool_choice requires, the last
-call has the part of its arguments that was generated, as with OpenAI and vLLM; finish_reason is "length" then.
+Text that begins like a call but is none is returned as text. If max_tokens cuts a call that tool_choice requires, the
+call has the part of its arguments that was generated, and finish_reason is "length", as with OpenAI and vLLM.
 """
 
 import json
@@ -67,7 +67,7 @@ class ToolParser:
         return (self._release_held(), []) if self._is_plain else ("", [])
 
     def finish(self) -> tuple[str, list[ParsedToolCall]]:
-        """Returns as `feed` what was held back, at the end of the text."""
+        """Returns the text and calls held back, as `feed` does, at the end of the text."""
         held = self._release_held()
         if self._format == "named" and held:
             return "", self._number_calls([{"name": self._name, "arguments": held}])

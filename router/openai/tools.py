@@ -1,8 +1,8 @@
 """The functions that a model may call, and the grammars that constrain its calls to their schemas.
 
-Each schema is a JSON document of its own in the grammar. A reference such as "#/$defs/X" or "#" is relative to the
-root of its document. Inside another schema it would point elsewhere, and the "$defs" of two functions could collide.
-tool_parser.py finds the calls in the generated text.
+Each schema is a JSON document of its own in the grammar, because a reference such as "#/$defs/X" or "#" is relative to
+the root of its document. In a common document references would be wrong, and the "$defs" of two functions could
+collide. tool_parser.py finds the calls in the generated text.
 """
 
 import json
@@ -54,7 +54,7 @@ def named_call_grammar(function: Function) -> Grammar:
 
 def required_calls_grammar(functions: Sequence[Function], parallel: bool) -> Grammar:
     """A JSON list of calls {"name": ..., "arguments": {...}}: one or more with `parallel`, else exactly one."""
-    schemas: dict[str, int] = {}  # one rule for each schema, also if several functions have it
+    schemas: dict[str, int] = {}  # one rule for each schema, even if several functions share it
     calls = []
     for function in functions:
         opening = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')

@@ -1,10 +1,10 @@
-// The page asks for one JSON object a second and shows it. It keeps the history of its charts itself.
+// The page fetches one JSON object a second and shows it. The history of the charts is kept here.
 "use strict";
 
 const PERIOD = 1000, POINTS = 120;
 const byId = (id) => document.getElementById(id);
 const history = new Map();
-let before = null, heard = 0;
+let previous = null, answeredAt = 0;
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -17,7 +17,7 @@ const whole = new Intl.NumberFormat("en");
 const milliseconds = (s) => (s >= 10 ? `${s.toFixed(1)} s` : s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1000).toFixed(s < 0.1 ? 1 : 0)} ms`);
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 const bytes = (n) => (n >= 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(0)} MiB`);
-const tone = (state) => (state === "serving" ? "badge good" : ["lost", "unavailable", "unreachable"].includes(state) ? "badge bad" : "badge");
+const badgeClass = (state) => (state === "serving" ? "badge good" : ["lost", "unavailable", "unreachable"].includes(state) ? "badge bad" : "badge");
 
 function remember(name, value) {
   const points = history.get(name) ?? [];
@@ -27,7 +27,8 @@ function remember(name, value) {
   return points;
 }
 
-// A node is made once and then changed, so that nothing jumps and a reader's place stays.
+// Returns the child of `parent` with this key; `build` makes it the first time. Nodes are reused, so that the page does
+// not jump and keeps its scroll position and focus.
 function keyed(parent, key, build) {
   let node = parent.querySelector(`:scope > [data-key="${CSS.escape(key)}"]`);
   if (!node) {
@@ -70,8 +71,8 @@ function draw(svg, points, label) {
 
 function showTile(name, value, unit, number) {
   const tile = keyed(byId("tiles"), name, () => {
-    const said = make("dl", {}, make("dt", {}, name), make("dd", {}, make("span"), make("small")));
-    return make("div", { class: "tile" }, said, chart());
+    const figures = make("dl", {}, make("dt", {}, name), make("dd", {}, make("span"), make("small")));
+    return make("div", { class: "tile" }, figures, chart());
   });
   setText(tile.querySelector("span"), value);
   setText(tile.querySelector("small"), unit);
@@ -93,8 +94,8 @@ function showTier(card, tier, parts, total) {
   });
   const bar = row.children[1], taken = Object.values(parts).reduce((sum, count) => sum + count, 0);
   Object.entries(parts).forEach(([kind, count]) => { bar.querySelector(`.${kind}`).style.width = `${(100 * count) / Math.max(total, 1)}%`; });
-  const said = Object.entries(parts).map(([kind, count]) => `${whole.format(count)} ${kind === "used" ? "in use" : kind}`);
-  bar.setAttribute("aria-label", `${tier} blocks: ${said.join(", ")}, of ${whole.format(total)}`);
+  const counts = Object.entries(parts).map(([kind, count]) => `${whole.format(count)} ${kind === "used" ? "in use" : kind}`);
+  bar.setAttribute("aria-label", `${tier} blocks: ${counts.join(", ")}, of ${whole.format(total)}`);
   bar.title = bar.getAttribute("aria-label");
   setText(row.children[2], total ? `${whole.format(taken)} / ${whole.format(total)}` : "off");
 }
@@ -109,7 +110,7 @@ function showGroup(group) {
   });
   const badge = card.querySelector("h3 .badge");
   setText(badge, group.state);
-  badge.className = tone(group.state);
+  badge.className = badgeClass(group.state);
   const reason = card.querySelector(".reason");
   setText(reason, group.reason);
   reason.hidden = !group.reason;
@@ -129,12 +130,12 @@ function showGroup(group) {
 }
 
 function show(state) {
-  const seconds = before ? state.time - before.time : 0;
-  const rate = before && seconds > 0 ? Math.max(state.generated_tokens - before.generated_tokens, 0) / seconds : 0;
+  const seconds = previous ? state.time - previous.time : 0;
+  const rate = previous && seconds > 0 ? Math.max(state.generated_tokens - previous.generated_tokens, 0) / seconds : 0;
   setText(byId("router"), state.router);
   setText(byId("model"), state.model.name ? `${state.model.name} · ${state.model.dtype}, KV in ${state.model.kv_dtype} · blocks of ${state.model.block_size} tokens` : "no group has registered yet");
   setText(byId("state"), state.state);
-  byId("state").className = tone(state.state);
+  byId("state").className = badgeClass(state.state);
   document.title = `Coatcheck · ${state.state}`;
   showTile("Tokens a second", whole.format(Math.round(rate)), "", rate);
   showTile("Running", whole.format(state.running), "sequences", state.running);
@@ -148,33 +149,33 @@ function show(state) {
   showLatency("queue", "Queue", state.latencies.queue);
   state.groups.forEach(showGroup);
   keepOnly(byId("cards"), new Set(state.groups.map((group) => group.name)));
-  before = state;
+  previous = state;
 }
 
-// By its whole address: the page's own may hold a name and a key, which a request may not.
-async function ask() {
+// An absolute URL without credentials: fetch() refuses a relative one if the page's own URL has a name and a key.
+async function fetchState() {
   const answer = await fetch(`${location.origin}/dashboard/state`, { cache: "no-store", signal: AbortSignal.timeout(10 * PERIOD) });
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
   return answer.json();
 }
 
-async function go() {
+async function refresh() {
   try {
     if (!document.hidden) {
-      show(await ask());
-      heard = Date.now();
+      show(await fetchState());
+      answeredAt = Date.now();
       setText(byId("age"), "");
     }
   } catch (error) {
     setText(byId("state"), "unreachable");
-    byId("state").className = tone("unreachable");
-    setText(byId("age"), heard ? `Not heard of for ${Math.round((Date.now() - heard) / 1000)} s: ${error.message}.` : `Nothing yet: ${error.message}.`);
+    byId("state").className = badgeClass("unreachable");
+    setText(byId("age"), answeredAt ? `No answer for ${Math.round((Date.now() - answeredAt) / 1000)} s: ${error.message}.` : `No answer yet: ${error.message}.`);
   }
-  setTimeout(go, PERIOD);
+  setTimeout(refresh, PERIOD);
 }
 
 const THEMES = ["system", "light", "dark"];
-function dress(theme) {
+function applyTheme(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   setText(byId("theme"), `Theme: ${theme}`);
@@ -182,7 +183,7 @@ function dress(theme) {
 }
 byId("theme").addEventListener("click", () => {
   const now = localStorage.getItem("theme") ?? "system";
-  dress(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
+  applyTheme(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
 });
-dress(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "system");
-go();
+applyTheme(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "system");
+refresh();
