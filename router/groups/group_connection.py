@@ -225,7 +225,7 @@ class GroupConnection:
 
     def _handle_outcome(self, outcome: EventOutcome) -> None:
         if outcome is EventOutcome.SNAPSHOT_NEEDED:
-            self.request_snapshot("a gap in its events")
+            self.request_snapshot("its KV events have a gap")
         elif outcome is EventOutcome.IMPOSSIBLE:
             raise Ejected("the group says that it holds more blocks than it has")
 

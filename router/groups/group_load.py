@@ -15,10 +15,10 @@ from coatcheck.router.routing.prefix_match import NOTHING, PrefixMatch
 from coatcheck.router.routing.routing_cost import Candidate
 
 _BUSY_SECONDS: Final = 60.0  # time constant of the running average of the busy share
-# A group has room while its own queue is shorter than two limits. Its queued prompt tokens last until its next report:
-# _QUEUED_SECONDS of prefill, or _QUEUED_STEPS full steps if that is more. Its waiting requests can take the slots that
-# become free meanwhile: max_num_seqs / _SLOTS_PER_WAITING, at least _MIN_WAITING. Further requests wait in the router,
-# which is fair to tenants.
+# A group has room while its own queue is below two limits; further requests wait in the router, which is fair to
+# tenants. Prompt tokens: _QUEUED_SECONDS of prefill, or _QUEUED_STEPS full steps if that is more, so that the group has
+# work until its next report. Requests: max_num_seqs / _SLOTS_PER_WAITING, at least _MIN_WAITING, which take the slots
+# that become free until then.
 _QUEUED_SECONDS: Final = 1.0
 _QUEUED_STEPS: Final = 2
 _GUESSED_CHUNK: Final = 2048
@@ -26,7 +26,7 @@ _MIN_WAITING, _SLOTS_PER_WAITING = 4, 8
 
 
 class _Unreported(NamedTuple):
-    """A submission that neither runs nor is contained in the last report."""
+    """A submission that has no output yet and is not contained in the last report."""
 
     tokens: int  # prompt tokens to compute
     choices: int  # not ended
@@ -83,12 +83,12 @@ class GroupLoad:
         return self._submissions
 
     def record_first_output(self, number: int) -> None:
-        """The submission's first output has arrived: if no report contains it yet, its choices count as running."""
+        """Counts the choices of a submission with a first output as running, if no report contains the submission."""
         if number in self._unreported:
             self._begun += self._remove_unreported(number).choices
 
     def end_choices(self, number: int, count: int = 1) -> None:
-        """`count` more choices of the submission are finished or aborted."""
+        """Removes `count` choices of the submission, which are finished or aborted."""
         unreported = self._unreported.get(number)
         if unreported is None:
             self._begun -= count
@@ -99,7 +99,7 @@ class GroupLoad:
             self._unreported_choices -= count
 
     def record_refusal(self) -> None:
-        """The group has refused a request as Overloaded: it counts as full until its next report."""
+        """Counts the group as full until its next report, because it has refused a request as Overloaded."""
         self._has_refused = True
 
     @property
@@ -119,7 +119,7 @@ class GroupLoad:
         return not self.is_full and self._queued_tokens + self._unreported_tokens < self._max_queued_tokens
 
     def candidate(self, group: str, match: PrefixMatch = NOTHING) -> Candidate:
-        """The group as `choose` takes it. `match`: blocks of the prompt that the group holds."""
+        """The group as a Candidate for `choose`. `match`: blocks of the prompt that the group holds."""
         size = self._block_size
         device, host, expected = match
         coming = self._waiting + self._unreported_choices

@@ -37,7 +37,7 @@ class GroupRegistry:
 
     def set_listener(self, *, on_room: Callable[[], None], on_groups_changed: Callable[[], None]) -> None:
         """`on_room` is called whenever some group may have room for another request; `on_groups_changed` is called
-        instead when the set of groups that take new work has changed."""
+        instead when the set of groups that take new requests has changed."""
         self._on_room = on_room
         self._on_groups_changed = on_groups_changed
 
@@ -56,7 +56,7 @@ class GroupRegistry:
         return self._connections.get(name)
 
     async def set_endpoints(self, endpoints: Sequence[GroupEndpoint], version: int = 0) -> None:
-        """Replaces the list of groups: connections to new groups open, those to groups that are gone or lost close.
+        """Replaces the list of groups: opens connections to new groups, closes those to removed or lost ones.
 
         Lists may overtake each other, so a list with a lower `version` than the newest is ignored. A list with version
         0 is always used.
@@ -70,7 +70,7 @@ class GroupRegistry:
         closing = []
         for name, connection in list(self._connections.items()):
             if name not in wanted or wanted[name].address != connection.endpoint.address:
-                closing.append(self._connections.pop(name).close("its supervisor has taken it away"))
+                closing.append(self._connections.pop(name).close("the supervisor has removed or moved the group"))
         for name, endpoint in wanted.items():
             if name in self._connections:
                 self._connections[name].endpoint = endpoint

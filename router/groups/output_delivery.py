@@ -1,4 +1,4 @@
-"""OutputDelivery: the open submissions of one group's stream, and when their readers are woken.
+"""OutputDelivery: gives a group's outputs to its open submissions, and decides when to wake their readers.
 
 A round begins when the readers of a step's outputs are woken, and ends when the last of them waits for more: the
 outputs are then written to the clients. The next round begins after a pause of the same length, but no step waits
@@ -44,7 +44,7 @@ class OutputDelivery:
         return max((submission.suspicion for submission in self._submissions.values()), default=0)
 
     def add(self, submission: Submission) -> None:
-        """Outputs with the submission's id and attempt are delivered to it from now on."""
+        """Adds a submission, which gets the outputs with its id and attempt from now on."""
         submission.on_return = self._record_return
         self._submissions[submission.id] = submission
         self._is_idle.clear()

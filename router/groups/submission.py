@@ -45,10 +45,10 @@ class Connection(Protocol):
         """Asks the group for all the blocks that it holds."""
 
     def notify_room(self) -> None:
-        """The group may have room for another request."""
+        """Tells the owner that the group may have room for another request."""
 
     def notify_change(self) -> None:
-        """A suspect may run where it could not before."""
+        """Tells the owner that a suspect may run on the group."""
 
 
 class Submission:

@@ -87,7 +87,7 @@ def long_body_route(side: SideProcesses) -> type[APIRoute]:
             async def handle_request(request: Request) -> Response:
                 try:
                     body = await request.body()
-                except ClientDisconnect as error:  # the client is gone; a second call of `body` would never return
+                except ClientDisconnect as error:  # a second call of `body` would never return
                     raise HTTPException(400, "There was an error parsing the body") from error
                 if _is_json(request.headers) and is_long(body):
                     model = await side.run(validate_body, kind, body)

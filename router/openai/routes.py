@@ -209,7 +209,7 @@ class OpenAIRoutes:
                 count += n * min(sampling.max_tokens or max_model_len, max_model_len) * (sampling.logprobs + 1)
         if count > _MAX_LOGPROBS:
             raise InvalidRequest(
-                f"the response could have {count:,} log-probabilities, and {_MAX_LOGPROBS:,} are the most; ask for "
+                f"the response could have {count:,} log-probabilities, more than {_MAX_LOGPROBS:,}; ask for "
                 "less with logprobs, n or max_tokens, or send fewer prompts in a request"
             )
 

@@ -60,7 +60,7 @@ def match_chain(
 
 
 def _bits(mask: int) -> Iterable[int]:
-    """The powers of two that `mask` is the sum of."""
+    """The set bits of `mask`, each as a mask of its own."""
     while mask:
         bit = mask & -mask
         yield bit

@@ -197,7 +197,7 @@ class AdmissionQueue:
 
     def _full(self, now: float) -> Overloaded:
         return Overloaded(
-            f"no group has room, and {len(self._queue)} requests wait already, as many as may; try again later",
+            f"no group has room, and the queue is full with {len(self._queue)} requests; try again later",
             self._retry_seconds(now),
         )
 

@@ -191,7 +191,7 @@ class FairQueue(Generic[Waiting]):
         return self._charge(share, tokens)
 
     def remove(self, id: int) -> bool:
-        """Removes a request whose client is gone. Returns whether it was still waiting."""
+        """Removes a request whose client has disconnected. Returns whether the request was still waiting."""
         if id not in self._entries:
             return False
         self._remove(id)

@@ -1,8 +1,8 @@
 """Poison requests: a request that crashes the groups it runs on is refused after two crashes.
 
 The evidence is two groups in a row that crashed while they ran the request; the second had answered nothing of it and
-ran no other suspect. A suspect is a request that has lost a group and has not been answered since. Suspects are kept
-apart as far as that costs little:
+ran no other suspect. A suspect is a request that has lost a group and is not cleared by an answer of the next one (see
+PoisonSuspicion.level). Suspects are kept apart as far as that costs little:
 
 - A request of which nothing was answered when its group crashed shares a group with no other suspect. Most poison
   requests crash a group during prefill.
@@ -24,8 +24,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from coatcheck.router.groups.group_failures import FailureCause, GroupFailure
 
-# Levels of suspicion: none; may share a group with others of this level; shares a group with no suspect.
-_MAY_SHARE, _ALONE = 1, 2
+_MAY_SHARE, _ALONE = 1, 2  # see PoisonSuspicion.level; 0 is no suspect
 _CLEARING_TOKENS: Final = 64  # after so many tokens from the next group, earlier losses no longer count
 _MOST_LOSSES: Final = 3
 

@@ -27,7 +27,7 @@ class Traffic:
             raise Draining("this router is draining and takes no new requests; send this one to another")
         if tenant.max_streams is not None and self._streams[tenant.name] >= tenant.max_streams:
             raise Overloaded(
-                f"{tenant.name!r} has {tenant.max_streams} requests open, as many as it may; try again when one ends",
+                f"{tenant.name!r} has {tenant.max_streams} requests open, its limit; try again when one ends",
                 reason="too_many_streams",
             )
         self.active += 1
