@@ -1,4 +1,4 @@
-"""Eligibility: which groups can answer a request at all; routing costs choose among them. Pure."""
+"""Eligibility: which groups can run a request at all. Routing costs choose among these groups. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self
@@ -15,11 +15,11 @@ ServingGroup = tuple[GroupConnection, Registration]
 
 
 class EligibleGroups(NamedTuple):
-    """The names of the groups that can answer a request: the request's scheduling class in the admission queue.
+    """The names of the groups that can run a request: the request's scheduling class in the admission queue.
 
     If the first of several requests of one class finds no room, the others find none either, so the queue tries only
     the first. `has_begun`: the request was running on a group that was lost. Such a request waits until a group serves
-    that computes the same tokens; one that has not begun is refused if no group can ever hold it.
+    that computes the same tokens. A request that has not begun is refused if no serving group can hold it.
     """
 
     names: frozenset[str]
@@ -27,7 +27,7 @@ class EligibleGroups(NamedTuple):
 
     @classmethod
     def of(cls, groups: Iterable[ServingGroup], *, has_begun: bool = False) -> Self:
-        """The class of a request that all of `groups` can answer."""
+        """The class of a request that all of `groups` can run."""
         return cls(frozenset(connection.name for connection, _ in groups), has_begun)
 
 
@@ -69,7 +69,7 @@ def can_hold(registration: Registration, request: Request) -> bool:
 
 
 def compatibility_key(model: GetModelResponse) -> tuple[str, str, str, str, int]:
-    """Equal for groups that compute the same tokens."""
+    """A key that is equal for groups that compute the same tokens."""
     return model.name, model.fingerprint, model.dtype, model.kv_dtype, model.block_size
 
 

@@ -86,7 +86,6 @@ class GroupConnection:
 
     @property
     def name(self) -> str:
-        """The group's name."""
         return self.endpoint.name
 
     def submit(
@@ -261,7 +260,7 @@ def registration_problem(
     registration: Registration, endpoint: GroupEndpoint, model_name: str, other_block_size: int
 ) -> str:
     """Why a group that has registered cannot be used; "" if it can. `other_block_size`: the block size of the other
-    groups if it differs from this group's, else 0."""
+    groups if theirs differs, else 0."""
     if registration.group != endpoint.name:
         return f"{endpoint.address} is group {registration.group!r}, not {endpoint.name!r}"
     if reason := disagreement("the group", registration.contract, registration.version):

@@ -48,7 +48,8 @@ class Dispatcher:
         groups.set_listener(on_room=self.send_waiting, on_groups_changed=self.reclassify_waiting)
 
     def require_room(self, tenant: Tenant, priority: int, deadline: float | None) -> None:
-        """As AdmissionQueue.require_room, before the prompt is known: assumes that every group can hold the request."""
+        """As AdmissionQueue.require_room, but before the prompt is known: assumes that every group can hold the
+        prompt."""
         if len(self.queue):
             now = asyncio.get_running_loop().time()
             self.queue.require_room(tenant, priority, now, deadline, EligibleGroups.of(self._groups.serving()))

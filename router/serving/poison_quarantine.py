@@ -92,7 +92,7 @@ class PoisonSuspicion:
 
     @property
     def undecided(self) -> list[GroupFailure]:
-        """The failures of unknown cause for which the request would be refused if all of them were crashes."""
+        """The failures of unknown cause, if the request would be refused should all of them be crashes; else none."""
         row = self._losses[self._row_start :]
         if not row or not row[-1].apart or self._is_guilty(FailureCause.CRASH):
             return []
@@ -108,7 +108,7 @@ class PoisonSuspicion:
                     await undecided[0].wait_for_cause()
 
     def _is_guilty(self, *causes: FailureCause) -> bool:
-        """Whether the losses are evidence enough if exactly those with these causes were crashes."""
+        """Whether the request is refused if exactly the losses with these causes count as crashes."""
         row = self._losses[self._row_start :]
         if row[-1].failure.cause not in causes:
             return False

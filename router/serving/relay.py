@@ -30,7 +30,7 @@ _MAX_LOGPROBS: Constant = 4096
 
 
 class Relay:
-    """`async for event in relay.events()`, then `close()` whatever happened.
+    """Use `async for event in relay.events()`, then `close()`, also after an error.
 
     `decision`: the last routing decision, None before the first. `usage`: tokens so far.
     """
@@ -60,11 +60,11 @@ class Relay:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
         return self._response.usage
 
     async def events(self) -> AsyncIterator[GenerateEvent]:
-        """Started, then deltas, then one Final. Raises CoatcheckError if the request cannot continue."""
+        """Yields Started, then prompt log-probabilities and deltas, then Final. Raises CoatcheckError if the request
+        cannot continue."""
         request, response = self._request, self._response
         full_since: float | None = None  # time of the first of the Overloaded refusals since the last outputs
         if request.resume:  # admitted before, by another router or by this one before a restart

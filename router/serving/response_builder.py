@@ -44,7 +44,7 @@ class ResponseBuilder:
 
     @property
     def ended_choices(self) -> list[int]:
-        """Choices that have ended."""
+        """Indices of the choices that have ended."""
         return [choice.index for choice in self._choices if choice.finish_reason]
 
     @property
