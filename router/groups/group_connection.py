@@ -194,13 +194,13 @@ class GroupConnection:
             case "snapshot":
                 self._handle_outcome(self.index.apply_snapshot(self.name, message.snapshot))
             case "refused":
-                self._refuse(message.refused)
+                self._handle_refusal(message.refused)
             case "last_word":
                 self._last_word = message.last_word
             case "registration":
-                self._register(message.registration)
+                self._handle_registration(message.registration)
 
-    def _register(self, registration: Registration) -> None:
+    def _handle_registration(self, registration: Registration) -> None:
         size = registration.model.block_size
         other_size = self.index.other_block_size(self.name, size)
         if reason := registration_problem(registration, self.endpoint, self._model_name, other_size):
@@ -213,7 +213,7 @@ class GroupConnection:
         self.index.add_group(self.name, registration.epoch, registration.num_blocks + registration.host_blocks, size)
         self.notify_change()
 
-    def _refuse(self, refused: Refused) -> None:
+    def _handle_refusal(self, refused: Refused) -> None:
         submission = self.submissions.get(refused.id)
         if submission is not None and submission.attempt == refused.attempt:
             self.submissions.remove(submission)

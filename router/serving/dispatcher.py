@@ -107,7 +107,7 @@ class Dispatcher:
             async with asyncio.timeout(wait_seconds):
                 while True:
                     change = self._groups.next_change
-                    able = self._able_groups(attempt)
+                    able = self._require_able_groups(attempt)
                     if able and attempt.suspicion:
                         able = await self._wait_in_quarantine(attempt)
                     if able:
@@ -140,7 +140,7 @@ class Dispatcher:
             while True:
                 await is_next.wait()
                 change = self._groups.next_change
-                able = self._able_groups(attempt)
+                able = self._require_able_groups(attempt)
                 free = places_for_suspect(
                     attempt.suspicion, ((group, group[0].submissions.suspicion) for group in able)
                 )
@@ -155,7 +155,7 @@ class Dispatcher:
         return self._send_if_room(queued.attempt)
 
     def _send_if_room(self, attempt: Attempt) -> Submission | None:
-        able = self._able_groups(attempt)
+        able = self._require_able_groups(attempt)
         if not any(connection.load.has_room for connection, _ in able):
             return None
         return self._send(attempt, able, {connection.name for connection, _ in able if connection.load.is_full})
@@ -176,30 +176,29 @@ class Dispatcher:
         submission.suspicion = attempt.suspicion
         return submission
 
-    def _able_groups(self, attempt: Attempt) -> list[ServingGroup]:
-        """The serving groups that can hold the request, and continue it if it has begun. Raises ContextLengthExceeded
-        if groups serve and none can hold a request that has not begun."""
-        serving, model = self._groups.serving(), attempt.only_compatible_with
-        if model is not None:
-            return [
-                group
-                for group in serving
-                if compute_same_tokens(model, group[1].model) and can_hold(group[1], attempt.request)
-            ]
+    def _require_able_groups(self, attempt: Attempt) -> list[ServingGroup]:
+        """As _able_groups, but raises ContextLengthExceeded if groups serve and none can hold a request that has not
+        begun."""
+        if attempt.only_compatible_with is not None:
+            return self._able_groups(attempt)
+        serving = self._groups.serving()
         return groups_that_can_hold(serving, attempt.request) if serving else []
 
     def _eligible_groups(self, attempt: Attempt) -> EligibleGroups:
+        return EligibleGroups.of(self._able_groups(attempt), has_begun=attempt.only_compatible_with is not None)
+
+    def _able_groups(self, attempt: Attempt) -> list[ServingGroup]:
+        """The serving groups that can hold the request, and continue it if it has begun."""
         model = attempt.only_compatible_with
-        able = [
+        return [
             group
             for group in self._groups.serving()
             if can_hold(group[1], attempt.request) and (model is None or compute_same_tokens(model, group[1].model))
         ]
-        return EligibleGroups.of(able, has_begun=model is not None)
 
     def _prompt_seconds(self, attempt: Attempt) -> float:
         """Seconds that the prompt takes on the group that holds most of it; 0 while no group serves."""
-        able = self._able_groups(attempt)
+        able = self._require_able_groups(attempt)
         if not able:
             return 0.0
         return min(terms.prefill + terms.restore for terms in self._decide(attempt.request, able).terms)
