@@ -6,7 +6,7 @@ A command that fails prints one line on stderr that begins with `error: `. Its e
     1    anything else, such as: no server answers, the server is full, the key does not allow it, a disk is full
     130  Ctrl-C
 
-`coatcheck serve` ends with 0 after SIGINT or SIGTERM once it has served (see stop_signals.py).
+`coatcheck serve` exits with 0 after SIGINT or SIGTERM if it has printed its `ready:` line, else with 130.
 """
 
 import os
@@ -33,7 +33,7 @@ class Command(TyperCommand):
     """A subcommand with readable help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _plain(super().get_params(ctx))
+        return _set_metavars(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
@@ -73,11 +73,11 @@ class CommandGroup(TyperGroup):
         sys.exit(code)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _plain(super().get_params(ctx))
+        return _set_metavars(super().get_params(ctx))
 
 
 def fail(message: str, code: int) -> int:
-    """Print `message` in one line, also if a library wrote several. Return `code`."""
+    """Print `message` as one line, even if it contains line breaks. Return `code`."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code
 
@@ -104,7 +104,8 @@ def _discard_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _plain(params: list[Any]) -> list[Any]:
+def _set_metavars(params: list[Any]) -> list[Any]:
+    """Show an argument as PROMPT, and a flag without a value as the flag alone. Return `params`."""
     for param in params:
         if param.param_type_name == "argument":
             param.metavar = param.metavar or param.name.upper()

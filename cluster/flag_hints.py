@@ -1,16 +1,13 @@
-"""find_hint: our names of the flags of other engines, such as vLLM and SGLang."""
+"""find_hint: names our flag when a command gets a flag of another engine, such as vLLM or SGLang."""
 
 from collections.abc import Sequence
 from typing import Final
 
-_ANY: Final = {
-    "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
-    "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
-}
 # command -> flag of another engine -> what to write instead.
 _HINTS: Final[dict[str, dict[str, str]]] = {
     "serve": {
-        **_ANY,
+        "--host": "--grpc-host (gRPC) or --http-host (OpenAI's API)",
+        "--port": "--grpc-port (gRPC) or --http-port (OpenAI's API)",
         "--model": "the first argument: coatcheck serve MODEL",
         "--model-path": "the first argument: coatcheck serve MODEL",
         "--tensor-parallel-size": "--tp",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host can connect to `host`. A DNS name other than localhost may resolve to any address."""
+    """Whether `host` is a loopback address. A DNS name other than localhost may resolve to any address."""
     if host == "localhost":
         return True
     try:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(config: "ServeConfig") -> None:
-    """Raise InvalidConfig if anybody could reach the router, or if only one of tls-cert and tls-key is given."""
+    """Raise InvalidConfig for incomplete TLS settings, or for an address beyond loopback without credentials."""
     if bool(config.tls_cert) != bool(config.tls_key):
         raise InvalidConfig("tls-cert and tls-key belong together; give both")
     if config.tls_client_ca and not config.tls_cert:
@@ -38,7 +38,7 @@ def check_exposure(config: "ServeConfig") -> None:
 
 
 def describe_exposure(config: "ServeConfig") -> str:
-    """A one-line warning for the operator; "" if clients need credentials and traffic is encrypted."""
+    """A one-line warning about access beyond loopback without credentials or TLS; "" if there is none."""
     beyond = _beyond_loopback(config)
     if not beyond:
         return ""
@@ -69,14 +69,14 @@ def check_credentials(config: "ServeConfig") -> None:
 def needs_plane_certificates(config: "ServeConfig") -> bool:
     """Whether routers and groups authenticate each other.
 
-    They do if other hosts may take part. They also do if clients need credentials: otherwise a local user could call a
-    group directly, without a key.
+    Needed if other hosts may run ranks or routers. Also needed if clients need credentials: otherwise a local user
+    could call a group directly, without a key.
     """
     return config.ray_address is not None or bool(config.api_keys or config.tls_cert)
 
 
 def absolute_path(path: str | None) -> str | None:
-    """`path` for a router, whose working directory differs."""
+    """`path` made absolute, because a router has another working directory. None if `path` is empty."""
     return os.path.abspath(Path(path).expanduser()) if path else None
 
 

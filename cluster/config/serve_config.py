@@ -22,9 +22,9 @@ from coatcheck.proto.log_lines import LogFormat
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_HTTP_PORT: Final = 8000
-# The KV pool's share of the memory that a rank finds free. Activations need the rest, and on a CPU other programs.
+# Default of kv_memory by device, as a share of the free memory. Activations, and on CPUs other programs, need the rest.
 FREE_SHARE: Final = {"cpu": 0.1, "cuda": 0.85}
-# A larger step computes prompts no faster, and delays every running decode for as long as it takes.
+# Default of max_batch_tokens by device. A larger step computes prompts no faster and delays every running decode.
 BATCH_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
 
@@ -206,7 +206,7 @@ class ServeConfig(Settings):
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
-        """See Settings.build. Also raises InvalidConfig if anybody could reach the router."""
+        """Like Settings.build. Also raises InvalidConfig as check_exposure does."""
         config = super().build(flags, file)
         check_exposure(config)
         return config
@@ -218,7 +218,7 @@ class ServeConfig(Settings):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings that were given. Later settings then have their defaults; see contract.py."""
+        """Pickle only the settings that were given, so that a setting of a later version has its default."""
         return type(self).model_validate, (self.model_dump(exclude_unset=True),)
 
     @property
@@ -249,7 +249,7 @@ class ServeConfig(Settings):
         return group_names(self.groups)
 
     def check_model_directory(self) -> None:
-        """Raise InvalidConfig if `model` is a path and no checkpoint directory. A hub id is not checked."""
+        """Raise InvalidConfig if `model` is a path but not a checkpoint directory. A hub id is not checked."""
         path = Path(self.model).expanduser()
         if not path.exists():
             if self._looks_like_a_path(path):
@@ -261,7 +261,7 @@ class ServeConfig(Settings):
             raise InvalidConfig(f"model directory {self.model} has no config.json; is it a transformers checkpoint?")
 
     def _looks_like_a_path(self, path: Path) -> bool:
-        """A hub id is OWNER/NAME. If OWNER is a directory here, the name after it is mistyped."""
+        """Whether `model` means a path. OWNER/NAME is a hub id unless OWNER is a local directory."""
         if path.is_absolute() or self.model.startswith(("~", ".")) or self.model.count("/") > 1:
             return True
         return len(path.parts) > 1 and Path(path.parts[0]).is_dir()

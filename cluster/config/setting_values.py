@@ -1,4 +1,4 @@
-"""Parsers of settings. Each returns the value of what the user wrote, or raises ValueError with what to write."""
+"""Parsers of settings: each returns the parsed value, or raises ValueError with the accepted forms."""
 
 import math
 import re
@@ -9,21 +9,19 @@ from coatcheck.proto.tracing import check_endpoint
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _MEMORY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?|)(?P<is_bytes>b?)\s*", re.IGNORECASE)
-
-
 # Names that torch and other engines use -> our names.
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _KV_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8_e4m3": "fp8"}
-_NO_MEMORY = "write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)"
+_MEMORY_HINT = "write bytes (4GiB, 512MB, 4294967296) or a share of the free memory (0.5, 50%)"
 
 
 def parse_dtype(value: object) -> object:
-    """Our name of a dtype. Any other value is returned unchanged."""
+    """The name of a dtype for an alias such as "half". Any other value is returned unchanged."""
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def parse_kv_dtype(value: object) -> object:
-    """Our name of a KV pool's dtype. Any other value is returned unchanged."""
+    """The name of a KV pool's dtype for an alias such as "bfloat16". Any other value is returned unchanged."""
     return _KV_DTYPES.get(value, value) if isinstance(value, str) else value
 
 
@@ -33,7 +31,7 @@ def parse_memory(value: object) -> object:
     A value up to 1 is a share, a larger value is bytes. A fraction above 1 is ambiguous and refused.
     """
     if isinstance(value, float) and value > 1 and not value.is_integer():
-        raise ValueError(f"{value:g} is neither a share, which is at most 1, nor a number of bytes; {_NO_MEMORY}")
+        raise ValueError(f"{value:g} is neither a share, which is at most 1, nor a number of bytes; {_MEMORY_HINT}")
     if not isinstance(value, str):
         return value
     if value.strip().endswith("%"):
@@ -43,19 +41,19 @@ def parse_memory(value: object) -> object:
         return share
     match = _MEMORY.fullmatch(value)
     if match is None:
-        raise ValueError(_NO_MEMORY)
+        raise ValueError(_MEMORY_HINT)
     if not match["unit"] and not match["is_bytes"]:
         return parse_memory(float(match["number"]))
     size = float(match["number"]) * (_UNITS | _BINARY_UNITS)[match["unit"].lower()]
     if not math.isfinite(size):
-        raise ValueError(f"this is more memory than any host has; {_NO_MEMORY}")
+        raise ValueError(f"this is more memory than any host has; {_MEMORY_HINT}")
     if 0 < size < 2:  # a value up to 1 means a share
-        raise ValueError(f"this is less than two bytes; {_NO_MEMORY}")
+        raise ValueError(f"this is less than two bytes; {_MEMORY_HINT}")
     return float(int(size))
 
 
 def parse_http_port(value: object) -> object:
-    """A port; 0: any free port; 'none': no HTTP."""
+    """A port as int (0: any free port), or "none" for no HTTP."""
     if value in ("none", "off"):
         return "none"
     if isinstance(value, str) and value.isdigit():

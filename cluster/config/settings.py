@@ -24,20 +24,20 @@ from coatcheck.proto.errors import InvalidConfig
 def setting(panel: str, description: str, default: Any, *, in_words: str = "", **bounds: Any) -> Any:
     """A field of Settings.
 
-    panel: the heading in --help. in_words: the default as users read it, where str(default) says too little.
+    panel: the heading in --help. in_words: the default in --help and README, where str(default) is not clear.
     """
     extra: dict[str, Any] = {"panel": panel, "in_words": in_words}
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
 class Settings(BaseModel):
-    """What a user gives to a command. Frozen; unknown names are refused."""
+    """Base class of the settings of a command. Frozen; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def build(cls, flags: dict[str, Any], file: Path | None = None) -> Self:
-        """Flags override the settings of `file`. A flag that is None was not given.
+        """The settings of `file`, overridden by `flags`. A flag that is None was not given.
 
         Raises InvalidConfig. Its message names each wrong setting, and the file if the value came from there.
         """
@@ -84,7 +84,10 @@ def with_flags(settings: type[Settings]) -> Callable[[Callable[..., None]], Call
 
 
 def _parameter(name: str, field: FieldInfo, *, has_file: bool) -> inspect.Parameter:
-    """The parameter that Typer reads. A required setting is an argument; the file may hold it if `has_file`."""
+    """The Typer parameter of a field: an argument if the setting is required, else an option.
+
+    `has_file`: the command has --config, so that a required setting may be in the file instead.
+    """
     kind: Any = _flag_type(field)
     if field.is_required():
         option: Any = typer.Argument(help=field.description)
@@ -105,7 +108,7 @@ def flag_name(name: str) -> str:
 
 
 def _flag_type(field: FieldInfo) -> type:
-    """What Typer parses. It leaves text alone if a validator of the field parses it."""
+    """The type to which Typer converts the flag's value: str if a validator of the field parses the text."""
     if any(isinstance(item, BeforeValidator) for item in field.metadata):
         return str
     values = (field.annotation, *get_args(field.annotation))

@@ -21,7 +21,7 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The KV cache of some layers. `whole`: layout with every head once. `rank`: layout on each of `tp` ranks."""
+    """The KV cache of `layers`. `whole`: layout of all heads. `rank`: layout of the heads on each of `tp` ranks."""
 
     layers: tuple[LayerSpec, ...]
     whole: BlockLayout
@@ -45,7 +45,7 @@ class Cache:
         return self.rank.bytes_per_block * self.tp / self.whole.bytes_per_block
 
     def count_blocks(self, tokens: int) -> int:
-        """Blocks of a sequence of this length."""
+        """Blocks of a sequence of `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def sequence_bytes(self, tokens: int) -> int:
@@ -131,7 +131,10 @@ class StepTimeFloor:
 
 
 def attention_variants(shape: ModelShape, tp: int, block_size: int, kv_dtype: KvDtype) -> list[Variant]:
-    """The model's own attention beside MHA, GQA-8 and MQA; latent attention beside keys and values of every head."""
+    """The cache of the model's own attention and, for comparison, of MHA, GQA-8 and MQA.
+
+    For a model with latent attention: the cache of latents, and that of keys and values of every head.
+    """
     heads, own = shape.expanded[0].num_heads, shape.expanded[0].num_kv_heads
     if shape.is_latent:
         names = [("MLA, every head", heads, shape.expanded), ("MLA, latent", 1, shape.layers)]

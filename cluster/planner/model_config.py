@@ -1,7 +1,7 @@
 """ModelConfig: the config.json of a model directory, a file or a hub id, and its fields under any family's names.
 
-This module imports neither torch nor transformers, which take seconds. It therefore does not know the defaults of a
-family's config class: a field that the file leaves to them counts as missing.
+This module imports neither torch nor transformers, which take seconds. Therefore a field that config.json omits counts
+as missing, even if transformers' config class has a default.
 """
 
 import re
@@ -17,7 +17,7 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # old hub ids
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """`name`: the model's name in messages. `values`: the fields, with those of text_config on top."""
+    """`name`: the model's name in messages. `values`: the fields; those of text_config override the others."""
 
     name: str
     values: dict[str, Any]
@@ -81,7 +81,7 @@ def _from_hub(hub_id: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        # Without a network hf_hub_download retries for half a minute.
+        # Not hf_hub_download, which retries for half a minute without a network.
         return Path(snapshot_download(hub_id, allow_patterns=["config.json"])) / "config.json"
     except GatedRepoError:
         reason = "accept the model's terms on the hub and set HF_TOKEN"

@@ -1,6 +1,6 @@
 """ModelShape: what each attention layer stores for a token, from config.json alone.
 
-The LayerSpecs are those that a rank finds when it loads the model, with the heads of all ranks.
+The LayerSpecs equal those of a loaded model before it is divided over ranks.
 """
 
 from dataclasses import dataclass, replace

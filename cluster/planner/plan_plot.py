@@ -19,10 +19,10 @@ def plot_sizing(sizing: Sizing, path: Path) -> None:
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     ((fits, heads), (waste, floors)) = figure.subplots(2, 2)
-    _fits(fits, sizing)
-    _heads(heads, sizing)
-    _waste(waste, sizing)
-    _floors(floors, sizing)
+    _plot_sequences(fits, sizing)
+    _plot_kv_heads(heads, sizing)
+    _plot_waste(waste, sizing)
+    _plot_step_times(floors, sizing)
     figure.suptitle(
         f"{sizing.shape.name} · tp {sizing.cache.tp} · {sizing.settings.gpu_memory / 2**30:,.0f} GiB a GPU · "
         f"{sizing.sequences:,} sequences of {sizing.context:,} tokens in {sizing.cache.whole.kv_dtype}"
@@ -33,11 +33,11 @@ def plot_sizing(sizing: Sizing, path: Path) -> None:
         raise InvalidConfig(f"cannot write the plot {path}: {error}") from None
 
 
-def _fits(axes: Any, sizing: Sizing) -> None:
+def _plot_sequences(axes: Any, sizing: Sizing) -> None:
     axes.set(title="sequences that fit, by kv-dtype", xlabel="tokens of each", xscale="log", yscale="log")
     axes.grid(alpha=0.3)
     longest = max(sizing.context, sizing.shape.max_model_len or 0)
-    contexts = _steps(min(256, longest), longest)
+    contexts = _log_spaced(min(256, longest), longest)
     names: dict[int, list[str]] = {}  # kv-dtypes of one size share a line
     for name, _, num_blocks in sizing.by_kv_dtype():
         names.setdefault(num_blocks, []).append(name)
@@ -49,7 +49,7 @@ def _fits(axes: Any, sizing: Sizing) -> None:
     axes.legend()
 
 
-def _heads(axes: Any, sizing: Sizing) -> None:
+def _plot_kv_heads(axes: Any, sizing: Sizing) -> None:
     concurrency, context = sizing.settings.concurrency, sizing.context
     axes.set(title=f"KV of {concurrency:,} × {context:,} tokens", xlabel="GiB, all heads once")
     axes.grid(alpha=0.3, axis="x")
@@ -60,7 +60,7 @@ def _heads(axes: Any, sizing: Sizing) -> None:
     axes.margins(x=0.15)
 
 
-def _waste(axes: Any, sizing: Sizing) -> None:
+def _plot_waste(axes: Any, sizing: Sizing) -> None:
     rows = sizing.by_block_size()
     axes.set(title=f"slots wasted, lengths {sizing.lengths.source}", xlabel="block size", ylabel="percent")
     axes.grid(alpha=0.3, axis="y")
@@ -69,13 +69,13 @@ def _waste(axes: Any, sizing: Sizing) -> None:
     axes.margins(y=0.1)
 
 
-def _floors(axes: Any, sizing: Sizing) -> None:
+def _plot_step_times(axes: Any, sizing: Sizing) -> None:
     axes.set(
         title=f"lower bound of a decode step, {sizing.settings.bandwidth / 1e12:g} TB/s", xlabel="sequences",
         ylabel="milliseconds", xscale="log",
     )  # fmt: skip
     axes.grid(alpha=0.3)
-    batches = _steps(1, max(sizing.sequences, sizing.settings.concurrency, 2))
+    batches = _log_spaced(1, max(sizing.sequences, sizing.settings.concurrency, 2))
     floors = [sizing.floor(batch) for batch in batches]
     weights, kv = ([getattr(f, name) * 1e3 for f in floors] for name in ("weights_seconds", "kv_seconds"))
     axes.stackplot(batches, weights, kv, labels=["weights", f"KV of {sizing.context:,} tokens each"], alpha=0.7)
@@ -84,6 +84,7 @@ def _floors(axes: Any, sizing: Sizing) -> None:
     axes.legend(loc="upper left")
 
 
-def _steps(first: int, last: int) -> list[int]:
+def _log_spaced(first: int, last: int) -> list[int]:
+    """Up to 25 distinct integers from `first` to `last`, evenly spaced on a logarithmic axis."""
     ratio = last / first
     return sorted({round(first * ratio ** (step / _STEPS)) for step in range(_STEPS + 1)})

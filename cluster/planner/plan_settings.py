@@ -1,4 +1,4 @@
-"""PlanSettings: the settings of `coatcheck plan`. Those that `coatcheck serve` has too have the same names."""
+"""PlanSettings: the settings of `coatcheck plan`. Settings shared with `coatcheck serve` have the same names."""
 
 from pathlib import Path
 from typing import Annotated, Final, Literal

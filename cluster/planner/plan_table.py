@@ -9,7 +9,7 @@ from coatcheck.cluster.planner.sizing import Sizing
 
 
 def plan_tables(sizing: Sizing) -> Group:
-    """The answer, the figures behind it, and what other settings would give."""
+    """Whether the requested sequences fit, the memory that they take, and the same for other settings."""
     context, concurrency = sizing.context, sizing.settings.concurrency
     bandwidth = f"{sizing.settings.bandwidth / 1e12:g} TB/s"
     parts: list[RenderableType] = [_answer(sizing)]

@@ -26,12 +26,12 @@ from coatcheck.workers.distributed.tp_shard import TpShard
 from coatcheck.workers.kv.block_layout import BlockLayout
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128)
-_USUAL_CONTEXT: Final = 8192
+_DEFAULT_CONTEXT: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`weight_bytes`: of the whole model. `rank_weights`: of one rank. `num_blocks`: in a group's pool."""
+    """`weight_bytes`: of the whole model. `rank_weights`: weights of one rank. `num_blocks`: blocks of the pool."""
 
     settings: PlanSettings
     shape: ModelShape
@@ -53,7 +53,7 @@ class Sizing:
         shape = ModelShape.of(config)
         dtype = shape.dtype if settings.dtype == "auto" else settings.dtype
         kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype)
-        context = settings.context or min(_USUAL_CONTEXT, shape.max_model_len or _USUAL_CONTEXT)
+        context = settings.context or min(_DEFAULT_CONTEXT, shape.max_model_len or _DEFAULT_CONTEXT)
         layers = shape.layers if settings.latent else shape.expanded
         cache = Cache.of(layers, settings.tp, settings.block_size, kv_dtype)
         whole = WeightCount.of(config, shape.expanded, TpShard(0, 1))
@@ -90,7 +90,7 @@ class Sizing:
         return num_blocks // self.cache.count_blocks(context)
 
     def layer_kinds(self) -> list[tuple[LayerSpec, int]]:
-        """The distinct layers in order, each with its count."""
+        """(layer, number of equal layers) for each distinct layer, in order."""
         kinds = dict.fromkeys(self.cache.layers)
         return [(kind, self.cache.layers.count(kind)) for kind in kinds]
 
@@ -120,7 +120,7 @@ class Sizing:
         return found
 
     def floors(self) -> list[StepTimeFloor]:
-        """For a batch of one, of `concurrency`, and of as many sequences as fit."""
+        """Step times of batches of 1, of `concurrency`, and of `sequences`."""
         batches = sorted({1, self.settings.concurrency} | ({self.sequences} if self.sequences else set()))
         return [self.floor(batch) for batch in batches]
 

@@ -29,7 +29,7 @@ _TIED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WeightCount:
-    """Weights of one rank. `lookup`: an embedding, of which steps read rows. `experts`: all experts together."""
+    """Weights of one rank. `lookup`: an untied embedding, of which a step reads few rows. `experts`: of all experts."""
 
     dense: int
     lookup: int
@@ -50,8 +50,8 @@ class WeightCount:
         for index, layer in enumerate(layers):
             dense += _attention(config, layer, shard, hidden) + 2 * hidden
             if _has_experts(config, index):
-                shared, apart = _experts(config, shard, hidden)
-                dense, experts = dense + shared, experts + apart
+                shared, routed = _experts(config, shard, hidden)
+                dense, experts = dense + shared, experts + routed
             else:
                 dense += _mlp(config, _inner_size(config, hidden), shard, hidden)
         num_experts = _num_experts(config)
@@ -71,15 +71,15 @@ class WeightCount:
         """Expected number of weights that a decode step of `batch` sequences reads, with experts chosen at random."""
         if not self.num_experts:
             return float(self.dense)
-        untouched = (1 - min(1.0, self.experts_per_token / self.num_experts)) ** batch
-        return self.dense + self.experts * (1 - untouched)
+        unread = (1 - min(1.0, self.experts_per_token / self.num_experts)) ** batch
+        return self.dense + self.experts * (1 - unread)
 
 
 def _attention(config: ModelConfig, layer: LayerSpec, shard: TpShard, hidden: int) -> int:
     heads, kv_heads = shard.local_heads(layer)
     if config.values.get("kv_lora_rank") is None:
         return hidden * layer.head_dim * 2 * (heads + kv_heads)
-    # Every rank has the projections to latents; those from latents and the output projection are divided by heads.
+    # Every rank has the projections to latents. The projections from latents and the output projection are sharded.
     rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
     nope, q_rank = layer.head_dim - rope, config.number("q_lora_rank", default=0)
     queries = hidden * q_rank + q_rank * heads * layer.head_dim if q_rank else hidden * heads * layer.head_dim
@@ -92,7 +92,7 @@ def _mlp(config: ModelConfig, inner: int, shard: TpShard, hidden: int) -> int:
 
 
 def _inner_size(config: ModelConfig, hidden: int) -> int:
-    default = 4 * hidden if config.model_type in _UNGATED else None  # of these families' config classes
+    default = 4 * hidden if config.model_type in _UNGATED else None  # that of these families' config classes
     return config.count("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=default)
 
 
