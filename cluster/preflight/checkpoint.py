@@ -55,10 +55,9 @@ def _check_tokenizer(directory: Path) -> None:
 
 
 def check_tensors(model: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
-    """Raise InvalidModel for a tensor that is missing or has another shape than config.json promises.
+    """Raise InvalidModel for a tensor that is missing, or whose shape contradicts config.json.
 
-    Checked are embeddings, heads, projections and norms of tested model types, under the names that checkpoints use.
-    `model` comes from fill_defaults.
+    Checks embeddings, heads, projections and norms of tested model types. `model` comes from fill_defaults.
     """
     if model.model_type not in TESTED_MODEL_TYPES:
         return

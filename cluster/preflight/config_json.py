@@ -18,8 +18,8 @@ _COUNTS: Final = (
     "vocab_size", "max_position_embeddings", "num_local_experts", "num_experts", "num_experts_per_tok",
     "moe_intermediate_size",
 )  # fmt: skip
-_MOST: Final = 2**31 - 1
-# Their config classes refuse a hidden_size that is not a multiple of num_attention_heads, even if head_dim is given.
+_MAX_COUNT: Final = 2**31 - 1
+# Model types whose config class refuses a hidden_size that is not a multiple of num_attention_heads, with any head_dim.
 _HIDDEN_OF_WHOLE_HEADS: Final = {"gemma2", "gemma3_text", "llama"}
 _WORDS: Final = {
     "int": "a whole number", "float": "a number with a decimal point", "str": "a text", "bool": "true or false",
@@ -54,8 +54,8 @@ def check_config(model: ModelConfig) -> None:
             continue
         if type(value) is not int:  # a field that the config class does not declare
             raise _invalid_field(model, name, value, "a whole number")
-        if not 1 <= value <= _MOST:
-            raise _invalid_field(model, name, value, f"from 1 to {_MOST:,}")
+        if not 1 <= value <= _MAX_COUNT:
+            raise _invalid_field(model, name, value, f"from 1 to {_MAX_COUNT:,}")
     _check_heads(model)
     _check_lookups(model)
     for name in ("rope_parameters", "rope_scaling"):

@@ -19,7 +19,7 @@ _GPU_FILES: Final = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "kfd", "dxg")
 def check_memory(config: ServeConfig, free_bytes: int | None = None) -> None:
     """Raise InvalidConfig if host pools, and KV pools on CPUs, need more bytes in all than are free.
 
-    `free_bytes` None: measure it. Sizes that are shares of the free memory are not checked.
+    `free_bytes`: measured if None. Sizes that are shares of the free memory are not checked.
     """
     if config.ray_address is not None:
         return

@@ -1,6 +1,6 @@
 """check_model: refuses a model or a setting that config.json alone rules out, before Ray starts.
 
-A rank refuses the same many seconds later. A doubtful case passes here, because the rank decides. This module does not
+A rank would also refuse it, but many seconds later. Doubtful cases pass, because the ranks decide. This module does not
 import torch or Ray.
 """
 
@@ -83,7 +83,7 @@ def _check_generation_config(config: ServeConfig) -> None:
 
 
 def _check_blocks(config: ServeConfig, layout: BlockLayout) -> None:
-    if config.kv_memory is not None and config.kv_memory > 1:  # a share of the memory that a rank finds
+    if config.kv_memory is not None and config.kv_memory > 1:  # else a share of the free memory, which ranks measure
         choose_num_blocks(
             config.kv_memory,
             free_bytes=sys.maxsize,
@@ -116,7 +116,7 @@ def _check_model_type(model: ModelConfig) -> None:
 def _check_sizes(model: ModelConfig) -> None:
     """Raise InvalidModel for a missing size: transformers would use its default, which does not fit the weights."""
     given = [names for names in _FIELDS if any(model.values.get(name) is not None for name in names)]
-    if len(given) < 2:  # a family with other names
+    if len(given) < 2:  # a model family with other field names
         return
     for names in _FIELDS:
         if names not in given:

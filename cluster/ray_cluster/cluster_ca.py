@@ -1,6 +1,6 @@
 """ClusterCA: the certificate authority of one cluster, for mutual TLS between its routers and groups.
 
-Each cluster has its own. Its key exists only in the memory of the process that starts the cluster.
+Each cluster has its own authority. The key exists only in the memory of the process that starts the cluster.
 """
 
 import datetime

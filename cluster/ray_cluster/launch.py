@@ -41,8 +41,8 @@ SUPERVISOR: Final = "supervisor"
 ROUTER: Final = "router-0"
 
 _HEAD: Final = "node:__internal_head__"  # a resource that Ray gives to the head and to no other node
-# Amount of a node resource that an actor takes. Small, because Ray takes a while to free what a dead actor held, and
-# the next actor should not wait for that.
+# Amount of a node resource that an actor takes. Small, so that a new actor can start before Ray has freed the share of
+# a dead one.
 _SMALL_SHARE: Final = 0.01
 
 
@@ -59,8 +59,8 @@ def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=32,
-        # The head outlives every worker node, and without a head nothing can be supervised. A resource instead of node
-        # affinity, because a head that is started again has another node id.
+        # On the head, because nothing can be supervised without it. By resource instead of node affinity, because a
+        # restarted head has another node id.
         resources={_HEAD: _SMALL_SHARE},
     )
     plane = PlaneCertificates.sign_pair(ClusterCA()) if needs_plane_certificates(config) else PlaneCertificates()
@@ -138,7 +138,7 @@ def find_ranks(group: str, tp: int) -> tuple[int | None, list[RankHandle]]:
 
 
 def reserve_placement_group(group: str, bundle: Mapping[str, float], strategy: str, tp: int) -> PlacementGroup:
-    """The placement group of a group, with one bundle for each rank. Creates it unless one of that name exists.
+    """The placement group of a group, with one bundle for each rank. Created unless it exists.
 
     Ray reserves the bundles later: see PlacementGroup.wait. Raises InvalidConfig if the existing one has another size.
     """
@@ -155,13 +155,13 @@ def reserve_placement_group(group: str, bundle: Mapping[str, float], strategy: s
 
 
 def bundle_nodes(placement_group: PlacementGroup) -> list[str]:
-    """The node id of each bundle. Empty until Ray has reserved all of them, and while one's node is lost."""
+    """The node id of each bundle. Empty until Ray has reserved all bundles, and while one of their nodes is lost."""
     table = placement_group_table(placement_group)
     return list(table["bundles_to_node_id"].values()) if table["state"] == "CREATED" else []
 
 
 def free_resources() -> dict[str, Resources]:
-    """What each node of the cluster has free, by node name."""
+    """The free resources of each node, by node name."""
     from ray._private.state import available_resources_per_node  # public only as a command, `ray status`
 
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ def router_nodes(resource: str | None) -> list[str]:
 def request_nodes(bundle: Mapping[str, float], ranks: int) -> None:
     """Ask Ray's autoscaler, if the cluster has one, for enough nodes to hold `ranks` bundles, used and free together.
 
-    A call replaces the one before. Ray keeps the request after this process has ended, so `ranks=0` must withdraw it.
+    Each call replaces the last request. The request outlives this process until `ranks=0` withdraws it.
     """
     request_resources(bundles=[dict(bundle)] * ranks)
 

@@ -2,10 +2,10 @@
 
 Such a Ray accepts only clients that send its token. The token is in a file in Ray's folder, named by the port of Ray's
 head and readable by its owner alone. `coatcheck serve` deletes the file when it ends; after kill -9 the next `coatcheck
-serve` does.
+serve` deletes it.
 
-Every user of the host may write to Ray's folder, and could rename our file to the name of a port where they listen.
-Therefore the file also contains the port that its token is for. This module does not import Ray.
+Every user of the host may write to Ray's folder, and could rename the file to a port where that user listens. Therefore
+the file also contains the port that its token is for. This module does not import Ray.
 """
 
 import os
@@ -36,7 +36,7 @@ def publish_token(folder: Path, address: str, token: str) -> Iterator[None]:
     """While inside, a file in Ray's `folder` holds the token of the Ray whose head listens at `address`."""
     port = address.rpartition(":")[2]
     file = _token_file(folder, port)
-    # A new file, renamed: whatever another user has put at this name is replaced, never written to.
+    # Create a new file and rename it, so that a file of another user at this name is replaced and never written to.
     made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     with os.fdopen(create_file(made), "w") as output:
         output.write(f"{port} {token}")

@@ -1,4 +1,4 @@
-"""Finds the processes below one process, kills them, and adopts those whose parent has ended.
+"""Finds and kills the descendants of a process, and adopts descendants whose parent has ended.
 
 When a process ends, the kernel gives its children to the nearest ancestor that adopts orphans (a child subreaper), else
 to process 1, where `descendants` no longer finds them.
@@ -50,8 +50,8 @@ def reap_children(pids: set[int]) -> None:
 
 
 def kill_descendants(grace_seconds: float = 0.0) -> None:
-    """Kill (SIGKILL) every descendant of this process that has not ended by itself after `grace_seconds`, and whatever
-    they start meanwhile. Linux only; elsewhere does nothing."""
+    """Kill (SIGKILL) every descendant of this process that has not ended by itself after `grace_seconds`, and every
+    process that they start meanwhile. Linux only; elsewhere does nothing."""
     if sys.platform != "linux":
         return
     this = psutil.Process()

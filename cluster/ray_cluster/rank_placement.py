@@ -65,8 +65,8 @@ def choose_placement(device: str, groups: int, tp: int, nodes: Mapping[str, Reso
         raise InsufficientResources(_shortage(resource, groups, tp, free), resource)
     strategies = []
     for _ in range(groups):
-        # The ranks of a group exchange tensors in every layer, so one node should hold them all. Of the nodes that can,
-        # take the one with the least room.
+        # The ranks of a group exchange tensors in every layer, so one node should hold them all. Of the nodes that can
+        # hold them, take the one with the fewest free resources.
         candidates = [name for name, amount in free.items() if amount >= tp]
         if not candidates:
             break
@@ -92,7 +92,7 @@ def _shortage(resource: str, groups: int, tp: int, free: Mapping[str, int]) -> s
 def node_names(names: Mapping[str, str]) -> dict[str, str]:
     """A distinct name for each node, by node id. `names`: Ray's name of each node.
 
-    Nodes that share a name get as many digits of their id as tell them apart, at least 6.
+    Nodes that share a name get the first digits of their id: at least 6, and enough to differ.
     """
     ids_by_name: dict[str, list[str]] = {}
     for id, name in names.items():

@@ -53,7 +53,7 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     """(address, words for messages on where the address comes from)."""
     if written != "auto":
         return written, ""
-    # Ray's own order, without its last resort: any Ray among the processes of this host.
+    # Ray's own search order without its last step, which takes any Ray among the processes of this host.
     if (named := os.environ.get("RAY_ADDRESS", "auto")) not in ("", "auto"):
         return named, ", which RAY_ADDRESS names"
     file = ray_folder() / "ray_current_cluster"
@@ -61,7 +61,7 @@ def _resolve(written: str, own: bool) -> tuple[str, str]:
     started = [(when, address) for when, address in started if is_listening(address)]
     with suppress(OSError):
         started.append((file.stat().st_mtime_ns, read_file(file, _MAX_BYTES).strip()))
-    # By port, because Ray may have recorded one of them under another address of this host.
+    # Compared by port, because Ray may have recorded the same cluster under another address of this host.
     ports = {address.rpartition(":")[2]: address for _, address in reversed(started) if own and is_listening(address)}
     if len(ports) > 1:
         raise InvalidConfig(

@@ -1,4 +1,4 @@
-"""Connects this process to Ray, and answers what Ray knows about this process's node. Importing it imports Ray."""
+"""Connects this process to Ray, and reads the address, folders and state of its node. Importing it imports Ray."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ NAMESPACE: Final = "coatcheck"
 
 # The smallest that Ray accepts: neither tensors nor tokens pass through Ray's object store.
 _OBJECT_STORE_BYTES: Final = 80 << 20
-_QUIET: Final[dict[str, Any]] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+_INIT_OPTIONS: Final[dict[str, Any]] = dict(namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
 
 
 def connect_to_ray(config: ServeConfig) -> None:
@@ -39,7 +39,7 @@ def join_ray(address: str) -> None:
     another token, and InvalidConfig if the cluster runs another version of Ray or Python.
     """
     try:
-        ray.init(address=address, **_QUIET)
+        ray.init(address=address, **_INIT_OPTIONS)
     except Exception as error:  # Ray raises plain Exception for some failures
         if isinstance(error, AuthenticationError):
             raise Unavailable(f"the Ray cluster at {address} wants its token: {TOKEN_HELP}") from None
@@ -56,11 +56,11 @@ def _start_local_ray(config: ServeConfig) -> None:
     try:
         ray.init(
             address="local",
-            # A rank on a CPU takes one of Ray's logical CPUs. There must be enough, however few cores the host has.
+            # A rank on a CPU takes one logical CPU of Ray. Ray gets enough of them even if the host has fewer cores.
             num_cpus=max((config.max_groups or config.groups) * config.tp, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            **_QUIET,
+            **_INIT_OPTIONS,
         )
     except (ValueError, TypeError, PermissionError) as error:
         raise Unavailable(f"Ray did not start: {_first_line(error)}") from None

@@ -1,7 +1,6 @@
-"""Numbers that the supervisor keeps in Ray's key-value store, so that a restarted supervisor can read them.
+"""Numbers that a restarted supervisor reads from Ray's key-value store.
 
-The store holds the number of groups that the last `coatcheck scale` asked for, and the number of each group's newest
-start.
+They are the number of groups that the last `coatcheck scale` asked for, and the number of each group's newest start.
 """
 
 from ray.experimental import internal_kv
@@ -24,7 +23,7 @@ def delete_start_number(group: str) -> None:
 
 
 def read_group_count() -> int | None:
-    """The number of groups that the last scaling asked for; None if nobody has scaled this cluster."""
+    """The number of groups that the last scaling asked for; None if the cluster was never scaled."""
     return _read_number(_GROUP_COUNT)
 
 

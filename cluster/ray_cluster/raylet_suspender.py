@@ -1,4 +1,4 @@
-"""RayletSuspender: suspends the raylet while its agent processes start, because it waits too short a time for them.
+"""RayletSuspender: suspends the raylet while its agent processes start, because its time limit for them is too short.
 
 A raylet starts two Python processes, its agents, and ends itself unless they have written their ports to files of the
 session within 15 s. Ray has no setting for that limit. On two cores under a load of 13, four of four starts failed for
@@ -16,7 +16,7 @@ from typing import Final
 from coatcheck.cluster.ray_cluster.process_tree import descendants
 
 _AGENTS: Final = 2
-# Names of Ray's constants with the prefixes of the files of ports. A version of Ray without them waits for no files.
+# Ray's constants that hold the prefixes of the port files. With a Ray that lacks one, the raylet is never suspended.
 _PORT_FILES: Final = (
     "DASHBOARD_AGENT_LISTEN_PORT_NAME",
     "METRICS_AGENT_PORT_NAME",

@@ -1,6 +1,6 @@
 """Autoscaler: once a second measures how long requests queue, and adds or removes one group when AutoscaleRule says so.
 
-If the Ray cluster has an autoscaler of its own, it brings the nodes for new groups. If not, groups are added only while
+If the Ray cluster has an autoscaler, that autoscaler starts nodes for new groups. Otherwise groups are added only while
 running nodes have free resources.
 """
 
@@ -17,7 +17,7 @@ from coatcheck.cluster.ray_cluster.rank_placement import InsufficientResources
 from coatcheck.proto.errors import CoatcheckError
 
 _SAMPLE_SECONDS = 1.0
-_RETRY_SECONDS = 15.0  # after a failure that takes time to happen, such as a group that did not start
+_RETRY_SECONDS = 15.0  # after a failed change of the number of groups, unless only resources were missing
 _DRAIN_SECONDS = 300.0
 
 _log = logging.getLogger(__name__)
@@ -62,8 +62,10 @@ class AutoscaleRule:
 
 
 def _holds_since(start: float, samples: Sequence[QueueSample], holds: Sequence[bool]) -> bool:
-    """Whether `holds` is true for the last sample at or before `start`, which tells how the period began, and for every
-    later one. `holds` has one value for each sample."""
+    """Whether a condition has held since `start`. `holds`: its value for each sample.
+
+    The last sample at or before `start` counts too. Without such a sample the result is False.
+    """
     before = sum(1 for sample in samples if sample.time <= start)
     return before > 0 and all(holds[before - 1 :])
 
@@ -72,7 +74,7 @@ class Autoscaler:
     """Applies an AutoscaleRule to a running cluster, through four functions.
 
     `measure_queue` returns (seconds that requests wait, number of busy groups). `count_groups` returns the number of
-    groups now. `request_room(groups)` asks Ray's autoscaler for nodes for that many groups in all; 0 withdraws the
+    groups now. `request_room(groups)` asks Ray's autoscaler for nodes for `groups` groups in all; 0 withdraws the
     request. `scale_groups(groups, drain_seconds)` changes the number of groups.
     """
 
@@ -93,11 +95,11 @@ class Autoscaler:
         self._samples: deque[QueueSample] = deque()
         self._last_count = 0  # of groups, at the last sample
         self._last_request = -1  # last argument of `request_room`; -1: unknown, a former supervisor may have called it
-        self._logged_size = 0  # the size that was last logged as wanted; 0 once it is reached
+        self._logged_size = 0  # the last size that was logged as wanted; 0 once the cluster has it
         self._not_before = -math.inf
 
     async def run_forever(self) -> None:
-        """Until cancelled. An error is logged, and the next attempt follows after 15 s."""
+        """Evaluate the rule once a second until cancelled. After an error, wait 15 s before the next change."""
         while True:
             await asyncio.sleep(_SAMPLE_SECONDS)
             try:
@@ -144,8 +146,8 @@ class Autoscaler:
         return groups
 
     async def _request_nodes(self, wanted: int, groups: int) -> None:
-        # Only growth needs a request: running groups hold their nodes. A lasting request for all groups would also keep
-        # an idle node that could have held one.
+        # Only growth needs a request: running groups hold their nodes. A request that stays would also keep an idle
+        # node alive if a group fits on it.
         request = wanted if wanted > groups else 0
         if request != self._last_request:
             await asyncio.to_thread(self._request_room, request)

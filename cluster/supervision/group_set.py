@@ -1,7 +1,7 @@
 """GroupSet: the groups of a cluster, each with a placement group and a GroupSupervisor. Scales and restarts them.
 
-Groups are named group-0, group-1, ... without a gap. So their number, which is in Ray's key-value store, tells a
-restarted supervisor which groups exist.
+Groups are named group-0, group-1, ... without a gap. Therefore a restarted supervisor needs only the number of groups,
+which is in Ray's key-value store, to know which groups exist.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class GroupSet:
 
     @property
     def size(self) -> int:
-        """How many groups there are, or will be once they are started."""
+        """The number of groups. Before they are started: the configured number."""
         return len(self._supervisors) or self._configured_size()
 
     async def start_groups(self, task_group: asyncio.TaskGroup) -> None:
@@ -81,8 +81,8 @@ class GroupSet:
             if not self._is_restarted:
                 ray_kv.delete_group_count()
             names = group_names(self._configured_size())
-            # Groups that need a whole node come first. A group that a scaling has added has its placement group
-            # already, so that its strategy here has no effect.
+            # Groups that need a whole node come first. A group that `scale_groups` added before a restart has its
+            # placement group already, so its strategy here has no effect.
             strategies = [*self._placement.strategies, *["PACK"] * len(names)]
             for name, strategy in zip(names, strategies, strict=False):
                 await self._reserve(name, strategy, wait=not self._is_restarted)
@@ -120,7 +120,7 @@ class GroupSet:
                 await self._remove_groups(groups, drain_seconds)
 
     async def stop_groups(self, *, now: bool) -> None:
-        """End every rank, and give the placement groups back."""
+        """End every rank, and remove the placement groups."""
         await asyncio.gather(*(supervisor.stop_group(now=now) for supervisor in self._supervisors))
         for placement_group in self._placement_groups.values():
             ray.util.remove_placement_group(placement_group)
@@ -134,8 +134,8 @@ class GroupSet:
     async def _add_groups(self, groups: int) -> None:
         """Add groups until there are `groups`. If one finds no room or does not serve, remove all that were added.
 
-        The number is written before the first group exists, and restored after the last one is removed: a supervisor
-        that is restarted in between finds every group, and leaves none behind.
+        The number of groups is written before the first new group exists, and restored after the last one is removed.
+        Therefore a supervisor that is restarted in between finds every group.
         """
         before, tp = len(self._supervisors), self._config.tp
         names = group_names(groups)[before:]
@@ -149,7 +149,7 @@ class GroupSet:
             added = [self._make_supervisor(name, has_served=False) for name in names]
             self._supervisors += added
             for supervisor in added:
-                await supervisor.adopt_group()  # for its start number, if a group of this name was removed before
+                await supervisor.adopt_group()  # for the start number of a former group of this name
                 self._supervise(supervisor)
             for supervisor in added:
                 await supervisor.wait_until_serving()

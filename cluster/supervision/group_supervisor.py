@@ -1,7 +1,7 @@
 """GroupSupervisor: keeps one group running. Starts its ranks, watches them, and restarts all of them when one ends.
 
 `supervise_group` is one coroutine for the whole lifetime of the group. The other methods only read `state` or set
-events for it. It calls `on_change` after every change of `state` that routers must know.
+events for that coroutine. `on_change` is called after every change of `state` that routers must know.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class RestartRequested(Exception):
-    """Raised in `supervise_group` after a call of `restart_group`. The group itself is well."""
+    """Raised in `supervise_group` after a call of `restart_group`. No rank has failed."""
 
 
 def backoff_seconds(failures: int) -> float:
@@ -39,8 +39,8 @@ def backoff_seconds(failures: int) -> float:
 class GroupSupervisor:
     """Supervises one group. `state` is always current.
 
-    `has_served`: whether the group served under a former supervisor. A group that has served is restarted for ever; one
-    that has not is given up when its first start fails.
+    `has_served`: whether the group served under a former supervisor. A group that has served is always restarted. A
+    group that has never served stays "failed" if its first start fails.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class GroupSupervisor:
         self._changed = asyncio.Event()
 
     async def adopt_group(self) -> None:
-        """Take over the ranks that a former supervisor has started, if all of them serve; else kill what is left."""
+        """Take over the ranks that a former supervisor has started, if all of them serve; else kill them."""
         number, ranks = await self._ranks.adopt_ranks()
         if number is None:
             return
         if ranks:
-            # The number of the start stands in for the incarnation, which no process remembers. If a start before them
-            # ended early, their real incarnation is smaller, and how they end will not be known.
+            # No process remembers the incarnation, so the start number replaces it. If the ranks of an earlier start
+            # never ran, the real incarnation is smaller, and the crash records of these ranks will not be found.
             self.state = replace(
                 self.state, state="serving", address=ranks[0].address, ranks=ranks, restarts=number, incarnation=number
             )
@@ -89,7 +89,7 @@ class GroupSupervisor:
             except RankEnded as ended:
                 failures = 0 if time.monotonic() - serving_since > _STABLE_SECONDS else failures + 1
                 _log.error("%s is lost: %s", self.state.name, ended)
-                # Routers first: until they know, they send requests to this group.
+                # Inform routers first: until then they send requests to this group.
                 self._change(state="lost" if self._has_served else "failed", address="", reason=str(ended))
                 had_run = self._ranks.have_run
                 self._ranks.kill_ranks()
@@ -104,7 +104,7 @@ class GroupSupervisor:
                 self._prepare_next_start(had_run=True)
 
     def drain_group(self) -> None:
-        """Have routers send no new requests; those that run go on. The next start ends the draining."""
+        """Have routers send no new requests; running requests continue. The next start ends the draining."""
         if self.state.state == "serving":
             self._change(state="draining")
 
@@ -124,8 +124,8 @@ class GroupSupervisor:
     async def restart_group(self) -> None:
         """End the ranks and start new ones. Requests that still run move to other groups.
 
-        Returns once the new ranks serve. Raises Unavailable if the group does not serve now, or if the first start
-        fails (later ones follow).
+        Returns once the new ranks serve. Raises Unavailable if the group does not serve now, or if its next
+        start fails (further starts follow).
         """
         before = self.state.restarts
         if self.state.state not in ("serving", "draining"):
@@ -146,7 +146,7 @@ class GroupSupervisor:
         self._ranks.forget_starts()
 
     async def _start(self) -> None:
-        """Return once every rank serves. Raises RankEnded if one ends before that."""
+        """Start the ranks and wait until all serve. Raises RankEnded if one ends before that."""
         await self._wait_for_nodes()
         await self._ranks.start_ranks(self.state.restarts, self.state.incarnation)
         await self._read_predecessor()
@@ -163,7 +163,7 @@ class GroupSupervisor:
             await asyncio.sleep(_CHECK_SECONDS)
 
     async def _read_predecessor(self) -> None:
-        """Find out how the former ranks ended. Routers use it to judge the requests that ran there."""
+        """Read how the former ranks ended. Routers use this to decide which requests may have crashed them."""
         if not self.state.incarnation:
             return
         crash = await self._ranks.read_predecessor_crash()
@@ -185,7 +185,7 @@ class GroupSupervisor:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def _check_ranks(self) -> None:
-        """Call every rank once a second: a suspended process keeps its connections, and only its silence shows it."""
+        """Call every rank once a second. A suspended process keeps its connections and is noticed only in this way."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             self.state = replace(self.state, ranks=await self._ranks.read_progress())

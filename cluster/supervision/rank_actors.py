@@ -23,8 +23,8 @@ from coatcheck.workers.host.disk_space import describe_full_disk
 T = TypeVar("T")
 
 _STOP_SECONDS = 5.0
-# A rank hangs if it has not answered a call after this many waits. Several short waits instead of a long one: if the
-# supervisor itself was suspended, it finds the answers before it has counted all waits.
+# A rank hangs if it has not answered a call after _WAITS waits of _WAIT_SECONDS. Several short waits instead of a long
+# one: a supervisor that was suspended itself reads the answers before it has counted all waits.
 _WAIT_SECONDS = 0.5
 _WAITS = 6
 _WAITS_WHILE_STARTING = 120  # a rank that imports torch answers nothing for a while
@@ -35,21 +35,21 @@ class RankEnded(Exception):
 
 
 class RankHosts:
-    """The nodes that hold the ranks of every group, because ranks on one node share its CPU cores."""
+    """The nodes of the ranks of all groups. Ranks on one node share its CPU cores."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[str, ...]] = {}
 
     def set_hosts(self, group: str, hosts: Sequence[str]) -> None:
-        """Record the node id of each rank of a group. Empty: the group is gone."""
+        """Record the node id of each rank of a group. `hosts` is empty for a removed group."""
         self._hosts[group] = tuple(hosts)
 
     def get_hosts(self, group: str) -> tuple[str, ...]:
-        """The node id of each rank of the group; empty if it has no nodes."""
+        """The node id of each rank of the group; empty if the group has no nodes."""
         return self._hosts.get(group, ())
 
     def max_ranks_per_host(self, group: str) -> int:
-        """The number of ranks, of all groups, on the fullest of this group's nodes."""
+        """The largest number of ranks, over all groups, on any node of this group."""
         ranks = Counter(host for hosts in self._hosts.values() for host in hosts)
         return max((ranks[host] for host in self.get_hosts(group)), default=0)
 
@@ -68,13 +68,13 @@ class RankActors:
         self._loopback = loopback  # see RankActor
         self._actors: list[RankHandle] = []
         self._logs: list[str] = []
-        self._exits: list[asyncio.Future[None]] = []  # one for each rank: done when the rank has ended
+        self._exits: list[asyncio.Future[None]] = []  # one for each rank, done when the rank has ended
         self._have_served = False
         self._full_disks: tuple[str, ...] = ()  # RankProgress.full_disk of each rank, of the last progress
 
     @property
     def have_run(self) -> bool:
-        """Whether the ranks of this start run, or ran until they ended by themselves."""
+        """Whether the ranks of this start were told to run, or adopted, and have not been killed since."""
         return bool(self._exits)
 
     async def adopt_ranks(self) -> tuple[int | None, tuple[RankProgress, ...]]:
@@ -102,8 +102,7 @@ class RankActors:
         return bool(nodes)
 
     async def start_ranks(self, number: int, incarnation: int) -> None:
-        """Start the actors, under the names of start `number`. They load nothing until `run_ranks`. Raises
-        RankEnded."""
+        """Start the actors, named after start `number`. They load nothing until `run_ranks`. Raises RankEnded."""
         ray_kv.write_start_number(self.group, number)
         self._have_served = False
         try:
@@ -140,19 +139,19 @@ class RankActors:
         return progress
 
     async def wait_for_exit(self, seconds: float | None = None) -> None:
-        """Return after `seconds`. Raises RankEnded once a rank has ended, with the best reason that any rank gives."""
+        """Return after `seconds`. Raises RankEnded once a rank has ended: if possible one whose code raised."""
         if not (await asyncio.wait(self._exits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
             return
         first = next(rank for rank, ended in enumerate(self._exits) if ended.done())
         if not self._have_served:
-            # While a group starts, a rank may end only because another did. Give that one a second to say why.
+            # While a group starts, a rank may end only because another rank has ended. Wait a second for that error.
             await asyncio.wait(self._exits, timeout=1.0)
         with_cause = (rank for rank, ended in enumerate(self._exits) if ended.done() and _cause_of(ended.exception()))
         rank = next(with_cause, first)
         raise RankEnded(self._explain_exit(rank, self._exits[rank].exception()))
 
     async def stop_ranks(self) -> None:
-        """Let the step under way end, then end the ranks. Kills those that are not gone after 5 s."""
+        """Let the current step end, then end the ranks. Kills ranks that have not ended after 5 s."""
         if self._actors:
             with suppress(RayError, TimeoutError):  # a rank that hangs does not answer
                 async with asyncio.timeout(_STOP_SECONDS):
@@ -169,12 +168,12 @@ class RankActors:
         self._actors, self._exits = [], []
 
     def forget_starts(self) -> None:
-        """Forget the number of the newest start, because the group is removed."""
+        """Delete the number of the newest start from Ray's key-value store, because the group is removed."""
         ray_kv.delete_start_number(self.group)
 
     async def _read_logs(self) -> None:
         self._logs = await self._call_ranks([actor.log_file.remote() for actor in self._actors])
-        self._full_disks = ()  # outdated, because these processes could start
+        self._full_disks = ()  # outdated: a process starts only if its disk has room
 
     async def _call_ranks(self, calls: Sequence[Awaitable[T]]) -> list[T]:
         """The results of `calls`, one for each rank, from rank 0 on. Raises RankEnded for a rank that has ended or does
@@ -209,7 +208,7 @@ class RankActors:
     def _full_disk_clause(self, rank: int) -> str:
         """ "; the disk ... is full ..." if a full disk may be why a rank ended or hangs; else "".
 
-        The disk of this host is checked now. For another host, the last progress of any rank there says it.
+        The disk of this host is checked now. For another host the last progress of a rank there counts.
         """
         hosts = self._hosts.get_hosts(self.group)
         if rank >= len(hosts):
@@ -227,7 +226,7 @@ def _all_serve(progress: tuple[RankProgress, ...]) -> bool:
 
 
 def _cause_of(error: BaseException | None) -> BaseException | None:
-    """What the rank's own code raised; None if its process died."""
+    """The exception that the rank's own code raised; None if its process died."""
     return error.cause if isinstance(error, RayTaskError) else None
 
 
@@ -241,6 +240,6 @@ def _summarize(error: BaseException | None) -> str:
 
 
 def _discard_result(done: "asyncio.Future[T]") -> None:
-    """Read the exception, if any: asyncio logs an error for each that nobody reads."""
+    """Read the exception, if any: asyncio logs an error for every exception that is never read."""
     if not done.cancelled():
         done.exception()

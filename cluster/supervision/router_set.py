@@ -15,7 +15,7 @@ from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.plane_certificate import PlaneCertificate
 
-_NODE_SECONDS = 1.0  # between two looks at the cluster's nodes
+_NODE_SECONDS = 1.0  # between two reads of the cluster's nodes
 _LOAD_SECONDS = 1.5  # groups report their load once a second
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -89,8 +89,8 @@ class RouterSet:
         """Wait until no router counts a request on a draining group, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            # First a wait: a router may have sent requests before it knew that the group drains, and their load is
-            # reported later.
+            # Wait first: a router may have sent requests just before it learned that the group drains, and the load
+            # report that counts them comes later.
             await asyncio.sleep(min(_LOAD_SECONDS, seconds))
             if not any(await asyncio.gather(*(router.count_requests(group) for router in self._supervisors.values()))):
                 return
@@ -117,7 +117,7 @@ class RouterSet:
         return ""
 
     async def measure_queue(self) -> tuple[float, int]:
-        """(seconds that requests wait at the router where they wait longest, number of groups that have requests)."""
+        """(longest queue time of any router in seconds, number of groups that have requests)."""
         answers = await asyncio.gather(*(router.read_status() for router in self._supervisors.values()))
         statuses = [status for status in answers if status is not None]
         busy = {group.name for status in statuses for group in status.groups if group.running or group.waiting}
@@ -140,7 +140,7 @@ class RouterSet:
                 self._add_router(name, id)
 
     def _add_router(self, name: str, node: str | None) -> None:
-        # Once any router has served, one that cannot start is tried again and does not fail the cluster.
+        # Once any router has served, a router that cannot start is retried and does not fail the cluster.
         has_served = self._has_served or any(router.has_served for router in self._supervisors.values())
         config = router_config(self._config, name, self._config.grpc_port, self._plane)
         resource = None if node else self._config.router_resource

@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class RouterSupervisor:
     """Supervises one router.
 
-    `address` (gRPC) and `http_address` are host:port while the router serves, else "". `failure`: why it will never
-    serve, else "". `has_served`: whether it or a router before it served; then it is restarted for ever. `resource`:
-    a Ray resource of the nodes where it may run. `node`: the id of the node where it must run.
+    `address` (gRPC) and `http_address` are host:port while the router serves, else "". `failure`: why the router will
+    never serve, else "". `has_served`: whether any router has served; if so, this router is always restarted.
+    `resource`: a Ray resource of the nodes where it may run. `node`: the id of the node where it must run.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class RouterSupervisor:
             )
             for state in states
         ]
-        # The router ignores a list that is older than one it has. The clock also grows over a restart of the
-        # supervisor, as a counter would not.
+        # The router ignores a list that is older than its own. The clock, unlike a counter, keeps increasing when the
+        # supervisor restarts.
         self._version = time.time_ns()
         self._send_groups()
 
@@ -92,8 +92,8 @@ class RouterSupervisor:
         return False
 
     async def restart_router(self, drain_seconds: float) -> None:
-        """Start another process at the same address. The old one refuses new requests, and its requests have
-        `drain_seconds` to end. Returns once the new one serves."""
+        """Start another process at the same address. The old process refuses new requests, and its running requests
+        have `drain_seconds` to end. Returns once the new process serves."""
         if self._actor is None or not self.address:
             raise Unavailable(f"{self._config.name} does not serve; wait until it does")
         await self._actor.drain.remote(drain_seconds)
@@ -138,7 +138,7 @@ class RouterSupervisor:
         return ""
 
     async def _start(self) -> RouterHandle:
-        """Find the router that runs, or start one. Return once it serves."""
+        """Find the running router, or start it. Return once it serves."""
         actor = launch.find_router(self._config.name)
         if actor is None:
             actor = launch.start_router(self._config, self._resource, self._node)
@@ -147,7 +147,7 @@ class RouterSupervisor:
         self.http_address = await actor.http_address.remote()
         self.address = address
         self._serves.set()
-        # The next process must listen at the ports that clients know.
+        # After a restart the router must listen at the same ports, which clients know.
         http_port = int(self.http_address.rpartition(":")[2]) if self.http_address else None
         self._config = replace(self._config, port=int(address.rpartition(":")[2]), http_port=http_port)
         self.has_served = True
@@ -157,8 +157,8 @@ class RouterSupervisor:
     async def _watch(self, actor: RouterHandle) -> None:
         """Raises RayError once the router's process has ended, TimeoutError once it hangs.
 
-        A router that is merely busy is left alone: restarting it would end all of its streams. Sends the groups' states
-        after every answer, since a message may fail or overtake another.
+        A router that is only busy is not restarted, because that would end all of its streams. Sends the groups' states
+        after every answer, because a message may be lost or overtake another.
         """
         while True:
             await asyncio.sleep(_WATCH_SECONDS)

@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """What this actor answers to `coatcheck serve`, `restart` and `scale`. See SupervisorHandle for its types.
+    """The actor. `coatcheck serve`, `restart` and `scale` call its methods; SupervisorHandle has their types.
 
     The `get_` and `find_` methods answer at once. The others return when the change is complete.
     """
 
-    # Ray awaits an async actor's constructor in the event loop of its methods, also when it starts the actor again.
+    # Ray awaits an async constructor on the event loop of the methods, also when Ray restarts the actor.
     async def __init__(self, config: ServeConfig, placement: RankPlacement, plane: PlaneCertificates) -> None:  # type: ignore[misc]
         configure_logging(config.log_format, actor="supervisor")
         self._config = config
@@ -55,7 +55,7 @@ class Supervisor:
         return ClusterState(groups, routers, failure, tuple(self._routers.http_addresses))
 
     async def find_unused_group(self) -> str:
-        """See RouterSet.find_unused_group. While there is one, routers may refuse requests for lack of capacity."""
+        """See RouterSet.find_unused_group. Until the result is "", routers may refuse requests for lack of capacity."""
         return await self._routers.find_unused_group()
 
     async def drain_routers(self) -> bool:
@@ -81,7 +81,8 @@ class Supervisor:
         os._exit(1)
 
     async def scale_groups(self, groups: int, drain_seconds: float) -> None:
-        """Have `groups` groups. Returns once every router uses the new ones, or once the removed ones have ended.
+        """Add or remove groups until there are `groups`. Returns once every router uses the new groups, or once the
+        removed groups have ended.
 
         A group that is removed gets no new requests; requests that still run after `drain_seconds` move to other
         groups. Raises InsufficientResources if Ray has no room, and Unavailable if a new group does not start. Then
@@ -90,7 +91,7 @@ class Supervisor:
         await self._groups.scale_groups(groups, drain_seconds)
 
     async def stop_all(self, now: bool = False) -> None:
-        """End every router and rank, and give their resources back. `now`: kill them at once. The caller must kill this
+        """End every router and rank, and release their resources. `now`: kill them at once. The caller must kill this
         actor afterwards."""
         self._supervision.cancel()
         await asyncio.gather(self._supervision, return_exceptions=True)
