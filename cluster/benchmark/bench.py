@@ -34,7 +34,6 @@ from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 _EXIT_INTERRUPTED = 130
 
-
 _LOAD = partial(typer.Option, rich_help_panel="Load")
 _PROMPTS = partial(typer.Option, rich_help_panel="Prompts")
 
@@ -171,7 +170,7 @@ async def _run(
 
 
 def _require_answers(recordings: list[Recording]) -> None:
-    """Raise the error of a failed warm-up request: the run would only measure errors."""
+    """Raise the error of a warm-up request that failed, because the run would then measure only errors."""
     for recording in recordings:
         if recording.status != "OK":
             code = grpc.StatusCode[recording.status]

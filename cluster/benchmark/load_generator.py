@@ -22,7 +22,7 @@ METHOD = "/coatcheck.v1.Generation/GenerateStream"
 
 @dataclass(slots=True)
 class Recording:
-    """One request. Times are seconds since the start of the run. `due`: the time at which it should have been sent."""
+    """One request. Times are seconds since the start of the run. `due`: when the request should have been sent."""
 
     due: float
     sent: float
@@ -70,7 +70,7 @@ class LoadGenerator:
         return time.perf_counter() - begin
 
     async def run_open_loop(self, jobs: Sequence[BenchRequest], concurrency: int | None = None) -> float:
-        """Send each job at its time, with at most `concurrency` running if given. Return the duration in seconds."""
+        """Send each job at its time `at`, at most `concurrency` at once if given. Return the duration in seconds."""
         begin = time.perf_counter()
         room = asyncio.Semaphore(concurrency) if concurrency else None
 

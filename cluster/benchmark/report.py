@@ -22,7 +22,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """One answered request. Times are seconds since the start of the run. Token counts come from the server."""
+    """One answered request. Times are seconds since the start of the run. Token counts come from the server.
+
+    `gaps`: seconds between messages. `arrivals`: (time, number of tokens) of each message.
+    """
 
     due: float
     first: float
@@ -137,13 +140,13 @@ def summarize(
     samples = [sample for sample in measured if isinstance(sample, RequestSample)]
     output = sum(sample.output_tokens for sample in samples)
     prompt = sum(sample.prompt_tokens for sample in samples)
-    kept = [
+    within_slo = [
         sample
         for sample in samples
         if (slo_ttft_ms is None or sample.ttft * 1000 <= slo_ttft_ms)
         and (slo_tpot_ms is None or (sample.tpot or 0.0) * 1000 <= slo_tpot_ms)
     ]
-    judged = slo_ttft_ms is not None or slo_tpot_ms is not None
+    has_objectives = slo_ttft_ms is not None or slo_tpot_ms is not None
     return Report(
         requests=len(measured),
         succeeded=len(samples),
@@ -160,8 +163,8 @@ def summarize(
         tpot_ms=latency(sample.tpot for sample in samples if sample.tpot is not None),
         itl_ms=latency(gap for sample in samples for gap in sample.gaps),
         e2e_ms=latency(sample.e2e for sample in samples),
-        goodput=len(kept) / seconds if judged else None,
-        within_slo=len(kept) / len(measured) if judged and measured else None,
+        goodput=len(within_slo) / seconds if has_objectives else None,
+        within_slo=len(within_slo) / len(measured) if has_objectives and measured else None,
         groups=dict(Counter(sample.group for sample in samples)),
         client_cpu_us_per_token=cpu_seconds / output * 1e6 if output else 0.0,
         unfinished=unfinished,

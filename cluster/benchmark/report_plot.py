@@ -32,10 +32,10 @@ def plot_report(report: Report, samples: Sequence[RequestSample], path: Path) ->
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
     ((first, gaps), (rate, running)) = figure.subplots(2, 2)
-    _distribution(first, "time to the first token", [sample.ttft for sample in samples])
-    _distribution(gaps, "gap between messages (ITL)", [gap for sample in samples for gap in sample.gaps])
-    _throughput(rate, samples, report.seconds)
-    _in_flight(running, samples, report.seconds)
+    _plot_distribution(first, "time to the first token", [sample.ttft for sample in samples])
+    _plot_distribution(gaps, "gap between messages (ITL)", [gap for sample in samples for gap in sample.gaps])
+    _plot_throughput(rate, samples, report.seconds)
+    _plot_in_flight(running, samples, report.seconds)
     figure.suptitle(
         f"{report.succeeded} of {report.requests} requests · {report.output_tokens_per_second:.0f} output tokens/s · "
         f"TTFT p50 {report.ttft_ms.p50:.0f} ms, p99 {report.ttft_ms.p99:.0f} ms"
@@ -48,7 +48,7 @@ def plot_report(report: Report, samples: Sequence[RequestSample], path: Path) ->
         raise InvalidConfig(f"cannot write the plot {path}: {error}") from None
 
 
-def _distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
+def _plot_distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
     axes.set(title=title, xlabel="milliseconds", ylabel="share of all", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if not seconds:
@@ -58,12 +58,12 @@ def _distribution(axes: Any, title: str, seconds: Sequence[float]) -> None:
     for share in (50, 99):
         at = float(np.percentile(values, share))
         axes.axvline(at, linestyle=":", color="grey")
-        # The label of p99 stands to its left: the line may be at the frame.
+        # The label of p99 is left of its line, which may be at the right edge.
         side = "right" if share == 99 else "left"
         axes.annotate(f" p{share}: {at:.{0 if at >= 10 else 1}f} ", (at, 0.04), color="dimgrey", ha=side)
 
 
-def _throughput(axes: Any, samples: Sequence[RequestSample], seconds: float) -> None:
+def _plot_throughput(axes: Any, samples: Sequence[RequestSample], seconds: float) -> None:
     axes.set(title="output", xlabel="seconds", ylabel="tokens/s")
     axes.grid(alpha=0.3)
     arrivals = [arrival for sample in samples for arrival in sample.arrivals]
@@ -75,7 +75,7 @@ def _throughput(axes: Any, samples: Sequence[RequestSample], seconds: float) -> 
     axes.set_ylim(bottom=0)
 
 
-def _in_flight(axes: Any, samples: Sequence[RequestSample], seconds: float) -> None:
+def _plot_in_flight(axes: Any, samples: Sequence[RequestSample], seconds: float) -> None:
     axes.set(title="requests in flight", xlabel="seconds", ylabel="requests")
     axes.grid(alpha=0.3)
     for label, ends in (("answered", [s.last for s in samples]), ("first token came", [s.first for s in samples])):

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request. `at`: seconds since the first request. `blocks`: ids of its prefix blocks; empty: shares nothing."""
+    """One request. `at`: seconds since the first request. `blocks`: ids of its prefix blocks, if known."""
 
     at: float
     input_len: int
@@ -32,7 +32,7 @@ class TraceEntry:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
-    """The first `limit` requests of a .jsonl (Mooncake) or .csv (Azure) file. Raise InvalidConfig with the line."""
+    """The first `limit` requests of a .jsonl (Mooncake) or .csv (Azure) file. Raise InvalidConfig for a bad file."""
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in (".jsonl", ".csv"):
         raise InvalidConfig(f"{path.name} is neither .jsonl (Mooncake) nor .csv (Azure), plain or .gz")
@@ -64,7 +64,7 @@ def _mooncake(file: io.TextIOBase) -> Iterator[TraceEntry]:
 def _azure(file: io.TextIOBase) -> Iterator[TraceEntry]:
     for number, row in enumerate(csv.DictReader(file), 2):
         try:
-            # The file has seven digits of a second, datetime reads six.
+            # The file has seven decimals of a second; datetime reads six.
             at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
             yield TraceEntry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, KeyError, TypeError) as error:

@@ -31,7 +31,7 @@ class BenchRequest:
 class Workload:
     """The settings of all requests. A shared prefix of `prefix_len` tokens precedes `input_len` tokens.
 
-    Workloads with different `cache_salt` share no cached blocks.
+    `text`: every prompt is this text. Workloads with different `cache_salt` share no cached blocks.
     """
 
     vocab_size: int

@@ -1,12 +1,12 @@
-"""AsyncClient: generates from Python coroutines over gRPC. A stream that loses its router goes on at another one.
+"""AsyncClient: generates from Python coroutines over gRPC. A stream that loses its router continues at another.
 
     async with AsyncClient("127.0.0.1:50051") as client:
         result = await client.generate("The capital of France is", max_tokens=8)
         async for chunk in client.stream("Once upon a time", temperature=0.7):
             print(chunk.text, end="")
 
-A resume needs nothing from the lost router: it is the first request again, with the seed and the token ids that the
-client has already received.
+To resume, the client sends the first request again, with the seed and the token ids that it has received. Nothing is
+needed from the lost router.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ API_KEY_VARIABLE = "COATCHECK_API_KEY"
 OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # A router that comes back should be found at once, not after gRPC's usual minutes of back-off.
+    # Reconnect to a restarted router at once, not after gRPC's default backoff of up to minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Despite its name this is also the time limit of one attempt to connect; TLS to a far or busy host takes seconds.
     ("grpc.min_reconnect_backoff_ms", 10_000),
@@ -87,8 +87,8 @@ class AsyncClient:
     to the environment variable COATCHECK_API_KEY. `tls_ca` turns TLS on: a PEM file, or "system" for the host's own
     authorities. `tls_cert` and `tls_key`: the client's own certificate, where routers ask for one.
 
-    `max_resumes` bounds how often one stream moves to another router without a new event in between. `patience` bounds
-    the seconds for which a stream looks for a router.
+    `max_resumes`: how often one stream may move to another router without a new event in between. `patience`: seconds
+    for which a stream looks for a router.
 
     Raises InvalidConfig for addresses or credentials that cannot be used.
     """
@@ -140,7 +140,7 @@ class AsyncClient:
     ) -> GenerationResult:
         """Generate from a text or from token ids. Return the whole answer.
 
-        `sampling` fixes every sampling field. `options` sets single fields; a field that nobody sets takes the model's
+        `sampling` fixes every sampling field. `options` sets single fields; other fields have the model's
         default. `timeout` in seconds bounds the whole request.
 
         Raises InvalidRequest, Overloaded, Unavailable or another CoatcheckError with the server's message.
@@ -214,9 +214,9 @@ class AsyncClient:
     async def stream_events(
         self, request: pb.GenerateRequest, *, timeout: float | None = None
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """One Started, Deltas without gap or repeat, and one Final, over as many routers as the stream needs.
+        """One Started, Deltas without gap or repeat, and one Final, from one router or several in turn.
 
-        Raises the CoatcheckError of the status with which a router refuses, and Unavailable when no router is left.
+        Raises the CoatcheckError of the status of a refusal, and Unavailable if no router can continue the stream.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         delivered = ResumeState(request)
@@ -234,12 +234,12 @@ class AsyncClient:
                 loss: CoatcheckError = Unavailable(f"{self.address} ended the stream before its end")
             except grpc.aio.AioRpcError as error:
                 loss = explain_error(error, self.address, timeout)
-                if not _may_go_on(error.code(), delivered.started):
+                if not _may_resume(error.code(), delivered.started):
                     raise loss from None
             losses += 1
             if losses == 1:
                 lost_since = time.monotonic()
-            # Before the first event every router is asked once; a stream that had begun is worth waiting for.
+            # Before the first event each router is tried once. A started stream is retried for longer.
             budget = self._max_resumes if delivered.started else len(self._addresses) - 1
             if losses > budget or time.monotonic() - lost_since > self._patience:
                 if delivered.started:
@@ -261,7 +261,7 @@ class AsyncClient:
         return self._channels[self.address]
 
     async def _call(self, stub_class: Any, method: str, request: object, timeout: float | None) -> Any:
-        """One unary call to `address`. Raises the CoatcheckError of its refusal."""
+        """One unary call to `address`. Raises the CoatcheckError of its status."""
         call = getattr(stub_class(self.channel()), method)
         try:
             return await call(request, timeout=timeout, metadata=self._credentials.metadata)
@@ -278,10 +278,10 @@ class AsyncClient:
             async for event in call:
                 yield event
         finally:
-            # A caller that leaves early must not leave a sequence running.
+            # A caller that stops iterating must not leave the request running.
             call.cancel()
 
 
-def _may_go_on(code: grpc.StatusCode, started: bool) -> bool:
-    """Whether another router may answer what this one did not. A begun stream outwaits a full router as well."""
+def _may_resume(code: grpc.StatusCode, started: bool) -> bool:
+    """Whether to try another router after status `code`. A started stream also waits for a router that is full."""
     return code is grpc.StatusCode.UNAVAILABLE or (started and code is grpc.StatusCode.RESOURCE_EXHAUSTED)

@@ -5,7 +5,7 @@
         for chunk in client.stream("Once upon a time", temperature=0.7):
             print(chunk.text, end="")
 
-An event loop in a thread of the client's own carries every call, so several threads may share one client.
+Every call runs on an event loop in the client's own thread, so several threads may share one client.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class GenerationStream:
 
 
 class Client:
-    """A blocking client of one or several routers of one cluster. Its arguments are those of AsyncClient."""
+    """A blocking client of one or several routers of one cluster. See AsyncClient for the arguments."""
 
     def __init__(
         self,

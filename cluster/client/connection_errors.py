@@ -8,8 +8,8 @@ import grpc
 from coatcheck.cluster.config.serve_config import DEFAULT_PORT
 from coatcheck.proto.errors import CoatcheckError, Unavailable, error_of
 
-# (phrases in gRPC's message for a call that reached no server, what to tell the user). The first entry of which a
-# phrase occurs is taken. A server that ends or hangs during a handshake puts "handshake" into the message too, so only
+# (phrases in gRPC's message for a call that reached no server, what to tell the user). The first entry with a phrase in
+# the message is used. The message also contains "handshake" if a server ends or hangs during a handshake, so only
 # OpenSSL's own reasons mean that a certificate is wrong.
 _CONNECTIONS = (
     (

@@ -15,7 +15,7 @@ _SYSTEM: Final = "system"
 
 _ACCESS: Final[Any] = partial(typer.Option, rich_help_panel="Access")
 
-# The options of every command that calls a router. Every user of the host can read arguments.
+# The options of every command that calls a router.
 TlsCa = Annotated[
     str | None,
     _ACCESS(envvar="COATCHECK_TLS_CA", help="Use TLS and trust this authority (a PEM file; system: the host's)."),
@@ -45,7 +45,7 @@ class Credentials:
 
     @classmethod
     def build(cls, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, api_key: str | None) -> Self:
-        """From the options. Raise InvalidConfig for files that cannot be read or used."""
+        """From PEM files (`tls_ca`: or "system") and a key. Raise InvalidConfig for values that cannot be used."""
         if bool(tls_cert) != bool(tls_key):
             raise InvalidConfig("--tls-cert and --tls-key belong together; give both")
         if tls_cert and not tls_ca:
@@ -87,7 +87,7 @@ def credentials_from_options(
 
 
 def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) -> None:
-    """Raise InvalidConfig for files that are not valid PEM. gRPC would fail to connect without a reason."""
+    """Raise InvalidConfig for files that are not valid PEM. gRPC would fail to connect and give no reason."""
     import ssl  # imported here because commands without TLS do not need it
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -98,7 +98,7 @@ def _check_certificates(tls_ca: str, tls_cert: str | None, tls_key: str | None) 
             raise InvalidConfig(f"--tls-ca {tls_ca} holds no certificate in PEM") from None
     if tls_cert and tls_key:
         try:
-            # Without a password OpenSSL would ask for one on the terminal; with an empty one it refuses encrypted keys.
+            # Without a password OpenSSL would ask for one on the terminal. An empty password refuses encrypted keys.
             context.load_cert_chain(Path(tls_cert).expanduser(), Path(tls_key).expanduser(), password="")
         except ssl.SSLError:
             pair = f"--tls-cert {tls_cert} and --tls-key {tls_key}"

@@ -4,8 +4,8 @@
     for result in llm.generate(["The capital of France is", "Two and two are"], max_tokens=8, temperature=0):
         print(result.text)
 
-A request passes the router's checks, the group's engine and the router's detokenizer, so the tokens are those that a
-server with the same settings sends.
+Requests use the router's validation and detokenizer and the group's engine, so the tokens equal those of a server with
+the same settings.
 """
 
 import random
@@ -56,8 +56,8 @@ class LLM:
 
     `model`: a directory or a hub id. `device`: auto, cpu or cuda. `dtype`: auto, float32, bfloat16 or float16.
     `kv_memory`: bytes ("4GiB") or a share (0.3) of the free memory for keys and values. `max_model_len`: the longest
-    sequence in tokens; default: what the model's context and the KV pool allow. `seed`: of the requests without a seed
-    of their own; default: a new one for each process. `settings`: further fields of GroupConfig, such as
+    sequence in tokens; default: what the model's context and the KV pool allow. `seed`: the seeds of requests without
+    one are drawn from it; default: random. `settings`: further fields of GroupConfig, such as
     `kv_dtype="int8"` or `max_num_seqs=64`.
 
     Raises InvalidModel for a checkpoint that cannot be served and InvalidConfig for settings that do not fit.
@@ -118,12 +118,12 @@ class LLM:
         """Generate for each prompt, batched. Return one result per prompt, in order.
 
         A prompt is a text or a list of token ids. `sampling` and `options` hold for all prompts; see
-        AsyncClient.generate. `progress` shows a progress bar; default: where the standard error is a terminal.
+        AsyncClient.generate. `progress` shows a progress bar; default: if stderr is a terminal.
 
-        Raises InvalidRequest, and then no prompt has been generated for.
+        Raises InvalidRequest before anything is generated.
         """
-        many: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else prompts
-        requests = [build_request(prompt, sampling=sampling, options=options) for prompt in many]
+        batch: Sequence[Any] = [prompts] if _is_one_prompt(prompts) else prompts
+        requests = [build_request(prompt, sampling=sampling, options=options) for prompt in batch]
         return self._run(requests, progress)
 
     def chat(
@@ -135,9 +135,9 @@ class LLM:
         **options: Unpack[RequestOptions],
     ) -> list[GenerationResult]:
         """Answer each conversation by the model's chat template. One conversation is a list of messages."""
-        one = not conversations or isinstance(conversations[0], Mapping)
-        many: Sequence[Any] = [conversations] if one else conversations
-        requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in many]
+        is_one = not conversations or isinstance(conversations[0], Mapping)
+        batch: Sequence[Any] = [conversations] if is_one else conversations
+        requests = [build_request(messages=messages, sampling=sampling, options=options) for messages in batch]
         return self._run(requests, progress)
 
     def _run(self, messages: Sequence[pb.GenerateRequest], progress: bool | None) -> list[GenerationResult]:
@@ -155,7 +155,7 @@ class LLM:
                     self._step(running)
                     tokens = sum(answer.completion_tokens for answer in answers)
                     bar.update(task, completed=len(requests) - len(running), tokens=tokens)
-        finally:  # after an error or Ctrl-C the engine must not go on with the rest
+        finally:  # after an error or Ctrl-C: abort the remaining requests
             for request_id in running:
                 self._engine.abort_request(request_id)
             while self._engine.has_work:
@@ -165,7 +165,7 @@ class LLM:
     def _check(self, message: pb.GenerateRequest) -> Request:
         """The request as a router would send it, with every default filled in."""
         token_ids = prompt_token_ids(message, self._tokenizer, self.max_model_len)
-        message.request_id = ""  # each prompt of a batch gets an id of its own
+        message.request_id = ""  # each prompt of a batch gets its own id
         return validate_request(
             message,
             token_ids,
@@ -185,13 +185,13 @@ class LLM:
                 continue
             for choice in answer.add(output):
                 self._engine.abort_request(output.request_id, choice)
-            if answer.is_whole:
+            if answer.is_complete:
                 answer.finish()
                 del running[output.request_id]
 
 
 class _Answer:
-    """One request's answer: the engine's outputs pass the same detokenizer and stop strings as in a router."""
+    """Builds the result of one request from engine outputs, with a router's detokenizer and stop strings."""
 
     def __init__(self, request: Request, tokenizer: TokenizerJson, spec: ModelSpec) -> None:
         skip = request.sampling.skip_special_tokens
@@ -203,7 +203,7 @@ class _Answer:
         self._record(pb.GenerateEvent(started=started))
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self._builder.is_complete
 
     @property
@@ -222,7 +222,7 @@ class _Answer:
         return ended
 
     def finish(self) -> None:
-        """Record usage and end."""
+        """Add the Final event."""
         final = pb.Final(usage=self._builder.usage, group=_GROUP, routed_by="", choices=self._builder.choice_ends())
         self._record(pb.GenerateEvent(final=final))
 
@@ -242,7 +242,7 @@ def _engine_request(request: Request) -> EngineRequest:
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
-    """Whether the argument is one prompt: a text, or a list of token ids."""
+    """Whether `prompts` is one prompt: a text, or a list of token ids."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 

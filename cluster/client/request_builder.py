@@ -45,8 +45,9 @@ class SamplingOptions(TypedDict, total=False):
 class RequestOptions(SamplingOptions, total=False):
     """Sampling options, and the options of the request itself.
 
-    `cache_salt`: prefix blocks are shared only between requests of one salt. `session_id`: equally good groups are
-    chosen by session. `priority`: lower values are served first. `retention`: how long the prompt's blocks are kept.
+    `cache_salt`: prefix blocks are shared only between requests of one salt. `session_id`: among groups of equal cost,
+    all requests of a session use the same one. `priority`: lower values are served first. `retention`: how long the
+    prompt's blocks are kept.
     """
 
     model: str
@@ -69,8 +70,8 @@ def build_request(
 ) -> pb.GenerateRequest:
     """The request for `prompt`, or for `messages` by the model's chat template.
 
-    `sampling` sets every field; `options` overrides single ones. Raises InvalidRequest for a value that no server
-    would take.
+    `sampling` sets every field; `options` overrides single ones. Raises InvalidRequest for a value that every
+    server refuses.
     """
     given: dict[str, Any] = {**(options or {})}
     request = pb.GenerateRequest(**{name: given.pop(name) for name in _REQUEST_FIELDS if name in given})
@@ -88,7 +89,10 @@ def build_request(
 
 
 def build_sampling(given: Mapping[str, Any], sampling: SamplingParams | None = None) -> pb.SamplingParams:
-    """The message with `sampling`, or else only with the given options that are not None. Raises InvalidRequest."""
+    """`sampling` overridden by the options that are not None. Without `sampling` only these options are set.
+
+    Raises InvalidRequest.
+    """
     present = {name: value for name, value in given.items() if value is not None}
     if isinstance(stop := present.get("stop"), str):
         present["stop"] = (stop,)

@@ -97,7 +97,7 @@ class TokenUsage:
 class GenerationResult:
     """The answer to one request; it grows while a stream runs.
 
-    `began`: the time when the request was sent, in seconds of the clock whose times `add` is given. `group`: the group
+    `began`: when the request was sent, in seconds of the clock that `now` of `add` comes from. `group`: the group
     that finished the request. `routed_by`: why the router chose that group. `moves`: how often the request moved to
     another group.
     """

@@ -1,18 +1,18 @@
-"""ResumeState: what the client of one stream has received, and the request for the rest."""
+"""ResumeState: what a client has received of one stream, and the request for the rest."""
 
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 
 class ResumeState:
-    """The half-open range of each choice that the client already holds: token ids [0, len(ids))."""
+    """The token ids received for each choice, and the number of log-probabilities received for the prompt."""
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
         self._started: pb.Started | None = None
         self._ids: dict[int, list[int]] = {resumed.choice: list(resumed.token_ids) for resumed in request.resume}
         self._ended: set[int] = set()
-        self._scores = 0  # prompt tokens whose log-probabilities the client has
-        self._scores_seen = 0  # and those that this attempt has sent
+        self._prompt_logprobs = 0  # number received, over all attempts
+        self._attempt_prompt_logprobs = 0  # number sent by the current router
         self.complete = False
 
     @property
@@ -29,14 +29,14 @@ class ResumeState:
         """The original request, or, after the start, the request with its seed, its id and the received token ids."""
         if self._started is None:
             return self._request
-        again = pb.GenerateRequest()
-        again.CopyFrom(self._request)
-        again.request_id = self._started.request_id
-        again.sampling.seed = self._started.seed
-        del again.resume[:]
+        resumed_request = pb.GenerateRequest()
+        resumed_request.CopyFrom(self._request)
+        resumed_request.request_id = self._started.request_id
+        resumed_request.sampling.seed = self._started.seed
+        del resumed_request.resume[:]
         for choice, ids in sorted(self._ids.items()):
-            again.resume.add(choice=choice, token_ids=ids)
-        return again
+            resumed_request.resume.add(choice=choice, token_ids=ids)
+        return resumed_request
 
     def record_event(self, event: pb.GenerateEvent) -> pb.GenerateEvent | None:
         """Record `event` and return it. Return None for an event that repeats what a lost router had sent."""
@@ -50,15 +50,15 @@ class ResumeState:
             if delta.finish_reason:
                 self._ended.add(delta.choice)
         elif kind == "started":
-            self._scores_seen = 0
+            self._attempt_prompt_logprobs = 0
             if self._started is not None:
                 return None
             self._started = event.started
         elif kind == "prompt_logprobs":
             tokens = event.prompt_logprobs.tokens  # a part of the prompt at a time
-            known = min(max(self._scores - self._scores_seen, 0), len(tokens))
-            self._scores_seen += len(tokens)
-            self._scores = max(self._scores, self._scores_seen)
+            known = min(max(self._prompt_logprobs - self._attempt_prompt_logprobs, 0), len(tokens))
+            self._attempt_prompt_logprobs += len(tokens)
+            self._prompt_logprobs = max(self._prompt_logprobs, self._attempt_prompt_logprobs)
             if known == len(tokens):
                 return None
             if known:

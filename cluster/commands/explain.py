@@ -57,7 +57,7 @@ def explain(
 
 
 def _cost_table(costs: Sequence[pb.GroupCost]) -> "Table":
-    """A row for each group. A term that is zero for all of them has no column."""
+    """A row for each group. A term that is zero for all groups has no column."""
     shown = {name: f"{name}_seconds" for name in _SECONDS}
     columns = {"cost": [f"{cost.total_seconds:.3f} s" for cost in costs]}
     columns |= {name: [f"{getattr(cost, field):.3f}" for cost in costs] for name, field in shown.items()}

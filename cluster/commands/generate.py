@@ -122,6 +122,7 @@ async def _stream(
 
 
 def put_prompt(request: pb.GenerateRequest, prompt: str, chat: bool, system: str | None, token_ids: bool) -> None:
+    """Set the prompt of `request`. Raise typer.BadParameter for flags that exclude each other."""
     if token_ids and chat:
         raise typer.BadParameter("--token-ids and --chat exclude each other")
     if system is not None and not chat:

@@ -50,7 +50,7 @@ def _add_key(file: Path, name: str, hashed: str, role: str | None) -> None:
         entry = {"name": name, "role": role or "user", "keys": []}
         tenants.append(entry)
     entry.setdefault("keys", []).append(hashed)
-    # A router may read the file at any moment, so the new one replaces it as a whole. Comments are lost.
+    # Replaced as a whole, because a router may read the file at any moment. Comments in the file are lost.
     made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(create_file(made, mode=0o666), "w") as output:

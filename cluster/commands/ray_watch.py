@@ -1,6 +1,6 @@
 """RayWatch: ends `coatcheck serve` early and with one error line when the Ray that it uses is lost.
 
-Ray's client waits a minute for a GCS (the head's process) or a raylet (the node manager's process) that is gone. It
+Ray's client waits a minute for a lost GCS (the head's process) or raylet (the node manager's process). The client
 cannot be interrupted meanwhile, and then ends the process with log lines of its own. A thread of RayWatch is faster: a
 local Ray is lost once either process has ended. The head of a joined cluster may be restarted, so RayWatch waits for
 that head as long as Ray's client would.
@@ -33,7 +33,7 @@ from coatcheck.cluster.ray_cluster.ray_address import is_listening
 _POLL_SECONDS: Final = 1.0
 _MISSES: Final = 3  # failed connections in a row before the head counts as lost: a busy head may miss one
 _KILL_SECONDS: Final = 5.0  # longest wait until a killed process has ended; a busy machine delays that
-# Program names of Ray's processes, and what messages call them; a message adds the process id and the bracket.
+# Program names of Ray's processes, and their names in messages, which add the process id and close the bracket.
 _PROCESSES: Final = {"gcs_server": "head (its GCS", "raylet": "node manager (its raylet"}
 
 
@@ -43,7 +43,7 @@ class RayWatch:
     def __init__(self, console: Console, signals: StopSignals) -> None:
         self._console = console
         self._signals = signals
-        self._watched: dict[int, str] = {}  # pidfd -> what messages call the process
+        self._watched: dict[int, str] = {}  # pidfd -> the process in messages
         self._stopped = threading.Event()
         # Acquired once and never released, by the thread that decides how the command ends: `stop`, or a loss of Ray.
         self._exit_lock = threading.Lock()
@@ -58,7 +58,7 @@ class RayWatch:
             if name in _PROCESSES:
                 with suppress(OSError):  # no pidfd_open in this kernel or sandbox: only Ray's client notices then
                     self._watched[os.pidfd_open(pid)] = f"{_PROCESSES[name]}, process {pid})"
-        self._run(self._watch_own, logs)
+        self._run(self._watch_local, logs)
 
     def watch_joined_ray(self, address: str, reconnect_seconds: float) -> None:
         """Watch the head of the cluster at `address`. The process ends once the head has been gone for
@@ -75,7 +75,7 @@ class RayWatch:
     def _run(self, watch: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=watch, args=arguments, daemon=True).start()
 
-    def _watch_own(self, logs: Path) -> None:
+    def _watch_local(self, logs: Path) -> None:
         ours = children()  # Ray's client waits for these itself
         while not (ended := self._wait_for_end(_POLL_SECONDS)):
             reap_children(children() - ours)
@@ -100,7 +100,7 @@ class RayWatch:
             poller.poll(_KILL_SECONDS * 1000)
 
     def _wait_for_end(self, seconds: float) -> str:
-        """Wait up to `seconds` for a watched process to end. Returns what messages call it; "" if none ended."""
+        """Wait up to `seconds` for a watched process to end. Returns its name for messages; "" if none ended."""
         poller = select.poll()
         for descriptor in self._watched:
             poller.register(descriptor, select.POLLIN)

@@ -57,8 +57,8 @@ def _restart_groups(supervisor: "SupervisorHandle", groups: list[str], drain_sec
 
 
 def _restart_supervisor(supervisor: "SupervisorHandle") -> None:
-    """Returns once the new supervisor has adopted everything, after 30 s at the latest: if something is wrong then, the
-    restart of a group says it."""
+    """Return once the new supervisor has adopted everything, or after 30 s. A fault that remains then shows in the
+    restart of a group."""
     import ray
     from ray.exceptions import RayError
 
@@ -66,7 +66,7 @@ def _restart_supervisor(supervisor: "SupervisorHandle") -> None:
         ray.get(supervisor.restart_supervisor.remote())
     deadline = time.monotonic() + _ADOPT_SECONDS
     while time.monotonic() < deadline:
-        with suppress(RayError):  # the new one has not started yet
+        with suppress(RayError):  # the new supervisor has not started yet
             if ray.get(supervisor.get_state.remote(), timeout=_ADOPT_SECONDS).is_ready:
                 return
         time.sleep(_POLL_SECONDS)

@@ -1,7 +1,7 @@
 """`coatcheck serve`: checks the settings, then starts a cluster, shows its progress, and stops it after a signal.
 
-With --ray-address the cluster runs on without this command, and the same command finds it again. Without, the command
-starts a local Ray that ends with it. Ray is imported only after all settings are checked.
+With --ray-address the cluster keeps running without this command, and the same command finds it again. Otherwise the
+command starts a local Ray, which ends with the command. Ray is imported only after all settings are checked.
 """
 
 from pathlib import Path

@@ -42,10 +42,12 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
-_ANSWER_SECONDS = 10.0  # for one call to the supervisor; then the call is repeated
-_SILENT_SECONDS = 300.0  # for all calls: a busy host may need minutes to start the supervisor's process
-_DEAD_SECONDS = 60.0  # for all calls, if Ray does not start that process
-_SIGNALLED_SECONDS = 5.0  # for all calls, once a signal has come
+_ANSWER_SECONDS = 10.0  # time for one call to the supervisor; then the call is repeated
+# Time for a call with all repetitions: usually, because a busy host may need minutes to start the supervisor's process;
+# if Ray does not start that process; and once a signal has come.
+_SILENT_SECONDS = 300.0
+_DEAD_SECONDS = 60.0
+_SIGNALLED_SECONDS = 5.0
 _STOP_SECONDS = 15.0
 _KILL_GRACE_SECONDS = 1.0  # for processes that end by themselves because Ray has ended
 _CONNECT_SECONDS = 3.0  # a router normally needs less to connect to a serving group
@@ -70,7 +72,7 @@ class ServeSession:
             self._print(f"warning: {warning}")
 
     def run(self) -> int:
-        """Returns the exit code. Raises CoatcheckError for whatever keeps the cluster from serving."""
+        """Serve until a signal. Returns the exit code. Raises CoatcheckError if the cluster cannot serve."""
         silence_ray_driver()
         if self._starts_ray:
             configure_local_ray()
@@ -142,8 +144,8 @@ class ServeSession:
             )
 
     def _publish_token(self) -> None:
-        """Let other commands of this user find a local Ray. Only now: a signal before this point ends the process
-        without cleaning up."""
+        """Let other commands of this user find a local Ray. Called after
+        `ends_at_once` is cleared, so that the file is always removed."""
         from coatcheck.cluster.ray_cluster.ray_connection import head_address
 
         if not self._starts_ray or self._signals.asked.is_set():
@@ -244,10 +246,10 @@ class ServeSession:
                 return
 
     def _call(self, method: "RemoteMethod[[], T]") -> T:
-        """Call a method of the supervisor and return the result. Until then print a line every 10 s.
+        """Call a method of the supervisor and return the result. Prints a line every 10 s while there is no answer.
 
-        Raises Unavailable after five minutes, after one if Ray does not start the supervisor, or after 5 s if a signal
-        has come.
+        Raises Unavailable after 300 s, after 60 s if Ray does not start the supervisor, or after 5 s if a signal has
+        come.
         """
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
@@ -270,12 +272,12 @@ class ServeSession:
                 is_dead = isinstance(error, ActorDiedError) or not is_raylet_listening()
                 if self._has_timed_out(began, _DEAD_SECONDS if is_dead else _SILENT_SECONDS):
                     if not self._starts_ray:
-                        self._supervisor = None  # the cluster goes on: without a supervisor nothing can end it
+                        self._supervisor = None  # the cluster keeps running, because only a supervisor can end it
                     raise Unavailable(f"the supervisor does not answer: {_silence_reason(error)}") from None
                 time.sleep(_POLL_SECONDS)
 
     def _has_timed_out(self, began: float, seconds: float) -> bool:
-        """Whether a call first made at `began` has waited for `seconds`, or for 5 s if a signal has come."""
+        """Whether `seconds` have passed since `began`, or 5 s if a signal has come."""
         return time.monotonic() > began + (_SIGNALLED_SECONDS if self._signals.asked.is_set() else seconds)
 
     def _print(self, line: str) -> None:
@@ -286,8 +288,8 @@ class ServeSession:
 
 
 def check_same_settings(running: ServeConfig, wanted: ServeConfig) -> None:
-    """Raises InvalidConfig unless the running cluster has the wanted settings. Ignored are the address, which has many
-    spellings; the number of groups, which `coatcheck scale` changes; and the time limit of a start."""
+    """Raises InvalidConfig unless the running cluster has the wanted settings. Ignores the address, which has many
+    spellings, the number of groups, which `coatcheck scale` changes, and the time limit of a start."""
     ignored = ("ray_address", "groups", "ray_start_timeout")
     if running != wanted.model_copy(update={name: getattr(running, name) for name in ignored}):
         raise InvalidConfig(
@@ -297,7 +299,7 @@ def check_same_settings(running: ServeConfig, wanted: ServeConfig) -> None:
 
 
 def ready_line(config: ServeConfig, state: "ClusterState") -> str:
-    """The line that says where clients connect, and how much the group with the fewest KV blocks holds."""
+    """The `ready:` line: the addresses for clients, and the capacity of the group with the fewest KV blocks."""
     rank = min((group.ranks[0] for group in state.groups), key=lambda rank: rank.num_blocks)
     longest, tokens = rank.max_model_len, rank.num_blocks * config.block_size
     http = f" and http{'s' if config.tls_cert else ''}://{state.http[0]}" if state.http else ""

@@ -93,7 +93,7 @@ def call_admin(access: Credentials, address: str, method: str, request: Any, tim
 
 
 def as_json_object(message: Message) -> dict[str, Any]:
-    """The fields of `message`, also those that are zero. 64-bit integers are numbers; protobuf's JSON has strings."""
+    """The fields of `message`, also zeros. 64-bit integers stay numbers; protobuf's own JSON makes them strings."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if not field.has_presence or message.HasField(field.name):

@@ -14,9 +14,9 @@ EXIT_STOPPED: Final = 130
 class StopSignals:
     """`asked` is set by the first signal, `forced` by the second.
 
-    Signals are only recorded: an exception from a handler would interrupt Ray's code anywhere. A thread records them,
-    because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, there is
-    nothing to clean up, and the first signal ends the process.
+    Signals are only recorded, because an exception from a handler would interrupt Ray's code anywhere. A thread records
+    them, because Python runs handlers in the main thread, which Ray may block for minutes. While `ends_at_once`, there
+    is nothing to clean up, and the first signal ends the process.
     """
 
     def __init__(self) -> None:

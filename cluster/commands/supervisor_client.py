@@ -21,7 +21,7 @@ RayAddress = Annotated[
 
 @contextmanager
 def connect_to_supervisor(ray_address: str) -> Iterator["SupervisorHandle"]:
-    """The supervisor of the cluster at `ray_address`. What Ray raises inside is raised as a CoatcheckError."""
+    """The supervisor of the cluster at `ray_address`. Errors of Ray inside the context become CoatcheckErrors."""
     address = find_ray(ray_address, own=True)
     if ray_address == "auto":
         print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CALL_SECONDS: Final = 10.0
 _POINTS: Final = 60  # in a sparkline
-_MAX_BAR, _MIN_BAR, _BESIDE_BAR = 28, 6, 76  # cells
+_MAX_BAR, _MIN_BAR, _BESIDE_BAR = 28, 6, 76  # widths in columns: of a bar, and of the rest of its row
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -77,7 +77,7 @@ def top(
 
 
 class History:
-    """The last 60 samples of what is drawn over time: generated tokens a second, and waiting requests."""
+    """The last 60 samples of the sparklines: generated tokens per second, and waiting requests."""
 
     def __init__(self) -> None:
         self.rates: deque[float] = deque(maxlen=_POINTS)
@@ -85,7 +85,7 @@ class History:
         self._last: tuple[float, int] | None = None
 
     def add_sample(self, status: pb.StatusResponse, now: float) -> None:
-        """Add the sample of time `now`. A restarted group counts its tokens from 0; the rate is then 0 once."""
+        """Add the sample of time `now`. After a group restarts, its token count starts at 0, and one rate is 0."""
         tokens = sum(group.generated_tokens for group in status.groups)
         self.waiting.append(sum(group.waiting for group in status.groups))
         if self._last is not None and now > self._last[0]:
