@@ -19,7 +19,7 @@ VERSION: Final = __version__
 
 
 def disagreement(other: str, contract: int, version: str) -> str:
-    """Why this process refuses `other`, which has this contract and version; "" if the contracts are equal."""
+    """The message that refuses process `other` with its `contract` and `version`; "" if the contracts are equal."""
     if contract == CONTRACT:
         return ""
     return (

@@ -96,7 +96,7 @@ class InvalidConfig(CoatcheckError):
     """A setting is invalid."""
 
 
-# class -> (google.rpc code, HTTP status). A subclass without a row has its parent's.
+# class -> (google.rpc code, HTTP status). A subclass without an entry has its parent's.
 STATUS: Final[dict[type[CoatcheckError], tuple[int, int]]] = {
     InvalidRequest: (3, 400),
     Unauthenticated: (16, 401),
@@ -143,7 +143,7 @@ def status_of(error: BaseException) -> tuple[int, int]:
 
 
 def error_of(code: int, message: str) -> CoatcheckError:
-    """The error for a google.rpc code, on the side that receives the code."""
+    """The error for a google.rpc code that was received."""
     for kind, (grpc_code, _) in STATUS.items():
         if grpc_code == code:
             return kind(message)

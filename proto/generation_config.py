@@ -24,7 +24,7 @@ _REMEDY: Final = "correct the file, or serve with --generation-config none, whic
 class SamplingDefaults:
     """Values for sampling fields that a request leaves unset. None: the default of SamplingParams.
 
-    `max_new_tokens`: the request's max_tokens, unless the context has less room.
+    `max_new_tokens`: for max_tokens; less if the context has less room.
     """
 
     temperature: float | None = None
@@ -35,7 +35,7 @@ class SamplingDefaults:
     max_new_tokens: int | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """As `given_values`, without max_tokens."""
+        """Like `given_values`, without max_tokens."""
         return {name: value for name, value in self.given_values().items() if name != "max_tokens"}
 
     def given_values(self) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
             values[name] = value
     if "top_k" in values:
         values["top_k"] = max(values["top_k"], 0)  # vLLM writes -1 for "off"
-    most = values.pop("max_new_tokens", None)
-    _require(most is None or most >= 1, file, "max_new_tokens", most, "at least 1")
+    max_new_tokens = values.pop("max_new_tokens", None)
+    _require(max_new_tokens is None or max_new_tokens >= 1, file, "max_new_tokens", max_new_tokens, "at least 1")
     do_sample = fields.get("do_sample")
     _require(do_sample is None or isinstance(do_sample, bool), file, "do_sample", do_sample, "true or false")
     if do_sample is False:
@@ -81,7 +81,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
         SamplingParams(**values)
     except InvalidRequest as error:
         raise InvalidModel(f"{file}: {error}; {_REMEDY}") from None
-    return SamplingDefaults(**values, max_new_tokens=most)
+    return SamplingDefaults(**values, max_new_tokens=max_new_tokens)
 
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Grammar: the structure that an answer must have, for routers and ranks.
 
-A router refuses a grammar that does not compile before any group gets it. Ranks compute token masks from the grammar.
-llguidance and the wire messages are imported late: an engine that uses neither needs only torch and transformers.
+A router compiles a grammar before any group gets it, and refuses one that fails. Ranks compute token masks from the
+grammar. llguidance and the wire messages are imported late: an engine that uses neither needs only torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Kind = Literal["json_schema", "regex", "grammar", "choices"]
 KINDS: Final[tuple[Kind, ...]] = ("json_schema", "regex", "grammar", "choices")
 MAX_BYTES: Final = 256 * 1024
 _MAX_CHOICES: Final = 4096
-# One space after commas and colons and no other whitespace: some models would write spaces forever. A schema's own
-# "x-guidance" overrides this.
+# One space after commas and colons and no other whitespace, because some models would generate spaces without end. A
+# schema's own "x-guidance" overrides this.
 JSON_STYLE: Final[JsonCompileOptions] = {
     "whitespace_flexible": False,
     "item_separator": ", ",

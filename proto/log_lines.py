@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TextIO, get_args
 from coatcheck.proto.errors import InvalidConfig
 
 LogFormat = Literal["text", "json"]
-_OWN: Final = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
+_STANDARD_FIELDS: Final = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 
 def check_log_format(written: str) -> None:
@@ -24,7 +24,7 @@ def check_log_format(written: str) -> None:
 
 
 def configure_logging(written: str, *, stream: TextIO | None = None, **always: str) -> None:
-    """Log everything from INFO on to `stream` (stderr). `always`: fields of every line."""
+    """Log records of level INFO and above to `stream` (default: stderr). `always`: fields of every line."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(always) if written == "json" else TextLines(always))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -33,7 +33,9 @@ def configure_logging(written: str, *, stream: TextIO | None = None, **always: s
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields in `extra`. Names with an underscore are left out: libraries such as Ray add them."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")}
+    return {
+        name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS and not name.startswith("_")
+    }
 
 
 class JsonLines(logging.Formatter):

@@ -1,6 +1,6 @@
 """PlaneCertificate: the certificates with which routers and groups of one cluster authenticate each other.
 
-A certificate is valid for one side only: a router's opens connections, a group's accepts them. ClusterCA signs both.
+A router's certificate is valid only for opening connections, a group's only for accepting them. ClusterCA signs both.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ ROUTER: Final = "router.coatcheck.internal"
 
 @dataclass(frozen=True)
 class PlaneCertificate:
-    """PEM. `authority`: the only authority that the cluster trusts."""
+    """A certificate and its key, in PEM. `authority`: the certificate of the only authority that the cluster trusts."""
 
     certificate: bytes = field(repr=False)
     key: bytes = field(repr=False)

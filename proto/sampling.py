@@ -1,6 +1,6 @@
 """SamplingParams: the sampling settings of one request, with defaults filled in and bounds checked.
 
-Scalars of the wire message may be unset. Routers and workers use this frozen form.
+In the wire message scalars may be unset. Routers and workers use this class.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ def check_endpoint(endpoint: str | None) -> None:
         raise InvalidConfig(
             f"otlp-endpoint is {endpoint!r}; write the collector's gRPC address, such as http://127.0.0.1:4317"
         )
-    # Parents first: find_spec raises if the parent of a module is missing.
+    # In this order, because find_spec raises if the parent of a module is missing.
     needed = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.exporter.otlp.proto.grpc")
     if not all(find_spec(name) for name in needed):
         raise InvalidConfig("otlp-endpoint needs OpenTelemetry; pip install 'coatcheck[otel]', or leave it out")
 
 
 class Tracing:
-    """Create it with `to`. `close` sends the remaining spans."""
+    """Sends the spans of one process. Create it with `Tracing.to`."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -65,7 +65,7 @@ class Tracing:
         return cls(provider)
 
     def extract_context(self, carrier: Mapping[str, str]) -> "Context":
-        """The context of the span that `carrier` names. Empty if it names none or is malformed."""
+        """The context of the span in the headers `carrier`. Empty if the headers are missing or malformed."""
         from opentelemetry.context import Context
 
         return self._propagator.extract(carrier, context=Context())
@@ -78,7 +78,7 @@ class Tracing:
         return set_span_in_context(span, Context())
 
     def inject_context(self, span: "Span") -> Mapping[str, str]:
-        """The headers with which another process makes its spans children of `span`."""
+        """The headers that make spans of another process children of `span`."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, context=self.child_context(span))
         return carrier
