@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TextIO, get_args
 from coatcheck.proto.errors import InvalidConfig
 
 LogFormat = Literal["text", "json"]
-_STANDARD_FIELDS: Final = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
+_RESERVED: Final = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 
 def check_log_format(written: str) -> None:
@@ -33,9 +33,7 @@ def configure_logging(written: str, *, stream: TextIO | None = None, **always: s
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields in `extra`. Names with an underscore are left out: libraries such as Ray add them."""
-    return {
-        name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS and not name.startswith("_")
-    }
+    return {name: value for name, value in vars(record).items() if name not in _RESERVED and not name.startswith("_")}
 
 
 class JsonLines(logging.Formatter):
