@@ -12,7 +12,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
-{{- /* The labels that the operator itself puts on the pods of a group. */ -}}
+{{- /* The labels that the KubeRay operator puts on the pods of a worker group. */ -}}
 {{- define "coatcheck.pods" -}}
 ray.io/cluster: {{ include "coatcheck.name" .root }}
 ray.io/group: {{ .group }}
@@ -27,7 +27,7 @@ ray.io/group: {{ .group }}
 {{- else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}
 {{- end }}
 
-{{- /* Ranks in a worker pod, and groups in one. */ -}}
+{{- /* coatcheck.ranks: ranks in a worker pod. coatcheck.replicas: worker replicas that the groups need. */ -}}
 {{- define "coatcheck.ranks" -}}
 {{ if .Values.worker.gpus }}{{ .Values.worker.gpus }}{{ else }}{{ div .Values.model.tp .Values.worker.hosts }}{{ end }}
 {{- end }}
@@ -37,7 +37,7 @@ ray.io/group: {{ .group }}
 {{ div (mul .Values.model.groups .Values.model.tp) $ranks }}
 {{- end }}
 
-{{- /* What the schema cannot say: how values must agree. */ -}}
+{{- /* Checks values that depend on each other, which the schema cannot do. */ -}}
 {{- define "coatcheck.check" -}}
 {{- $tp := .Values.model.tp | int }}{{ $gpus := .Values.worker.gpus | int }}{{ $hosts := .Values.worker.hosts | int -}}
 {{- if gt $hosts 1 }}
@@ -72,7 +72,7 @@ ray.io/group: {{ .group }}
 {{- end }}
 {{- end }}
 
-{{- /* What a client in this release brings. Its name for the router is the Service's, which the certificate must have. */ -}}
+{{- /* Credentials of the chart's own clients. They expect the Service's name in the router's certificate. */ -}}
 {{- define "coatcheck.clientEnv" -}}
 {{- if .Values.adminKey.name }}
 - name: COATCHECK_API_KEY
@@ -122,7 +122,7 @@ fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{- /* The root file system is read-only: whatever is written goes below /tmp or /cache. */ -}}
+{{- /* The root file system is read-only: all files are written below /tmp or /cache. */ -}}
 {{- define "coatcheck.env" -}}
 - {name: HOME, value: /cache}
 - {name: HF_HOME, value: /cache/hub}
@@ -162,7 +162,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end }}
 
-{{- /* A raylet that has joined; the operator adds liveness and, where we have none, readiness of the same kind. */ -}}
+{{- /* Succeeds once the raylet has joined. The operator adds a liveness probe, and a readiness probe if we set none. */ -}}
 {{- define "coatcheck.startup" -}}
 startupProbe:
   httpGet: {path: /api/local_raylet_healthz, port: 52365}
@@ -173,7 +173,7 @@ startupProbe:
 
 {{- define "coatcheck.pod" -}}
 securityContext: {{- include "coatcheck.podSecurity" .root | nindent 2 }}
-{{- /* The autoscaler, in the head pod, needs the token of an account that may scale: the operator grants it that. */}}
+{{- /* The autoscaler runs in the head pod. It needs the token of the service account to which the operator grants scaling. */}}
 automountServiceAccountToken: {{ .scales | default false }}
 {{- if not .scales }}
 serviceAccountName: {{ include "coatcheck.serviceAccount" .root }}
