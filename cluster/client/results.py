@@ -72,15 +72,15 @@ class GenerationChoice:
         self.stopped_by = self.stopped_by if chunk.stopped_by is None else chunk.stopped_by
 
     def to_json(self, *, logprobs: bool) -> dict[str, Any]:
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "stopped_by": self.stopped_by,
         }
         if logprobs:
-            made["logprobs"] = [token.to_json() for token in self.logprobs]
-        return made
+            fields["logprobs"] = [token.to_json() for token in self.logprobs]
+        return fields
 
 
 @dataclass(frozen=True, slots=True)

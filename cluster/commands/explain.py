@@ -28,7 +28,7 @@ def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     address: Annotated[str, typer.Option(help="The router, HOST:PORT.")] = DEFAULT_ADDRESS,
     max_tokens: Annotated[
-        int | None, typer.Option(help="As for `generate`. Groups that cannot hold so many tokens are left out.")
+        int | None, typer.Option(help="As for `generate`. Groups without room for prompt and answer are left out.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message for the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before PROMPT; needs --chat.")] = None,

@@ -51,11 +51,11 @@ def _add_key(file: Path, name: str, hashed: str, role: str | None) -> None:
         tenants.append(entry)
     entry.setdefault("keys", []).append(hashed)
     # Replaced as a whole, because a router may read the file at any moment. Comments in the file are lost.
-    made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(create_file(made, mode=0o666), "w") as output:
+        with os.fdopen(create_file(temporary, mode=0o666), "w") as output:
             output.write(yaml.safe_dump({"tenants": tenants}, sort_keys=False))
-        made.replace(file)
+        temporary.replace(file)
     except OSError as error:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise InvalidConfig(f"{file}: {error.strerror or error}") from None

@@ -5,7 +5,7 @@ A field is written once, with `setting(panel, description, default, **bounds)`. 
     the flags        with_flags(ServeConfig), a decorator of the Typer command
     the values       ServeConfig.build(flags, file), which refuses unknown names and wrong values
     --help           the description and the default
-    README's table   the same two; a test compares them
+    README's table   the description and the default; a test compares them
 """
 
 import difflib

@@ -47,7 +47,7 @@ _SMALL_SHARE: Final = 0.01
 
 
 def start_supervisor(supervisor_class: type[Any], config: ServeConfig, placement: RankPlacement) -> SupervisorHandle:
-    """Start the supervisor, at Ray's head. If it dies, Ray starts it again with the same arguments.
+    """Start the supervisor at Ray's head. If the supervisor dies, Ray starts it again with the same arguments.
 
     The certificates are signed here, once, so that a restarted supervisor can talk to running routers and groups.
     `supervisor_class` is `Supervisor`. The caller passes that class because `supervision` imports this module.
@@ -72,7 +72,7 @@ def start_router(config: RouterConfig, resource: str | None = None, node: str | 
 
     `node`: the id of the node to run on. Without it the router waits for any node that offers `resource`, if given.
     """
-    actor_class: Any = RouterActor  # @ray.remote made it an actor class; type checkers see the plain class
+    actor_class: Any = RouterActor  # an actor class of Ray; type checkers see the plain class
     options = actor_class.options(
         name=config.name,
         namespace=NAMESPACE,

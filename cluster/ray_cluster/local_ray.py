@@ -37,10 +37,10 @@ def publish_token(folder: Path, address: str, token: str) -> Iterator[None]:
     port = address.rpartition(":")[2]
     file = _token_file(folder, port)
     # Create a new file and rename it, so that a file of another user at this name is replaced and never written to.
-    made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-    with os.fdopen(create_file(made), "w") as output:
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    with os.fdopen(create_file(temporary), "w") as output:
         output.write(f"{port} {token}")
-    made.replace(file)
+    temporary.replace(file)
     try:
         yield
     finally:

@@ -54,7 +54,7 @@ class GroupSet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._task_group: asyncio.TaskGroup | None = None
         self._removed: set[str] = set()  # names whose start number is still in Ray's key-value store
-        self._growing: set[str] = set()  # names that a scaling is adding; if one fails, only the scaling fails
+        self._growing: set[str] = set()  # groups that `_add_groups` is adding; if one fails, the cluster does not fail
         self._change_lock = asyncio.Lock()
 
     @property
@@ -87,7 +87,7 @@ class GroupSet:
             for name, strategy in zip(names, strategies, strict=False):
                 await self._reserve(name, strategy, wait=not self._is_restarted)
             self._supervisors = [self._make_supervisor(name, has_served=self._is_restarted) for name in names]
-            # Routers drop every group that is not in the list they get. So the first list must be complete.
+            # Routers drop every group that a list lacks, so the first list must be complete.
             await asyncio.gather(*(supervisor.adopt_group() for supervisor in self._supervisors))
             self._publish_states()
             for supervisor in self._supervisors:

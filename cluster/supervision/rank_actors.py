@@ -31,7 +31,7 @@ _WAITS_WHILE_STARTING = 120  # a rank that imports torch answers nothing for a w
 
 
 class RankEnded(Exception):
-    """A rank has ended or hangs. The message says which one and why."""
+    """A rank has ended or hangs. The message names the rank and the reason."""
 
 
 class RankHosts:
