@@ -1,4 +1,4 @@
-"""Arch: the properties of a GPU that launch parameters depend on, as numbers, so that choices can be tested without it.
+"""Arch: the properties of a GPU that launch parameters depend on, as numbers, so that tests need no GPU.
 
 `takes_triton` says which tensors go to Triton's kernels.
 """
@@ -47,7 +47,7 @@ def takes_triton(tensor: Tensor) -> bool:
 
 @cache
 def arch_of(device: torch.device) -> Arch:
-    """The Arch of a CUDA or ROCm device. In the interpreter that of an sm_90 without PTX, for every device."""
+    """The Arch of a CUDA or ROCm device. In Triton's interpreter: sm_90 without PTX, for every device."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return SM_90._replace(convert=1)
     if torch.version.hip is not None:

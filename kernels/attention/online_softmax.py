@@ -1,4 +1,4 @@
-"""Online softmax over tiles of keys: the scores of a tile, and what its values add to the rows that see it.
+"""Online softmax over tiles of keys: the scores of a tile, and the update of the running sums by its values.
 
     peak, total, acc = running maximum, sum of exp and weighted values of each row, before any division
 
@@ -36,8 +36,9 @@ def _absorbed(
 ):  # fmt: skip
     """(acc, high_acc, peak, total) after one more tile.
 
-    Scores are in powers of two if CAPPED, else once multiplied by `slope` (`scale` in the scores' shape). `v_scale` is
-    used if KIND is above 0, `high_acc` for int4. Not MASKED: no row consists of -inf. Weights are rounded to `dtype`.
+    If CAPPED, `score` holds exponents of 2. Otherwise `score * slope` does; `slope` is `scale` in the shape of the
+    scores. `v_scale` is used if KIND is above 0, `high_acc` for int4. If not MASKED, no row may be all -inf. Weights
+    are rounded to `dtype`.
     """
     top = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top

@@ -96,7 +96,7 @@ _last_tables: tuple[Tensor, Tensor, Tensor, torch.device] | None = None
 
 
 def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, device: torch.device) -> None:
-    """Check the tensors of a step once. Every layer brings the same ones, so the last checked are remembered."""
+    """Check the tensors of a step once. All layers pass the same tensors, so the last ones are remembered."""
     global _last_tables
     last = _last_tables
     if last and last[0] is block_tables and last[1] is seq_lens and last[2] is cu_seqlens_q and last[3] == device:

@@ -2,8 +2,8 @@
 
 One program computes a tile: BLOCK_M rows, which are consecutive queries of one sequence for PACK heads of one KV head
 each, over the cached prefix and the chunk itself, through the block table; sequences are ragged by cu_seqlens_q. The
-tiles of all sequences stand in one row, so that a prompt among many decodes does not make programs for them. Sequences
-with a single query are skipped, because the decode kernel computes them.
+grid numbers the tiles of all sequences consecutively, so decodes in the batch cost no programs. Sequences with a single
+query are skipped, because the decode kernel computes them.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
@@ -175,9 +175,9 @@ def launch_prefill(
     max_seqlen_q: int, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None, out: Tensor,
     batch_invariant: bool = False, num_prefills: int | None = None, *, launch: PrefillLaunch | None = None,
 ) -> None:  # fmt: skip
-    """`batch_invariant`: sequences with one query too, and tiles whose size does not depend on `max_seqlen_q`.
-    `num_prefills`: so many sequences bring more than one query, the others one each; None where nobody has counted.
-    `launch` overrules what is picked."""
+    """`batch_invariant`: also computes sequences with one query, in tiles whose size does not depend on `max_seqlen_q`.
+    `num_prefills`: the number of sequences with several queries, if all others have one; None: unknown. `launch`
+    replaces the chosen launch parameters."""
     tokens, heads, dim = q.shape
     num_seqs, group = len(seq_lens), heads // cache.kv_heads
     if num_seqs == 0 or tokens == 0:

@@ -39,10 +39,10 @@ _passed = Passed()
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x, y, y_row, cos, sin, heads, inside, ROT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Rotate a token's heads and copy the elements behind rot_dim. HALF covers half of rot_dim."""
+    """Rotate a token's heads and copy the elements after rot_dim. HALF covers half of rot_dim."""
     i = tl.arange(0, HALF)
     half = i < ROT // 2
     mask = inside[:, None] & half[None]
@@ -79,7 +79,7 @@ def _rotary(
     sin += token * ROT
     if tile < TILES:
         heads = tile * ROWS + tl.arange(0, ROWS)
-        _turn_heads(
+        _rotate_heads(
             q + token * q_stride, q_out + token * q_out_stride, DIM, cos, sin, heads, heads < HEADS, ROT, DIM, HALF,
             BLOCK,
         )  # fmt: skip
@@ -100,11 +100,11 @@ def _rotary(
                     _store_rows(from_k, cos, sin, to_k, scale_k, heads, inside, SIZE, ROT, DIM, KIND, BYTES)
                     _store_rows(from_v, cos, sin, to_v, scale_v, heads, inside, SIZE, 0, DIM, KIND, BYTES)
                 else:
-                    _turn_heads(from_k, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
+                    _rotate_heads(from_k, to_k, SIZE * DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
                     _copy_heads(from_v, to_v, SIZE * DIM, heads, inside, 0, DIM, BLOCK)
         else:
             to_k = k_out + token * k_out_stride
-            _turn_heads(from_k, to_k, DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
+            _rotate_heads(from_k, to_k, DIM, cos, sin, heads, inside, ROT, DIM, HALF, BLOCK)
 
 
 def launch_rotary(
@@ -135,7 +135,7 @@ def launch_rotary(
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """The rotated (q, k): dense copies, or with `inplace` the arguments, overwritten."""
-    _check_turns(q, k, cos, sin)
+    _check_rotary(q, k, cos, sin)
     if takes_triton(q):
         q_out, k_out = (q, k) if inplace else (q.new_empty(q.shape), k.new_empty(k.shape))
         launch_rotary(q, k, None, cos, sin, q_out, k_out, None, None)
@@ -160,7 +160,7 @@ def rotary_and_store(
 ) -> Tensor:
     """The rotated q, dense [tokens, heads, dim]. Stores the rotated k and v in their slots; slot -1 is skipped."""
     if _passed.is_new(q, k, v, cos, sin, cache.k, slot_mapping):
-        _check_turns(q, k, cos, sin)
+        _check_rotary(q, k, cos, sin)
         check_store(k, v, cache, slot_mapping)
         _passed.add(q, k, v, cos, sin, cache.k, slot_mapping)
     if takes_triton(q):
@@ -183,14 +183,14 @@ def rotary_and_store(
     return q_out
 
 
-def _check_turns(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _check_turn("q", q, cos, sin)
-    _check_turn("k", k, cos, sin)
+def _check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_rotary_input("q", q, cos, sin)
+    _check_rotary_input("k", k, cos, sin)
     want_shape("k", k, (q.shape[0], None, q.shape[2]))
     want_dtype("k", k, q.dtype)
 
 
-def _check_turn(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check_rotary_input(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     if x.dim() != 3:
         refuse(name, "shape [tokens, heads, dim]", list(x.shape))
     want_dtype(name, x, *FLOATS)

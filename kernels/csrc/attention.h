@@ -1,4 +1,4 @@
-/* What one call of paged attention is, as the launcher packs it (see kernels/attention/paged_attention.py for the formula). */
+/* The arguments of one call of paged attention, as the launcher packs them (see kernels/attention/paged_attention.py for the formula). */
 #pragma once
 #include "pool.h"
 
@@ -17,7 +17,7 @@ typedef struct {
     void *out;              /* [tokens][heads][dim], dense */
 } Attention;
 
-/* Keys are summed in splits of this many, at absolute positions, and the splits combined in order: the same order in
+/* Keys per split. Splits begin at absolute positions and are combined in order: the same order in
  * decode and in prefill, whatever else is in the batch. */
 #define SPLIT 1024
 

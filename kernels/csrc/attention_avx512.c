@@ -6,8 +6,8 @@
  * 64 keys or dimensions. A row's sums run in the same order whatever the item holds besides, so a result is the same
  * bits in decode, prefill, any chunking and any batch. Decodes are also spread over the splits of a sequence.
  *
- * Elements that are not bfloat16 are widened to it row by row before they are packed, which loses nothing where they are
- * quantised. Scales never meet them: a key's multiplies its scores, a value's its weights.
+ * Elements that are not bfloat16 are widened row by row before they are packed; this is exact for quantised elements.
+ * Elements are never multiplied by scales: a key's scale multiplies its scores, a value's scale its weights.
  */
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
@@ -63,7 +63,7 @@ INLINE __m512 capped(__m512 x, float cap) {
     return _mm512_mul_ps(t, _mm512_set1_ps(cap * LOG2E));
 }
 
-/* 16 rows of 16 words, turned. */
+/* Transposes 16 rows of 16 words. */
 INLINE void turn(__m512i r[16]) {
     __m512i t[16];
 #pragma GCC unroll 8
@@ -105,7 +105,7 @@ INLINE int64_t end_key(const Item *it) {
     return lower(position + 1, (it->split + it->splits) * SPLIT);
 }
 
-/* Asks for keys [from, to) early: the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
+/* Prefetches keys [from, to): the blocks of a sequence lie anywhere, so the hardware cannot guess the next one. */
 static void prefetch(const Item *it, int64_t from, int64_t to) {
     const Pool *pool = it->a->pool;
     const int32_t *table = it->a->tables + it->seq * it->a->table_stride;
@@ -326,7 +326,7 @@ static void attend_6(const Item *it, Scratch *s, int64_t row, int64_t chunk) { a
 static void (*const attend_rows[])(const Item *, Scratch *, int64_t, int64_t) = {
     0, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
 
-/* (peak, sum, o) <- itself combined with one more split. */
+/* Combines one more split into (peak, sum, o). */
 static void combine(int64_t dim, float *peak, float *sum, float *o, float more_peak, float more_sum, const float *more) {
     float top = *peak > more_peak ? *peak : more_peak, base = top == -INFINITY ? 0.0f : top;
     float keep = _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(*peak - base)));
@@ -396,7 +396,7 @@ static void run(const Item *it, Scratch *s, const Item *next) {
         for (int64_t r = 0; r < it->rows; r++) finish(it, r, s->all_peak[r], s->all_sum[r], s->all + r * dim);
 }
 
-/* The splits of an item that were summed apart, combined in order. */
+/* Combines the splits of a decode in order. */
 static void join(const Item *it, int64_t splits) {
     const int64_t dim = it->a->pool->dim;
     for (int64_t r = 0; r < it->rows; r++) {
@@ -409,7 +409,7 @@ static void join(const Item *it, int64_t splits) {
     }
 }
 
-/* Returns 0, or -1 where memory for the list of work is not to be had. */
+/* Returns 0, or -1 if the list of work items cannot be allocated. */
 int attention_bf16_avx512(const Attention *a) {
     const int64_t kv_heads = a->pool->kv_heads, dim = a->pool->dim, group = a->heads / kv_heads;
     int64_t count = 0, partials = 0;
@@ -441,7 +441,7 @@ int attention_bf16_avx512(const Attention *a) {
                     if (apart > 1) next += rows * (dim + 2);
                 }
     }
-    /* Neighbours in runs, so that an item can ask for the keys of the one after it. */
+    /* A thread takes consecutive items, so that an item can prefetch the keys of the next one. */
     const int64_t chunk = upper(1, lower(8, count / 32));
 #pragma omp parallel if (count > 1)
     {

@@ -1,6 +1,6 @@
-/* Paged attention in plain C: float32 everywhere, and bfloat16 where vdpbf16ps is not to be had, over a pool of any
- * kind. One row after the other, keys in chunks of 64 at absolute positions: a row's result never depends on what
- * shares the call. */
+/* Paged attention in plain C: float32 everywhere, and bfloat16 on processors without vdpbf16ps, over a pool of any
+ * kind. One row after the other, keys in chunks of 64 at absolute positions: a row's result never depends on the other
+ * rows of the call. */
 #include "attention.h"
 
 #include <stdlib.h>

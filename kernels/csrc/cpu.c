@@ -1,4 +1,4 @@
-/* What this library is, and what of it this processor can run. */
+/* The library's version, and whether this processor can run its AVX512-BF16 functions. */
 
 /* Raised with every change of a signature or a struct: the Python side refuses a library that was built before. */
 int native_version(void) { return 5; }

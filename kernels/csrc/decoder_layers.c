@@ -1,6 +1,6 @@
 /* A half of a decoder layer, attention or MLP, as one call, and a run of whole layers as one: the operations of the
- * other files in a row, with the rows between them in one scratch buffer that stays in the cache. Nothing is computed
- * here that they would not compute: the results are the same bits. AVX-512 only, as the packed linears are. */
+ * other files in a row, with the rows between them in one scratch buffer that stays in the cache. The results are the
+ * same bits. AVX-512 only, as the packed linears are. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #include "attention.h"
 #include "rows.h"
@@ -44,7 +44,7 @@ typedef struct {
     int64_t type;
 } Attend;
 
-/* What is the same for every layer of a step that turns alike. */
+/* What all layers of a step with the same rotary embedding share. */
 typedef struct {
     const void *cos, *sin;
     int64_t rot_dim, table_type;
@@ -92,7 +92,7 @@ void mlp_half(const Mlp *m, const Stream *s) {
     product(&m->down, gated, s->tokens, m->type, s->out, scratch);
 }
 
-/* Returns 0, or -1 where attention finds no memory for its list of work. */
+/* Returns 0, or -1 if attention cannot allocate its list of work items. */
 int attention_half(const Attend *a, const Pool *pool, const Step *step, const Stream *s) {
     char *scratch = s->scratch;
     const int64_t size = bytes(a->type), width = a->qkv.depth, all = a->qkv.features, tokens = s->tokens;
@@ -118,7 +118,7 @@ int attention_half(const Attend *a, const Pool *pool, const Step *step, const St
     return 0;
 }
 
-/* A layer without other ranks. `turn` is which of the step's tables it takes; `after` norms (null weights in most models)
+/* A layer without other ranks. `turn`: index of the step's tables that it uses. `after` norms (null weights in most models)
  * scale what a half adds. */
 typedef struct {
     Attend attention;
@@ -134,8 +134,8 @@ static void scale_rows(const Scale *s, void *x, int64_t tokens, int64_t width, i
                          type});
 }
 
-/* `s` as it comes to the first of `count` layers; in the end s->out and s->sum add up to what follows. The residual is
- * added to in place. Returns 0, or -1 as attention_half does. */
+/* `s`: the input of the first of `count` layers. At the end s->out + s->sum is the input of the next one. The residual
+ * is added to in place. Returns 0, or -1 as attention_half does. */
 int layer_run(const Layer *layers, const Pool *pools, int64_t count, const Step *steps, const Stream *s) {
     Stream now = *s;
     for (int64_t i = 0; i < count; i++) {

@@ -1,4 +1,4 @@
-/* y = x W^T + b for a weight packed in panels of 16 output features. AVX-512 only: elsewhere oneDNN serves.
+/* y = x W^T + b for a weight packed in panels of 16 output features. AVX-512 only; other processors use oneDNN.
  *
  * A panel is [K][16] of words; a word is one float, or a pair of bfloat16 neighbours along K, which vdpbf16ps
  * multiplies and adds at once. x is repacked per tile of m rows as [K][m] words, so that the inner loop is one load of

@@ -1,4 +1,4 @@
-/* Whole blocks from one pool to another, with a checksum of what was moved (formula: kernels/kv/move_blocks.py); without `to`, the checksum alone. */
+/* Copies whole blocks from one pool to another, with a checksum of each (formula: kernels/kv/move_blocks.py); without `to`, computes the checksums alone. */
 #include "scalar.h"
 
 #define LANES 8

@@ -79,7 +79,7 @@ CLONES static void gated_rows(const void *gate_up, int64_t stride, void *out, in
 }
 
 void silu_mul(const void *gate_up, int64_t stride, void *out, int64_t rows, int64_t width, int64_t gelu, int64_t type) {
-    /* Stretches of 1024, so that one long row keeps every thread busy too. */
+    /* Parts of 1024 elements, so that one long row keeps every thread busy too. */
     int64_t stretches = (width + 1023) / 1024;
 #pragma omp parallel for schedule(static) if (rows * width >= PARALLEL_FROM)
     for (int64_t i = 0; i < rows * stretches; i++) {
@@ -137,7 +137,7 @@ INLINE void turn_token(const Rotary *r, int64_t token, int type, int table) {
             memcpy(to_v, head_v, pool->row_bytes);
             continue;
         }
-        /* Of another kind than the model: as floats first, rounded to the model's type as they would be on the way. */
+        /* The pool has another dtype than the model: rotate, round to the model's dtype, widen to float, then store. */
         float turned[MAX_DIM], wide[MAX_DIM];
         if (r->cos) turn(head_k, turned, r, token, type, table), head_k = turned;
 #pragma omp simd

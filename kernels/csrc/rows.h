@@ -1,4 +1,4 @@
-/* What one call of each row-wise operation is, as its launcher packs it (formulas and shapes: the Python files). */
+/* The arguments of each row-wise operation, as its launcher packs them (formulas and shapes: the Python files). */
 #pragma once
 #include "pool.h"
 

@@ -131,7 +131,7 @@ CLONES static int64_t sample_row(const float *logits, int64_t vocab, float tempe
     int64_t token = first_of(x, vocab, top);
     for (int64_t from = 0; from < vocab; from += STRETCH) {
         int64_t count = vocab - from < STRETCH ? vocab - from : STRETCH;
-        /* The noise is at most -log(2^-33) < 23: a stretch that cannot win needs none. */
+        /* The noise is at most -log(2^-33) < 23: a stretch of logits that cannot win needs no noise. */
         float local = highest(x + from, count);
         if (local < floor || local + 23.0f < best) continue;
         float noisy[STRETCH];
@@ -149,7 +149,7 @@ CLONES static int64_t sample_row(const float *logits, int64_t vocab, float tempe
     return token;
 }
 
-/* Returns 0, or -1 where memory for the working rows is not to be had. */
+/* Returns 0, or -1 if the working rows cannot be allocated. */
 int sample(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperature,
            const int32_t *top_k, const float *top_p, const float *min_p, const int64_t *seed, const int32_t *choice,
            const int64_t *position, int64_t *out) {

@@ -14,7 +14,7 @@
 #define CLONES
 #endif
 
-/* What a tensor's elements are (the first two), and a pool's (all): launchers count in the same order. */
+/* Element types of tensors (the first two) and of pools (all), numbered as in kernels/native.py. */
 enum { BF16 = 0, F32 = 1, F16 = 2, FP8 = 3, INT8 = 4, INT4 = 5 };
 
 INLINE float from_bits(uint32_t bits) {
@@ -53,7 +53,7 @@ INLINE uint16_t to_bf16(float x) {
     return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
-/* The same for float16; what is too large becomes infinite. */
+/* The same for float16; values that are too large become infinite. */
 INLINE uint16_t to_f16(float x) {
     uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
     uint32_t normal = (rest + 0xFFF + (rest >> 13 & 1)) - (112u << 23);

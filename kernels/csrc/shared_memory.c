@@ -1,11 +1,11 @@
 /* Collectives between processes of one host through memory that they all map.
  *
  * Each rank has one line of counters and two buffers. Calls are numbered from 1, the same on every rank. In call n a rank
- * writes its part to buffer n % 2 and sets `posted`; when it has read what it came for, it sets `done`. A buffer is
- * written again two calls later, once everybody is done with it: nobody waits twice. Sums run over ranks in order, in
- * float32, rounded once, so that every rank has the same bits.
+ * writes its part to buffer n % 2 and sets `posted`; when it has read the others' parts, it sets `done`. A buffer is
+ * written again two calls later, after every rank has set `done` for it. Sums run over ranks in order, in float32,
+ * rounded once, so that every rank has the same bits.
  *
- * A wait spins for a moment, since ranks arrive together, then sleeps on a futex, since an idle group must not burn. */
+ * A wait spins briefly, since ranks arrive together, then sleeps on a futex, so that an idle group uses no CPU. */
 #include <errno.h>
 #include <signal.h>
 #include <time.h>
@@ -19,22 +19,22 @@
 
 #define MAX_RANKS 64
 #define SPIN_NS 100000
-#define SLEEP_NS 100000000 /* how often a sleeper looks whether the one it waits for still lives */
+#define SLEEP_NS 100000000 /* how often a sleeping rank checks that the process it waits for is alive */
 
 typedef struct {
     uint32_t posted, done, sleepers;
-    uint32_t unused[13]; /* a cache line each: they are written by different cores */
+    uint32_t unused[13]; /* fills a cache line, because each rank's line is written by another core */
 } Line;
 
 typedef struct {
     Line *lines;      /* [size] */
     char *buffers;    /* [size][2][chunk] */
     int64_t rank, size, chunk, timeout_ns;
-    int64_t pids[MAX_RANKS]; /* 0: not to be asked after */
+    int64_t pids[MAX_RANKS]; /* 0: not checked */
     uint32_t call;    /* the last one that this rank has begun */
 } Shared;
 
-/* What a call returns, beside 0: LATE + rank, or GONE + rank. */
+/* A call returns 0, LATE + rank (timed out) or GONE + rank (its process has ended). */
 enum { LATE = 1, GONE = LATE + MAX_RANKS };
 
 static int64_t now_ns(void) {
@@ -85,7 +85,7 @@ static int await(const Shared *s, int64_t rank, uint32_t *counter, uint32_t call
         if (waited < SPIN_NS) continue;
         if (waited > s->timeout_ns) return LATE + (int)rank;
         if (s->pids[rank] && kill((pid_t)s->pids[rank], 0) && errno == ESRCH)
-            return reached(counter, call) ? 0 : GONE + (int)rank; /* its last words may have come meanwhile */
+            return reached(counter, call) ? 0 : GONE + (int)rank; /* it may have posted before it ended */
         uint32_t seen = __atomic_load_n(counter, __ATOMIC_SEQ_CST);
         if ((int32_t)(seen - call) < 0) sleep_on(s->lines + rank, counter, seen);
     }
@@ -170,7 +170,7 @@ int shared_all_gather(Shared *s, const void *x, int64_t bytes, void *out) {
     return 0;
 }
 
-/* Rank 0's `bytes` of x to everybody's; all must know how many. Rank 0 does not wait for the others to read. */
+/* Copies rank 0's x to every rank's x. All ranks pass the same `bytes`. Rank 0 does not wait for the others to read. */
 int shared_broadcast(Shared *s, void *x, int64_t bytes) {
     int failed;
     for (int64_t from = 0; from < bytes; from += s->chunk) {

@@ -40,7 +40,7 @@ def move_blocks(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tens
 
 
 def sum_blocks(pool: Tensor, rows: Tensor) -> Tensor:
-    """The same checksums, without moving the blocks: int64 [n]."""
+    """The checksums of `move_blocks`, without moving blocks: int64 [n]."""
     _check_pool("pool", pool, "rows", rows)
     library = native.library()
     if library is None:

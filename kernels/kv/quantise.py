@@ -27,8 +27,8 @@ FP8, INT8, INT4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # The KIND argument of kernels. 0: floats, not quantised.
 KINDS: Final = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}
 
-# Four bytes in one register to float16 in two. e4m3 is float16 without its last bits, but for 2^8; a byte below 0x64
-# is 1024 and its value.
+# Four bytes in one register to float16 in two registers. The bits of an e4m3 number, shifted into a float16, are 2^-8
+# times its value. A float16 of high byte 0x64 and low byte b is 1024 + b.
 _PTX_FP8 = tl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }")
 _PTX_FP8_SHIFTS = tl.constexpr(
     "{ .reg .b32 a, b, c, d, e; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424; mov.b32 e, 0x5C005C00;"
@@ -56,7 +56,7 @@ def _round(x):
 
 @triton.jit
 def _fp8_bits(x):
-    """The e4m3 byte of a float32 within -448 and 448: two of its fields fit after a shift; the smallest are counted."""
+    """The e4m3 byte of a float32 from -448 to 448. Subnormal values (below 2^-6) are rounded to multiples of 2^-9."""
     bits = x.to(tl.uint32, bitcast=True)
     rest = bits & 0x7FFFFFFF
     size = rest.to(tl.float32, bitcast=True)
@@ -76,7 +76,7 @@ def _unit_of(top, KIND: tl.constexpr):
 
 @triton.jit
 def _quantised(x, unit, KIND: tl.constexpr):
-    """float32 elements as bytes: whole ones of fp8 and int8; of int4 the nibble (+ 8), which the caller joins."""
+    """float32 elements as bytes. int4: a nibble (value + 8) in each byte; the caller joins two nibbles."""
     if KIND == 1:
         y = _fp8_bits(tl.minimum(tl.maximum(x * unit, -448.0), 448.0))
     elif KIND == 2:
@@ -90,9 +90,9 @@ def _quantised(x, unit, KIND: tl.constexpr):
 def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
     """Bytes of fp8 and int8 as float16 or float32 without their scale, exactly; KIND 0: elements as `dtype`.
 
-    By PTX four at once; else integers are put below the exponent of a power of two, which is taken off again. FREE: the
-    compiler may change layouts behind it and not before, which serves a left or transposed side of a product; a plain
-    right side it would then fetch byte by byte."""
+    PTX converts four bytes at once. Without PTX the integer becomes the low mantissa bits of a power of two, which is
+    then subtracted. FREE is Triton's `is_pure`: the compiler may change layouts after the conversion instead of before
+    it. That suits a left or transposed operand of a product; a plain right operand would be loaded byte by byte."""
     if KIND == 0:
         y = x.to(dtype)
     elif CONVERT >= 2 and dtype == tl.float16:
@@ -118,7 +118,7 @@ def _widened(x, KIND: tl.constexpr, CONVERT: tl.constexpr, dtype: tl.constexpr, 
 
 @triton.jit
 def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
-    """The same of int4's bytes: (their low halves, their high ones)."""
+    """int4 bytes as `dtype`, minus 8: (low nibbles, high nibbles). CONVERT and FREE as for `_widened`."""
     if CONVERT >= 2 and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
             _PTX_INT4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), FREE, 4
@@ -136,9 +136,9 @@ def _nibbles(x, CONVERT: tl.constexpr, dtype: tl.constexpr, FREE: tl.constexpr):
 
 @triton.jit
 def _narrowed(x, more, ALONE: tl.constexpr):
-    """Rows of queries, in one tensor or two, as what bytes are widened to: (float16 rows, more, their unit). A unit is
-    a power of two, so that no magnitude is too large and nothing is rounded but what is next to nothing: one for each
-    row if ALONE, else one for all. float32 rows stay as they are."""
+    """(x, more, unit): query rows divided by `unit`, as float16, the type that bytes are widened to. `more`: for int4
+    the second half of each row. `unit` is a power of two that keeps every magnitude in float16's range: one for each
+    row if ALONE, else one for all. float32 rows are unchanged and their unit is 1."""
     if x.dtype == tl.float32:
         unit = tl.full([x.shape[0]], 1.0, tl.float32) if ALONE else tl.full([], 1.0, tl.float32)
     else:
@@ -157,7 +157,7 @@ def _narrowed(x, more, ALONE: tl.constexpr):
 
 @triton.jit
 def _lift(KIND: tl.constexpr):
-    """By what `_scales_of` raises values' scales: their products with weights then stay clear of float16's ends."""
+    """The factor on values' scales in `_scales_of`. It keeps their products with weights in float16's range."""
     return 256.0 if KIND == 1 else (64.0 if KIND == 2 else (4.0 if KIND == 3 else 1.0))
 
 
@@ -166,9 +166,9 @@ def _scales_of(
     k_scales, v_scales, table, first, end, kv_head, k_stride, v_stride,
     KIND: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CONVERT: tl.constexpr,
 ):  # fmt: skip
-    """float32 scales of the tile's keys and values, the values' times `_lift`; behind the end anything finite.
+    """float32 scales of the tile's keys and of its values, the latter times `_lift`; any finite numbers past `end`.
 
-    Two are read at once: the compiler brings nothing narrower than four bytes to shared memory ahead of time."""
+    Two scales are read as one word, because the compiler prefetches no loads of less than four bytes."""
     pairs = 2 * tl.arange(0, TILE // 2)
     nth, row = _places(first, pairs, SIZE, TILE)
     block = tl.load(table + nth, first + pairs < end, other=0).to(tl.int64)
@@ -184,14 +184,14 @@ def _scales_of(
 
 @triton.jit
 def _halves(words):
-    """The two float16 numbers in each word, in a row, as float32."""
+    """The two float16 numbers of each 32-bit word, low half first, as float32."""
     low, high = words.to(tl.uint16), (words >> 16).to(tl.uint16)
     return tl.join(low, high).reshape(2 * words.shape[0]).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _places(first, across, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """(which block of its sequence each of a tile's keys lies in, where in it); `first` is a multiple of TILE."""
+    """(index of each key's block in its sequence, row in the block). `first`: the tile's first key."""
     if TILE % SIZE == 0:
         nth, row = first // SIZE + across // SIZE, across % SIZE
     else:

@@ -35,7 +35,7 @@ _MLP = struct.Struct("@qq")
 _ATTEND = struct.Struct("@qqqqffq")
 _STEP = struct.Struct("@PPqqPPqPPq")
 _STREAM = struct.Struct("@5Pq")
-_TURN = struct.Struct("@q")
+_TABLE_INDEX = struct.Struct("@q")
 _NO_NORM = _SCALE.pack(0, 0.0, 0.0)
 
 _passed = Passed()
@@ -178,7 +178,7 @@ class LayerRun:
             refuse("layers", "one hidden size and dtype", widths)
         self._packed = b"".join(
             layer.attention.packed + _scale(layer.after_attention) + layer.mlp.packed + _scale(layer.after_mlp)
-            + _TURN.pack(layer.table_index)
+            + _TABLE_INDEX.pack(layer.table_index)
             for layer in layers
         )  # fmt: skip
         self._row_bytes = max(half.row_bytes for layer in layers for half in (layer.attention, layer.mlp))
@@ -192,7 +192,7 @@ class LayerRun:
     ) -> tuple[Tensor, Tensor]:
         """The first `count` layers over x, which is overwritten: returns (out, residual), not added yet.
 
-        caches: of every layer; the list is looked at once, and must stay as it is for as long as it is used.
+        `caches`: one of each layer. The list is packed at its first use and must not change after that.
         """
         first = self._layers[0].attention
         if _passed.is_new(x):
@@ -214,7 +214,7 @@ class LayerRun:
 
 def _stream(x: Tensor, residual: Tensor | None, total: Tensor, out: Tensor, row_bytes: int) -> bytes:
     tokens = x.shape[0]
-    # Eight stretches at most, each rounded up to a cache line, and a misaligned start.
+    # At most eight buffers, each rounded up to a cache line, and a misaligned start.
     room = scratch(tokens * row_bytes + 9 * 64)
     return _STREAM.pack(
         x.data_ptr(), 0 if residual is None else residual.data_ptr(), total.data_ptr(), out.data_ptr(), room, tokens

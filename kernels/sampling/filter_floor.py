@@ -38,7 +38,7 @@ def _unordered(key):
 
 @triton.jit
 def _weight_at_least(row, heat, vocab, low, a, b, c, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the elements at or above `low`, how many (or their softmax mass) are at or above each of three keys."""
+    """Count (MASS: softmax mass) of the elements that reach each of the keys a, b and c, and also `low`."""
     sum_a = tl.zeros([BLOCK], tl.float32)
     sum_b, sum_c = sum_a, sum_a
     for first in range(0, vocab, BLOCK):
@@ -84,7 +84,7 @@ def _filter_floor(logits, temperature, top_k, top_p, min_p, floors, stride, voca
             floor = top + tl.log(least)
             low = _ordered(floor)
         if (k > 0) & (k < vocab):
-            # Counted among all: min-p cannot take away any of the k largest that it does not also floor.
+            # Counted over the whole row: if min-p removes one of the k largest, its floor is above the k-th.
             kth = _largest_key(row, heat, vocab, tl.full([], 0, tl.uint32), k.to(tl.float32), top, False, BLOCK)
             low = tl.maximum(low, kth)
         if p < 1:

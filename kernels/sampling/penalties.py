@@ -8,8 +8,8 @@ total_lens int32 [R], with 0 <= prompt_lens <= total_lens <= L; repetition, pres
 are off). Repetition counts prompt and output, as in transformers and vLLM; the other two count the output only.
 
 On a GPU one program takes a part of one row's tokens, in two passes. The first counts each token in a table of the size
-of the vocabulary. The second takes each token's count out of the table; the one that gets it changes the logit. So no
-program reads the whole table.
+of the vocabulary. The second takes each token's count out of the table by an atomic exchange; of equal tokens, the
+one that gets the count changes the logit. No program reads the whole table.
 """
 
 # Triton device functions take pointers and constexprs, which mypy cannot type.
