@@ -44,8 +44,8 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the choice of victims.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
-    """Kill everything, again and again, and compare."""
-    # What is told to end leaves no Ray behind.
+    """Kill processes of a serving cluster and compare every stream with an undisturbed run."""
+    # SIGTERM must unwind the context managers, which end Ray.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console()
     with TemporaryDirectory() as scratch_name:
@@ -79,7 +79,7 @@ async def run(
     began = time.monotonic()
     keeping = asyncio.create_task(load.keep(streams))
     made: list[Strike] = []
-    for kind, moment in deck(cluster.kinds, rng):
+    for kind, moment in plan_strikes(cluster.kinds, rng):
         if len(made) >= kills or time.monotonic() - began > seconds:
             break
         try:
@@ -88,9 +88,9 @@ async def run(
             load.faults.append(f"{kind}, {moment}: {error}")
             break
         figures = figures_of(load, striker, made, time.monotonic() - began)
-        said = f"stall {made[-1].longest_stall:.1f} s; " + " ".join(f"{figures[name]} {name}" for name in _COUNTS)
+        summary = f"stall {made[-1].longest_stall:.1f} s; " + " ".join(f"{figures[name]} {name}" for name in _COUNTS)
         console.print(
-            f"{figures['seconds']:6.1f} s  {len(made)} kills  {kind}, {moment}: {said}",
+            f"{figures['seconds']:6.1f} s  {len(made)} kills  {kind}, {moment}: {summary}",
             highlight=False,
             soft_wrap=True,
         )
@@ -103,8 +103,8 @@ async def run(
     return figures
 
 
-def deck(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless (kind, moment) pairs: all kinds in turn, each time at another moment."""
+def plan_strikes(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Endless (kind, moment) pairs: the kinds in turn, each kind at every moment before a moment repeats."""
     while True:
         moments = {kind: rng.sample(MOMENTS, len(MOMENTS)) for kind in kinds}
         for turn in range(len(MOMENTS)):
@@ -113,7 +113,6 @@ def deck(kinds: Sequence[str], rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def figures_of(load: ChaosLoad, striker: Striker, made: list[Strike], seconds: float) -> dict[str, Any]:
-    """The figures up to now."""
     kinds = dict.fromkeys(strike.kind for strike in made)
     return {
         "machine": describe_machine(),
@@ -139,7 +138,6 @@ def write(figures: dict[str, Any], path: Path | None) -> None:
 
 
 def as_table(figures: dict[str, Any]) -> Table:
-    """One row of counts."""
     names = ("kills", *_COUNTS)
     table = Table(*names, title="streams while everything is killed")
     table.add_row(*(str(figures[name]) for name in names))
@@ -147,7 +145,7 @@ def as_table(figures: dict[str, Any]) -> Table:
 
 
 def make_small_checkpoint(directory: Path) -> Path:
-    """A llama in float32 whose prefill of a long prompt takes a few steps, and whose logits are no near ties."""
+    """A llama in float32 whose prefill of a long prompt takes a few steps, and whose logits have no near ties."""
     train_tokenizer().save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(

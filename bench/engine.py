@@ -3,7 +3,8 @@
     python bench/engine.py [--json bench/results/engine.json]
 
 Rounds alternate between the two, so that a busy moment hits both; a figure is the median of its best round. Roofs are
-measured in the same run: a decode step must read every weight and the batch's KV once, a prefill must multiply.
+measured in the same run: memory bandwidth for a decode step, which reads every weight and the batch's KV once, and the
+matrix rate for a prefill.
 """
 
 import json
@@ -126,7 +127,6 @@ def judge(
 
 
 def as_table(rows: list[EngineFigures], bandwidth: float, throughput: float) -> Table:
-    """The targets and the figures."""
     roofs = f"roofs: memory {bandwidth / 1e9:.0f} GB/s, matrices {throughput / 1e9:.0f} GFLOP/s in bfloat16"
     table = Table(title="82M llama, bfloat16, milliseconds", caption=roofs)
     table.add_column("what")

@@ -1,11 +1,11 @@
-"""What a GPU makes of the kernels and the engine, in one table: how far off, how fast, and beside what.
+"""Errors and speeds of the kernels and the engine on a GPU, in one table, beside those of torch.
 
     python bench/gpu.py [--out DIR] [--only decode,engine] [--quick] [--device cpu]
 
 Needs torch, triton, transformers and this checkout; neither Ray nor gRPC, and nothing installed. The table is printed
-and saved (DIR/gpu.json and DIR/gpu.md) row by row, so that what was measured survives a cut. A part that breaks leaves
-a row FAILED with its traceback, and the others go on; the exit code then is 1. `--device cpu --quick` runs all of it in
-small, to see that the script itself works. `--only tune` (some two minutes) tries other launches of attention.
+and saved (DIR/gpu.json and DIR/gpu.md) row by row, so that an interrupted run keeps its rows. A part that fails leaves
+a row FAILED with its traceback, the other parts still run, and the exit code is 1. `--device cpu --quick` runs every
+part with small shapes, to test the script itself. `--only tune` (two minutes) tries other launch parameters.
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
-"""What one sum between the ranks of a group costs on one CPU host: shared memory beside gloo, in one run.
+"""Time of one all-reduce between the ranks of a group on one CPU host: shared memory beside gloo, in one run.
 
     python bench/engine_cases/all_reduce.py [--ranks 2] [--json bench/results/all_reduce.json]
 
 Rounds alternate between the two, so that a busy moment hits both; a figure is the median call of the best round, on
-the rank that waited longest. The second table is a decode step's worth of plans: rank 0's integers to all others.
+the rank that waited longest. The other rows are broadcasts of a decode step's plan: rank 0's integers to all ranks.
 """
 
 import json
@@ -32,7 +32,7 @@ AT_LEAST = 5.0
 
 
 def measure(rank: int, ranks: int, address: str, rounds: int, calls: int, answer: Any) -> None:
-    """One rank's part; it answers with seconds by shape and transport."""
+    """Run one rank. Send its seconds by operation and transport through `answer`."""
     torch.set_num_threads(1)
     communicator = Communicator.join(rank, ranks, address, device=torch.device("cpu"))
     assert communicator.transport == "shared memory", "these ranks share a host"
@@ -53,21 +53,21 @@ def measure(rank: int, ranks: int, address: str, rounds: int, calls: int, answer
                 seconds = median(partial(transport, x))
                 figures.setdefault(f"sum of {list(shape)} bf16", {}).setdefault(name, []).append(seconds)
     plan = array("i", range(200))
-    alone = communicator._shared
+    shared = communicator._shared
     for _ in range(rounds):
-        for name, memory in (("gloo", None), ("shared memory", alone)):
+        for name, memory in (("gloo", None), ("shared memory", shared)):
             communicator._shared = memory
 
-            def tell() -> None:
+            def broadcast() -> None:
                 communicator.broadcast_ints(plan if rank == 0 else None)
 
-            def tell_and_answer() -> None:
-                tell()
+            def broadcast_and_reduce() -> None:
+                broadcast()
                 communicator.all_reduce(torch.zeros(1))
 
-            for what, work in (("a plan of 200 ints", tell), ("the same, and a sum of [1]", tell_and_answer)):
+            for what, work in (("a plan of 200 ints", broadcast), ("the same, and a sum of [1]", broadcast_and_reduce)):
                 figures.setdefault(what, {}).setdefault(name, []).append(median(work))
-    communicator._shared = alone
+    communicator._shared = shared
     answer.send({what: {name: min(times) for name, times in both.items()} for what, both in figures.items()})
     communicator.close()
 

@@ -1,4 +1,4 @@
-"""The two that bench/engine.py compares: transformers' own model and cache, and our engine in this process.
+"""The two engines that bench/engine.py compares: transformers' own model and cache, and our engine in this process.
 
 Each offers the same two measurements over the same checkpoint: seconds per decode step of a batch, and seconds of a
 prefill.
@@ -88,7 +88,7 @@ class Coatcheck:
     def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
         for prompt in prompts:
             self._submit(prompt, steps + 32)
-        # Everybody is decoding once a step computes no prompt token; the first such step is not counted.
+        # All sequences decode once a step computes no prompt token. The first such step is not counted.
         while (out := self._engine.step()).num_prefill_tokens or out.num_decodes < len(prompts):
             pass
         seconds = []

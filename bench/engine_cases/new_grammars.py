@@ -2,10 +2,10 @@
 
     python bench/engine_cases/new_grammars.py [--schemas 20] [--properties 500]
 
-The 82M checkpoint of bench/engine.py. Chats decode alone for a while; then a request with a schema that nobody has sent
-before comes every so many steps. Every chat gets a token at every step, so a step's duration is every chat's
-inter-token latency; what stands between two steps (taking the request in) is part of it. At the end one tenant asks for
-so many schemas at once, and then another for a small grammar: when has it its first token? In process: no server.
+The 82M checkpoint of bench/engine.py. Chats decode alone for a while; then a request with a new schema arrives every
+`--every` steps. Every chat gets a token at every step, so a step's duration, with the submission before it, is every
+chat's inter-token latency. At the end one tenant submits `--schemas` schemas at once, another tenant submits a small
+grammar, and the time to its first token is measured. In process: no server.
 """
 
 import json
@@ -36,10 +36,10 @@ _BLOCK_SIZE, _BLOCKS, _ALONE_STEPS = 16, 2000, 200
 
 
 def main(
-    schemas: Annotated[int, typer.Option(min=1, help="How many come, one after another.")] = 20,
+    schemas: Annotated[int, typer.Option(min=1, help="Schemas, one after another.")] = 20,
     properties: Annotated[int, typer.Option(min=1, help="Optional properties of each.")] = 500,
     chats: Annotated[int, typer.Option(min=1, help="Sequences that decode all the while.")] = 8,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one to the next.")] = 20,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one schema to the next.")] = 20,
     checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
 ) -> None:
     """Measure inter-token latency beside new schemas."""
@@ -71,9 +71,7 @@ def main(
     while engine.stats().waiting:
         engine.step()
     behind = seconds_behind(engine, [large(f"another_{number}", properties) for number in range(schemas)])
-    print(
-        f"first token of a small grammar's, behind {schemas} of another tenant's schemas: after {behind * 1e3:.0f} ms"
-    )
+    print(f"first token of a small grammar behind {schemas} schemas of another tenant: after {behind * 1e3:.0f} ms")
 
 
 def build(directory: Path, chats: int) -> Engine:

@@ -1,10 +1,10 @@
-"""What a step plan weighs whose new rows share a JSON schema, and what it takes to tell another rank of one host.
+"""Size of a step plan whose new rows share a JSON schema, and the time to send it to another rank on the same host.
 
     python bench/engine_cases/plan_size.py [--rows 32] [--letters 65536]
 
-The schema has been announced and compiled, as it always is before a row has it. Rounds alternate between gloo and
-shared memory. A send is what a group does: rank 0 encodes and broadcasts, rank 1 receives and decodes; a small sum
-behind it makes rank 0 wait until rank 1 has it. A figure is the median send of the best round, on rank 0.
+The schema has been announced and compiled, as always before a row uses it. Rounds alternate between gloo and shared
+memory. In a send, as in a group, rank 0 encodes and broadcasts, and rank 1 receives and decodes; a small all-reduce
+after it makes rank 0 wait until rank 1 has the plan. A figure is the median send of the best round, on rank 0.
 """
 
 import json
@@ -31,7 +31,7 @@ _ROUNDS, _CALLS = 5, 40
 
 
 def plans(rows: int, letters: int) -> dict[str, StepPlan]:
-    """So many new rows without a grammar, with one that ranks have, and the plan that has told them of it."""
+    """By title: the plan that announces a grammar, and `rows` new rows without and with that grammar."""
     grammar = Grammar("json_schema", json.dumps({"type": "string", "description": "x" * letters}))
     registry, announces = GrammarRegistry(), StepPlan()
     sampling = SamplingParams(seed=7, structured=grammar)
@@ -39,8 +39,8 @@ def plans(rows: int, letters: int) -> dict[str, StepPlan]:
     registry.add_request([Sequence(request, 0, [*_PROMPT], 99, (0, 0), frozenset())])
     registry.fill_plan(announces)
     registry.record_compiled(tuple(int(queue == compile_queue_of(grammar)) for queue in range(len(MAX_COMPILING))))
-    made = {"which announces the schema": announces}
-    for name, params in ((f"{rows} rows, free", SamplingParams(seed=7)), (f"{rows} rows, held to it", sampling)):
+    made = {"announces the schema": announces}
+    for name, params in ((f"{rows} rows, free", SamplingParams(seed=7)), (f"{rows} rows, constrained", sampling)):
         plan = StepPlan()
         for slot in range(rows):
             plan.new_rows.append(NewRow(slot, 0, len(_PROMPT), [*_PROMPT], params, ()))
@@ -51,7 +51,7 @@ def plans(rows: int, letters: int) -> dict[str, StepPlan]:
 
 
 def measure(rank: int, address: str, rows: int, letters: int, answer: Any) -> None:
-    """One rank's part; it answers with seconds by plan and transport."""
+    """Run one rank. Send its seconds by plan and transport through `answer`."""
     torch.set_num_threads(1)
     communicator = Communicator.join(rank, 2, address, device=torch.device("cpu"))
     assert communicator.transport == "shared memory", "these ranks share a host"
@@ -80,7 +80,7 @@ def measure(rank: int, address: str, rows: int, letters: int, answer: Any) -> No
 
 def main(
     rows: Annotated[int, typer.Option(min=1, help="New rows of one plan.")] = 32,
-    letters: Annotated[int, typer.Option(min=1, max=250_000, help="Of the schema.")] = 65_536,
+    letters: Annotated[int, typer.Option(min=1, max=250_000, help="Characters of the schema.")] = 65_536,
 ) -> None:
     """Measure plans of rows that share a schema."""
     with socket.socket() as probe:
@@ -98,8 +98,8 @@ def main(
         process.join()
     print(describe_machine())
     for name, plan in plans(rows, letters).items():
-        told = ", ".join(f"{seconds * 1e3:.2f} ms over {transport}" for transport, seconds in figures[name].items())
-        print(f"{name:27} {len(plan.encode()) * 4:9,} bytes; told in {told}")
+        sent = ", ".join(f"{seconds * 1e3:.2f} ms over {transport}" for transport, seconds in figures[name].items())
+        print(f"{name:27} {len(plan.encode()) * 4:9,} bytes; sent in {sent}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the KV cache gives, by reply length and batch: no cache, transformers' contiguous one, our paged one.
+"""Speed by reply length and batch size: no KV cache, transformers' contiguous cache, our paged cache.
 
     python bench/engine_cases/reply_length.py [--json bench/results/kv.json] [--plot bench/results/kv.png]
 

@@ -1,7 +1,7 @@
-"""The cluster that bench/chaos.py strikes: a Ray of several nodes, `coatcheck serve` upon it, every process.
+"""The cluster whose processes bench/chaos.py kills: several Ray nodes on one machine, and `coatcheck serve`.
 
-The head has no CPUs and each other node has those of one group. The command only watches, so that it too can be
-killed.
+The head has no CPUs, and each other node has CPUs for one group. `coatcheck serve` only watches the cluster, so it can
+be killed too.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ class ChaosCluster:
         self._ray.__exit__()
 
     def start_serve(self, wait_seconds: float = 0.0) -> None:
-        """The command, for the first time or again after it was killed. Nodes may still be joining: it is tried until
-        then, for so long."""
+        """Start `coatcheck serve`, also after a kill. The command fails while nodes still join: it is tried again
+        for up to `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         while True:
             with (self._scratch / "serve.log").open("ab") as output:
@@ -97,7 +97,7 @@ class ChaosCluster:
     def kill_serve(self) -> None:
         """Kill the command with kill -9 and start it again."""
         if self.serve.poll() is not None:
-            raise RuntimeError(f"coatcheck serve has ended by itself with {self.serve.returncode}: {self.said()}")
+            raise RuntimeError(f"coatcheck serve has ended by itself with {self.serve.returncode}: {self.log_tail()}")
         self.serve.kill()
         self.serve.wait()
         self.start_serve()
@@ -165,13 +165,14 @@ class ChaosCluster:
         return [group for group in status.groups if group.state == "serving" and group.ranks] if status else []
 
     def wait_whole(self, seconds: float) -> None:
-        """Wait until every group serves; raise TimeoutError after `seconds`."""
+        """Wait until every group serves. Raise TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         while len(self.serving()) < self.groups:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the groups did not all serve within {seconds:g} s: {self.status()}\n{self.said()}")
+                message = f"the groups did not all serve within {seconds:g} s: {self.status()}"
+                raise TimeoutError(f"{message}\n{self.log_tail()}")
             time.sleep(0.1)
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """The last 2000 characters that `coatcheck serve` has printed."""
         return (self._scratch / "serve.log").read_text()[-2000:]

@@ -1,4 +1,4 @@
-"""Streams for bench/chaos.py: every kind of sampling, each compared with what an undisturbed run has answered.
+"""Streams for bench/chaos.py: every kind of sampling, each compared with the answer of an undisturbed run.
 
 A load keeps a fixed number of streams running through Coatcheck's client and retries nothing.
 """
@@ -57,7 +57,7 @@ class Running:
     group: str = ""
     task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
     events: int = 0
-    heard: float = field(default_factory=time.monotonic)
+    last_event_at: float = field(default_factory=time.monotonic)
     ended: bool = False
 
     @property
@@ -67,7 +67,7 @@ class Running:
 
 
 class ChaosLoad:
-    """`counts`: started, ended, failed, changed, refused (turned away before they had begun), moved."""
+    """`counts`: started, ended, failed, changed, refused (before their first event), moved."""
 
     def __init__(self, address: str, requests: list[pb.GenerateRequest]) -> None:
         self.requests = requests
@@ -83,19 +83,19 @@ class ChaosLoad:
 
     async def learn(self) -> None:
         """Run every case undisturbed, one after another, and add cases with stop strings from their answers."""
-        self.expected = [await self._ask(request) for request in self.requests]
+        self.expected = [await self._generate(request) for request in self.requests]
         stopped = [with_stop(*pair) for pair in list(zip(self.requests, self.expected, strict=True))[:4]]
         for request in stopped:
             if request is not None:
                 self.requests.append(request)
-                self.expected.append(await self._ask(request))
+                self.expected.append(await self._generate(request))
 
     async def keep(self, streams: int) -> None:
         """Keep `streams` streams running until `stop` is called."""
         await asyncio.gather(*(self._keep_one() for _ in range(streams)))
 
     def stop(self) -> None:
-        """Begin no further stream."""
+        """Start no further stream."""
         self._stopping = True
 
     async def run(self, case: int, salt: str = "") -> None:
@@ -107,7 +107,7 @@ class ChaosLoad:
         self.running.add(running)
         try:
             async for event in self._client.stream_events(request):
-                self._note(running, event)
+                self._record_event(running, event)
         except CoatcheckError as error:
             if not running.events:
                 self.counts["refused"] += 1
@@ -137,25 +137,24 @@ class ChaosLoad:
         return len(self.requests[case].token_ids.ids) >= LONG_PROMPT
 
     async def close(self) -> None:
-        """Ends the client's channel."""
         await self._client.close()
 
     async def _keep_one(self) -> None:
         while not self._stopping:
             await self.run(next(self._next) % len(self.requests))
 
-    def _note(self, running: Running, event: pb.GenerateEvent) -> None:
+    def _record_event(self, running: Running, event: pb.GenerateEvent) -> None:
         now = time.monotonic()
         running.events += 1
         if event.HasField("started"):
             self.counts["started"] += 1
             running.group = event.started.group
-        if now - running.heard > 0.5 and running.events > 1:
-            self.stalls.append((now, now - running.heard))
-        running.heard = now
+        if now - running.last_event_at > 0.5 and running.events > 1:
+            self.stalls.append((now, now - running.last_event_at))
+        running.last_event_at = now
         running.answer.add(event, now)
 
-    async def _ask(self, request: pb.GenerateRequest) -> GenerationResult:
+    async def _generate(self, request: pb.GenerateRequest) -> GenerationResult:
         answer = GenerationResult(time.monotonic())
         async for event in self._client.stream_events(request):
             answer.add(event, time.monotonic())
@@ -163,7 +162,7 @@ class ChaosLoad:
 
 
 def difference(one: GenerationResult, other: GenerationResult) -> str:
-    """The first difference of two answers; "" when text, token ids, ends and log-probabilities are the same."""
+    """The first difference of two answers; "" if text, token ids, finish reasons and log-probabilities are equal."""
     if len(one.choices) != len(other.choices):
         return f"{len(other.choices)} choices, not {len(one.choices)}"
     for index, (expected, got) in enumerate(zip(one.choices, other.choices, strict=True)):

@@ -1,6 +1,6 @@
 """Strikes for bench/chaos.py: which process is killed or stopped, and at what moment of the streams.
 
-A process may also be made to fault, as by a defect of its own. Between strikes every stream gets further tokens: a
+A process may also get SIGSEGV, as from a defect of its own. Between strikes every stream gets further tokens: a
 request whose groups crash twice, or are lost three times, without a token in between is refused as poison.
 """
 
@@ -19,30 +19,30 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 
 MOMENTS = ("any", "prefill", "scale out", "restore", "drain", "failover", "any", "scale in")
-_SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # in which a kill comes, from the command on
-_LOSS_SECONDS = 0.3  # from a kill to its being known everywhere
-_SHELVES = 8  # long prompts that come again and again, so that the host's memory holds some
+_SCALING_SECONDS = {"scale out": 6.0, "scale in": 2.0}  # a kill comes within this time after the command
+_LOSS_SECONDS = 0.3  # from a kill until every process knows of it
+_REPEATED_PROMPTS = 8  # long prompts that are sent repeatedly, so that host memory holds some
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What was done. `longest_stall`: the most seconds that a stream was without an event after it."""
+    """One kill or stop. `longest_stall`: the most seconds that a stream was without an event after it."""
 
     kind: str
     moment: str
     longest_stall: float
-    alone: bool  # else the streams had just lost another group
+    alone: bool  # False if another group was lost, drained or scaled at about the same time
 
 
 class Striker:
     """Strikes one cluster under one load."""
 
     def __init__(self, cluster: ChaosCluster, load: ChaosLoad, rng: random.Random) -> None:
-        self.found: list[float] = []  # seconds from each stop of a rank to its group's being lost
+        self.found: list[float] = []  # seconds from each stop of a rank until its group was lost
         self._cluster = cluster
         self._load = load
         self._rng = rng
-        self._shelf = 0
+        self._last_repeated = 0
         self._long = [case for case in range(len(load.requests)) if load.is_long(case)]
 
     async def strike(self, kind: str, moment: str) -> list[Strike]:
@@ -65,13 +65,13 @@ class Striker:
             drained = self._rng.choice(groups).name
             await asyncio.to_thread(self._cluster.drain, drained)
         if moment == "failover":
-            # The group that streams leave first; they are then struck on their way, or where they arrive.
+            # Streams leave this group first. The second kill hits them while they move, or on their new group.
             made.append(("rank", "any"))
-            await self._hit("rank", victim)
+            await self._kill_or_stop("rank", victim)
             await asyncio.sleep(self._rng.uniform(0.0, 0.5))
             victim = next(group for group in groups if group is not victim)
-        await self._hit(kind, victim)
-        await self._settle()
+        await self._kill_or_stop(kind, victim)
+        await self._wait_for_events()
         if mine is not None:
             await asyncio.wait_for(mine, PATIENCE_SECONDS)
         if moment == "drain":
@@ -80,26 +80,26 @@ class Striker:
         return [Strike(name, when, stall, len(made) == 1 and moment != "drain") for name, when in made]
 
     async def _strike_scaling(self, kind: str, moment: str, victim: pb.GroupStatus) -> list[Strike]:
-        """One kill while a group comes, or while one goes; in the end there are as many as before. The command may end
-        with the supervisor, but no stream may."""
+        """Make one kill while a group is added or removed, then restore the number of groups. The scale command may
+        fail with the supervisor; no stream may."""
         few, many = self._cluster.groups, self._cluster.groups + 1
         await asyncio.to_thread(self._cluster.add_spare)
         if moment == "scale in":
-            await _until(lambda: self._cluster.scale(many), "there is one group more")
+            await _wait_until(lambda: self._cluster.scale(many), "there is one group more")
             victim = self._rng.choice(await asyncio.to_thread(self._cluster.serving) or [victim])
         began = time.monotonic()
         scaling = asyncio.create_task(asyncio.to_thread(self._cluster.scale, few if moment == "scale in" else many))
         await asyncio.sleep(self._rng.uniform(0.0, _SCALING_SECONDS[moment]))
-        await self._hit(kind, victim)
+        await self._kill_or_stop(kind, victim)
         await scaling
-        await self._settle()
-        await _until(lambda: self._cluster.scale(few), "there are as many groups as before")
+        await self._wait_for_events()
+        await _wait_until(lambda: self._cluster.scale(few), "there are as many groups as before")
         return [Strike(kind, moment, self._longest_stall(began), alone=False)]
 
     def _longest_stall(self, began: float) -> float:
         return max((seconds for when, seconds in self._load.stalls if when > began), default=0.0)
 
-    async def _hit(self, kind: str, group: pb.GroupStatus) -> None:
+    async def _kill_or_stop(self, kind: str, group: pb.GroupStatus) -> None:
         pids = [rank.pid for rank in group.ranks]
         match kind:
             case "rank":
@@ -110,7 +110,7 @@ class Striker:
                 for pid in pids:
                     _kill(pid)
             case "router" | "supervisor":
-                await _until(lambda: bool(self._cluster.pids(kind)), f"there is a {kind}")
+                await _wait_until(lambda: bool(self._cluster.pids(kind)), f"there is a {kind}")
                 for pid in self._cluster.pids(kind):
                     _kill(pid)
             case "serve":
@@ -123,15 +123,15 @@ class Striker:
                 await self._stop(self._rng.choice(pids), group.name)
 
     async def _stop(self, pid: int, group: str) -> None:
-        """SIGSTOP, until the process is gone."""
+        """Send SIGSTOP. Wait until the group is lost and the process has ended."""
         began = time.monotonic()
         try:
             os.kill(pid, signal.SIGSTOP)
         except ProcessLookupError:
             return
-        await _until(lambda: all(serving.name != group for serving in self._cluster.serving()), f"{group} is lost")
+        await _wait_until(lambda: all(serving.name != group for serving in self._cluster.serving()), f"{group} is lost")
         self.found.append(time.monotonic() - began)
-        await _until(lambda: not _lives(pid), f"the stopped rank of {group} has ended")
+        await _wait_until(lambda: not _is_alive(pid), f"the stopped rank of {group} has ended")
 
     async def _begin_prefill(self) -> tuple["asyncio.Task[None]", Running]:
         """Start streams until one is in its prefill; return it."""
@@ -141,19 +141,19 @@ class Striker:
 
     async def _begin_restore(self) -> tuple["asyncio.Task[None]", Running] | None:
         """Start a stream whose prompt is fetched from host memory; return None if no prompt stays there for long."""
-        for _ in range(_SHELVES):
-            for shelf in range(_SHELVES):
-                case, salt = self._long[shelf % len(self._long)], f"shelf {shelf}"
-                lies_there = await self._cluster.host_tokens(self._load.request(case, salt)) >= LONG_PROMPT // 2
-                if lies_there and (begun := await self._begin(case, salt)):
+        for _ in range(_REPEATED_PROMPTS):
+            for number in range(_REPEATED_PROMPTS):
+                case, salt = self._long[number % len(self._long)], f"repeated {number}"
+                is_on_host = await self._cluster.host_tokens(self._load.request(case, salt)) >= LONG_PROMPT // 2
+                if is_on_host and (begun := await self._begin(case, salt)):
                     return begun
-            # The load itself moves it out of the pool in a while.
-            self._shelf = (self._shelf + 1) % _SHELVES
-            await self._load.run(self._long[self._shelf % len(self._long)], f"shelf {self._shelf}")
+            # The load evicts this prompt from the pool to host memory after a while.
+            number = self._last_repeated = (self._last_repeated + 1) % _REPEATED_PROMPTS
+            await self._load.run(self._long[number % len(self._long)], f"repeated {number}")
         return None
 
     async def _begin(self, case: int, salt: str) -> tuple["asyncio.Task[None]", Running] | None:
-        """Start a stream and return it before its first token; None if that came first."""
+        """Start a stream and return it before its first token; None if the token came too soon."""
         before = set(self._load.running)
         task = asyncio.create_task(self._load.run(case, salt))
         while not task.done():
@@ -165,16 +165,16 @@ class Striker:
                 await task
         return None
 
-    async def _settle(self) -> None:
+    async def _wait_for_events(self) -> None:
         """Wait until each stream that runs now has got another event or has ended."""
         await asyncio.sleep(_LOSS_SECONDS)
         before = [(running, running.events) for running in self._load.running]
-        await _until(
+        await _wait_until(
             lambda: all(running.ended or running.events > events for running, events in before), "streams go on"
         )
 
 
-async def _until(holds: Callable[[], bool], what: str) -> None:
+async def _wait_until(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not await asyncio.to_thread(holds):
         if time.monotonic() > deadline:
@@ -189,7 +189,7 @@ def _kill(pid: int, how: signal.Signals = signal.SIGKILL) -> None:
         return  # an earlier strike has ended it meanwhile
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,9 +1,9 @@
-"""What the loss of Ray's head costs, with Redis and without: streams, `coatcheck serve`, and everything else.
+"""What ends when Ray's head is lost, with Redis and without: streams, `coatcheck serve`, routers, ranks.
 
     python bench/failure_cases/head_loss.py [--json bench/results/head_loss.json]
 
-Two groups on two nodes, the router on one of them, none on the head; four streams all the time. The head is killed with
-kill -9: its process alone (gcs_server), or all of its node. In one case it comes back without what it knew.
+Two groups on two nodes, the router on one of them, none on the head; four streams run all the time. The head is killed
+with kill -9: its process alone (gcs_server), or all of its node. In one case it is started again without its state.
 """
 
 import asyncio
@@ -80,11 +80,11 @@ class HeadLossCase:
             self.serve = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         while b"ready: " not in self._log.read_bytes():
             if self.serve.poll() is not None or time.monotonic() - began > PATIENCE_SECONDS:
-                raise RuntimeError(f"coatcheck serve does not come up: {self.said()}")
+                raise RuntimeError(f"coatcheck serve does not come up: {self.last_log_line()}")
             time.sleep(0.1)
         return time.monotonic() - began
 
-    def said(self) -> str:
+    def last_log_line(self) -> str:
         """The last line that `coatcheck serve` has printed."""
         return (self._log.read_text().strip().splitlines() or [""])[-1]
 
@@ -134,7 +134,7 @@ async def lose(loss: HeadLoss, checkpoint: Path, scratch: Path) -> dict[str, Any
                 is_back = True
                 await asyncio.to_thread(case.nodes.start_head)
             if ended["serve"] is None and case.serve.poll() is not None:
-                ended["serve"], said = after, case.said()
+                ended["serve"], said = after, case.last_log_line()
             for name, pids in mine.items():
                 if ended[name] is None and not pids & case.pids(_TITLES[name]):
                     ended[name] = after
@@ -165,7 +165,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """Lose the head, each way in turn."""
-    # What is told to end leaves no Ray behind.
+    # SIGTERM must unwind the context managers, which end Ray.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(soft_wrap=True)
     figures: dict[str, Any] = {"machine": describe_machine(), "losses": []}

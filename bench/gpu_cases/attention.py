@@ -34,7 +34,7 @@ def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Meas
         options = f", window {window}" * (window > 0) + f", cap {softcap:g}" * (softcap > 0)
         for batch_invariant in (False, True):
             error = batch.error(batch.run(batch_invariant=batch_invariant))
-            order = ", one order" if batch_invariant else ""
+            order = ", batch-invariant" if batch_invariant else ""
             yield Measurement(
                 "correct", f"{heads}/{kv_heads} heads of {dim}, {_name(dtype)} over {kv}{options}{order}", error=error,
                 target=f"error <= {_TOLERANCE[dtype]:g}", met=error <= _TOLERANCE[dtype],
@@ -42,7 +42,7 @@ def correct(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Meas
 
 
 def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """Steps of one query each: bytes of KV over the time they take, over the copy bandwidth."""
+    """Decode steps. The share is the bandwidth of reading KV over the copy bandwidth."""
     shapes: list[tuple[str, list[tuple[int, int]], tuple[int, int, int], float]] = [
         ("64 of 4k", [(1, 4096)] * 64, (32, 8, 128), 0.85), ("16 of 16k", [(1, 16384)] * 16, (32, 8, 128), 0.85),
         ("8 of 32k", [(1, 32768)] * 8, (32, 4, 128), 0.85), ("256 of 2k", [(1, 2048)] * 256, (32, 8, 64), 0.85),
@@ -74,7 +74,7 @@ def decode(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
 
 
 def prefill(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """Whole prompts and chunks behind a cached prefix: operations over the time they take, over the matrix rate."""
+    """Whole prompts, and chunks after a cached prefix. The share is operations per second over the matrix rate."""
     shapes = [
         ("1 of 8k", [(8192, 8192)], 128, 0.7), ("4 of 2k", [(2048, 2048)] * 4, 128, 0.0),
         ("1 of 8k", [(8192, 8192)], 64, 0.0), ("2k behind 30k", [(2048, 32768)], 128, 0.0),

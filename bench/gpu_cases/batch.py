@@ -1,4 +1,4 @@
-"""Batches of sequences over a paged pool of any kind, for bench/gpu_cases/attention.py. It knows no clock."""
+"""Batches of sequences over a paged pool of any kind, for bench/gpu_cases/attention.py."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,6 @@ class Batch:
         self.scale, self.window, self.softcap = dim**-0.5, window, softcap
 
     def run(self, *, batch_invariant: bool = False) -> Tensor:
-        """Through our kernels."""
         return paged_attention(
             self.q, self.cache, block_tables=self.tables, seq_lens=self.seq_lens, cu_seqlens_q=self.starts,
             max_seqlen_q=max(q for q, _ in self.lengths), scale=self.scale, sliding_window=self.window,
@@ -58,8 +57,8 @@ class Batch:
         )  # fmt: skip
 
     def error(self, have: Tensor, rows: Sequence[int] | None = None) -> float:
-        """The largest difference from the float32 reference over the sequences of these rows, in units of the largest
-        value; the pool's own rounding is in both."""
+        """The largest difference of `have` from the float32 reference, over the largest value, of the sequences `rows`
+        (None: all). Both read the same quantised pool."""
         worst = 0.0
         for row in range(len(self.lengths)) if rows is None else rows:
             first, last = int(self.starts[row]), int(self.starts[row + 1])
@@ -75,8 +74,8 @@ class Batch:
         return worst
 
     def gathered(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [batch, heads, q_len, dim], keys and values [batch, kv_heads, seq_len, dim], dense, of sequences that
-        are all alike: as torch's own attention wants them."""
+        """Dense inputs for torch's attention: our queries [batch, heads, q_len, dim], random keys and values [batch,
+        kv_heads, seq_len, dim]. All sequences must have the same lengths."""
         (q_len, seq_len), count = self.lengths[0], len(self.lengths)
         shape = (self.cache.kv_heads, seq_len, self.q.shape[2])
         k, v = torch.randn(2, count, *shape, device=self.q.device, dtype=torch.float32).to(self.q.dtype)

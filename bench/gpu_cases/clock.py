@@ -1,7 +1,7 @@
 """Seconds of a piece of GPU work, and the roofs that they are held against.
 
-The work is captured in a CUDA graph, several times over, so that launching it from Python is not measured; what cannot
-be captured is timed by events. On a CPU, which only tries the scripts, it is the clock on the wall.
+The work is captured in a CUDA graph, several times over, so that launching it from Python is not measured; work
+that cannot be captured is timed by events. On a CPU, which only tests the scripts, wall time is measured.
 """
 
 import statistics
@@ -56,7 +56,7 @@ def _captured(work: Work, times: int) -> Work | None:
         with torch.cuda.graph(graph, stream=side):
             for _ in range(times):
                 work()
-    except RuntimeError:  # something in it asks the host
+    except RuntimeError:  # the work synchronises with the host
         torch.cuda.synchronize()
         return None
     return graph.replay

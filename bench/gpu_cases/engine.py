@@ -27,12 +27,13 @@ from coatcheck.workers.runner.kv_memory import allocate_host_pool, allocate_kv_p
 from coatcheck.workers.runner.model_runner import ModelRunner
 
 BLOCK = 16
-Said = dict[str, tuple[list[int], list[float]]]
+# By request id: token ids and log-probabilities.
+Outputs = dict[str, tuple[list[int], list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's, and the fewest features of the family that has it."""
+    """A model configuration, and the transformers class `make` that builds it."""
 
     name: str
     config: Any
@@ -70,7 +71,7 @@ def shapes(*, quick: bool) -> list[Shape]:
 
 
 def tiny_config() -> LlamaConfig:
-    """Of the runs whose tokens are compared in float32."""
+    """The model of the runs whose tokens are compared in float32."""
     return LlamaConfig(
         hidden_size=128,
         num_hidden_layers=2,
@@ -87,7 +88,7 @@ def tiny_config() -> LlamaConfig:
 
 
 def write_checkpoint(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device) -> Path:
-    """Random weights, larger than usual, so that greedy tokens wander."""
+    """Random weights, larger than usual, so that greedy output does not repeat one token."""
     path = directory / shape.name
     if not path.exists():
         torch.manual_seed(0)
@@ -135,7 +136,7 @@ class Group:
         self.runner.warm_up()
 
     def engine(self, *, runner: Any = None, budget: int = 8192, num_blocks: int | None = None) -> Engine:
-        """A new one: nothing is cached in it."""
+        """A new engine, with an empty prefix cache."""
         return Engine(
             self.model.spec,
             runner or self.runner,
@@ -149,22 +150,22 @@ class Group:
         )
 
 
-def serve(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, salt: str = "") -> Said:
-    """What each says: tokens, and log-probabilities where they are asked for."""
-    said: Said = {}
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, salt: str = "") -> Outputs:
+    """Run all prompts to their ends. The request id of a prompt is its index."""
+    served: Outputs = {}
     for index, prompt in enumerate(prompts):
-        said[str(index)] = ([], [])
+        served[str(index)] = ([], [])
         engine.submit_request(EngineRequest(str(index), tuple(prompt), sampling, cache_salt=salt))
     while engine.has_work:
         for output in engine.step().outputs:
-            tokens, logprobs = said[output.request_id]
+            tokens, logprobs = served[output.request_id]
             tokens += output.token_ids
             logprobs += [one.logprob for one in output.logprobs]
-    return said
+    return served
 
 
 def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
-    """Random ones, the same at every call."""
+    """`count` random prompts of `length` tokens, the same at every call."""
     generator = torch.Generator().manual_seed(count + length)
     found: list[list[int]] = torch.randint(3, vocab, (count, length), generator=generator).tolist()
     return found
@@ -181,7 +182,7 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
                 watch = CompileWatch()
                 watch.start()
                 started = time.perf_counter()
-                group = _sized(model, device, batch, context, steps, kv_dtype=kv, graphs=graphs)
+                group = _make_group(model, device, batch, context, steps, kv_dtype=kv, graphs=graphs)
                 watch.mark_ready()
                 warm = time.perf_counter() - started
                 prefill, step = measure_steps(group, batch, context, steps)
@@ -215,23 +216,23 @@ def engine(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measu
             del model
 
 
-def _outputs(batch: int, context: int, steps: int) -> int:
-    """Tokens that every sequence has to say: some while others are still computed, then those that are measured."""
+def _max_tokens(batch: int, context: int, steps: int) -> int:
+    """max_tokens of each sequence: tokens during the prefills of others, then those of the measured steps."""
     return steps + 16 + 2 * -(-batch * context // 8192)
 
 
-def _sized(model: Model, device: torch.device, batch: int, context: int, steps: int, **options: Any) -> Group:
-    """With room for such a measurement."""
-    longest = context + _outputs(batch, context, steps) + 1
+def _make_group(model: Model, device: torch.device, batch: int, context: int, steps: int, **options: Any) -> Group:
+    """A group with room for `measure_steps`."""
+    longest = context + _max_tokens(batch, context, steps) + 1
     blocks = batch * (-(-longest // BLOCK) + 1)
     return Group(model, device, num_blocks=blocks, max_num_seqs=batch, max_model_len=longest, **options)
 
 
 def measure_steps(group: Group, batch: int, context: int, steps: int) -> tuple[float, float]:
-    """Seconds of the prefill of all, and of one decode step of all, on the wall."""
+    """(wall seconds of the prefill of all sequences, wall seconds of one decode step of all)."""
     engine = group.engine(budget=min(8192, batch * context))
     length = context - steps // 2
-    sampling = SamplingParams(max_tokens=_outputs(batch, context, steps), temperature=0.0, ignore_eos=True, seed=0)
+    sampling = SamplingParams(max_tokens=_max_tokens(batch, context, steps), temperature=0.0, ignore_eos=True, seed=0)
     for round_ in ("warm", "measured"):
         started = time.perf_counter()
         for index, prompt in enumerate(prompts_of(batch, length, group.model.spec.vocab_size)):
@@ -254,12 +255,12 @@ def measure_steps(group: Group, batch: int, context: int, steps: int) -> tuple[f
 
 
 def _graphs_change_nothing(model: Model, device: torch.device, name: str, quick: bool) -> Measurement:
-    """The same prompts with graphs and without: tokens equal but for what rounding alone may turn."""
+    """The share of tokens that differ between runs with and without graphs. Rounding alone may change a few."""
     prompts = prompts_of(5, 20 if quick else 300, model.spec.vocab_size)
     sampling = SamplingParams(max_tokens=8 if quick else 32, temperature=0.0, ignore_eos=True, seed=0)
     make = partial(Group, model, device, num_blocks=5 * 24 + 8, max_num_seqs=8, max_model_len=368)
-    said = [serve(make(graphs=graphs).engine(), prompts, sampling) for graphs in (True, False)]
-    pairs = [pair for key in said[0] for pair in zip(said[0][key][0], said[1][key][0], strict=True)]
+    served = [serve(make(graphs=graphs).engine(), prompts, sampling) for graphs in (True, False)]
+    pairs = [pair for key in served[0] for pair in zip(served[0][key][0], served[1][key][0], strict=True)]
     differ = sum(one != other for one, other in pairs) / len(pairs)
     return Measurement(
         "engine",
@@ -272,47 +273,47 @@ def _graphs_change_nothing(model: Model, device: torch.device, name: str, quick:
 
 
 def deterministic(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """--deterministic: tokens and logprobs, bit for bit, alone, in company, in chunks and cached; what a step costs."""
+    """--deterministic: equal bits of tokens and logprobs alone, in a batch, in chunks and cached; cost of a step."""
     batch, context, steps = (4, 48, 6) if quick else (64, 2048, 32)
     shape = shapes(quick=quick)[0]
     with TemporaryDirectory() as scratch:
         path = write_checkpoint(Path(scratch), shape, torch.bfloat16, device)
         costs = []
-        for kept in (False, True):
-            if kept and device.type == "cpu":
-                return  # what a CPU promises has tests of its own
-            model = load_model(path, communicator=Communicator(), dtype="bfloat16", device=device, deterministic=kept)
-            group = _sized(model, device, batch, context, steps)
+        for is_on in (False, True):
+            if is_on and device.type == "cpu":
+                return  # tests cover the CPU
+            model = load_model(path, communicator=Communicator(), dtype="bfloat16", device=device, deterministic=is_on)
+            group = _make_group(model, device, batch, context, steps)
             prefill, step = measure_steps(group, batch, context, steps)
             costs.append((prefill, step))
-            mode = "on" if kept else "off"
+            mode = "on" if is_on else "off"
             yield Measurement(
                 "deterministic",
                 f"decode step, {shape.name}, batch {batch}, {mode}",
                 step * 1e3,
-                beside="off" if kept else "",
-                beside_ms=costs[0][1] * 1e3 if kept else None,
+                beside="off" if is_on else "",
+                beside_ms=costs[0][1] * 1e3 if is_on else None,
             )
             yield Measurement(
                 "deterministic",
                 f"prefill, {shape.name}, {mode}",
                 prefill * 1e3,
-                beside="off" if kept else "",
-                beside_ms=costs[0][0] * 1e3 if kept else None,
+                beside="off" if is_on else "",
+                beside_ms=costs[0][0] * 1e3 if is_on else None,
             )
         shortest, more = (20, 5) if quick else (150, 61)
         prompts = [all_[: shortest + more * i] for i, all_ in enumerate(prompts_of(6, 600, model.spec.vocab_size))]
         sampling = SamplingParams(max_tokens=24, temperature=0.8, seed=9, ignore_eos=True, logprobs=0)
         cold = {str(i): serve(group.engine(), [prompt], sampling)["0"] for i, prompt in enumerate(prompts)}
         ways = {
-            "in company": serve(group.engine(), prompts, sampling),
+            "in a batch": serve(group.engine(), prompts, sampling),
             "in chunks of 97": serve(group.engine(budget=97), prompts, sampling),
         }
         cached = group.engine(budget=700)  # the last: all engines write to one pool
         serve(cached, prompts, sampling, "salt")
         ways["cached"] = serve(cached, prompts, sampling, "salt")
-        for way, said in ways.items():
-            unlike = sum(said[key] != cold[key] for key in cold)
+        for way, outputs in ways.items():
+            unlike = sum(outputs[key] != cold[key] for key in cold)
             yield Measurement(
                 "deterministic", f"requests {way} unlike themselves alone", error=unlike, target="0", met=unlike == 0
             )

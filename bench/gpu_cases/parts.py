@@ -1,4 +1,4 @@
-"""The parts of bench/gpu.py, one after the other, each by itself. It does not know what a part measures."""
+"""The command line of bench/gpu.py: runs the parts one after another."""
 
 import argparse
 import gc
@@ -25,7 +25,7 @@ from coatcheck.bench.gpu_cases.clock import Roofs, measure_roofs
 from coatcheck.bench.gpu_cases.table import Measurement, Table
 
 Part = Callable[..., Iterator[Measurement]]
-# What says most comes first, should the time run out.
+# The most important parts come first, in case time runs out.
 PARTS: dict[str, Part] = {
     "correct": gpu_attention.correct,
     "decode": gpu_attention.decode,
@@ -39,12 +39,12 @@ PARTS: dict[str, Part] = {
     "flex": gpu_attention.flex,
     "tune": gpu_tune.tune,
 }
-# Not unless they are asked for: they judge nothing.
+# Run only if --only names them: they have no targets.
 ASKED_FOR = {"tune"}
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 1 where a part failed, 2 where there is no GPU."""
+    """Return the exit code: 1 if a part failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="bench/gpu.py")
     parser.add_argument("--out", type=Path, default=Path("bench/out"), help="where gpu.json and gpu.md go")
     parser.add_argument("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
@@ -73,15 +73,15 @@ def main(arguments: list[str]) -> int:
     table.print_head()
     for name in wanted:
         run_part(name, table, device, roofs, quick=options.quick, minutes=options.minutes)
-        if device.type == "cuda" and not _answers(device):
+        if device.type == "cuda" and not _is_usable(device):
             return DEVICE_LOST
     table.facts["seconds"] = round(table.seconds)
     table.save()
     return int(table.failed)
 
 
-def _answers(device: torch.device) -> bool:
-    """Whether calls on the device still succeed: after a kernel's fault none does."""
+def _is_usable(device: torch.device) -> bool:
+    """Whether calls on the device succeed. After a kernel's fault none does."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
@@ -92,7 +92,7 @@ def _answers(device: torch.device) -> bool:
 def run_part(
     name: str, table: Table, device: torch.device, roofs: Roofs, *, quick: bool, minutes: float
 ) -> None:  # fmt: skip
-    """Its rows, or what broke it; what came before that stays."""
+    """Add the rows of a part to the table. An exception becomes a FAILED row after them."""
     began = table.seconds
     if began > 60 * minutes:
         table.add(Measurement(name, "not begun", note=f"{minutes} minutes were over"))
@@ -105,17 +105,17 @@ def run_part(
                 if table.seconds > 60 * (minutes + 1):
                     table.add(Measurement(name, "the rest of it", note="time was over"))
                     break
-    except Exception:  # whatever it is must not keep the others from running
+    except Exception:  # the other parts still run
         table.add(Measurement(name, "the rest of it", failure=traceback.format_exc()))
     table.end(name, table.seconds - began)
     gc.collect()
     if device.type == "cuda":
-        with suppress(RuntimeError):  # a device that is lost is told of by whoever asks next
+        with suppress(RuntimeError):  # the caller checks the device
             torch.cuda.empty_cache()
 
 
 def facts(device: torch.device, roofs: Roofs, quick: bool) -> dict[str, Any]:
-    """On what it ran; no host name, no path."""
+    """The device and the versions of a run, without host name and paths."""
     versions = f"torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}"
     return {
         "date": time.strftime("%Y-%m-%d"),

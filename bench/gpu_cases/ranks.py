@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from coatcheck.bench.gpu_cases.clock import Roofs
-from coatcheck.bench.gpu_cases.engine import Group, Said, Shape, prompts_of, serve, tiny_config, write_checkpoint
+from coatcheck.bench.gpu_cases.engine import Group, Outputs, Shape, prompts_of, serve, tiny_config, write_checkpoint
 from coatcheck.bench.gpu_cases.table import Measurement
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.workers.core.copy_report import CopyStatus
@@ -30,7 +30,7 @@ _WAIT = 120
 
 
 def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """Blocks to pinned memory and back on a stream of their own: bytes, bandwidth, and a block that was spoilt."""
+    """Copies to pinned memory and back on a separate stream: equal bytes, bandwidth, and a corrupt block."""
     count, size = (8, 4096) if quick else (256, 2 << 20)
     pool = torch.randint(0, 255, (count, size), dtype=torch.uint8, device=device)
     before = pool.clone()
@@ -44,8 +44,8 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
             started = time.perf_counter()
             copier.start_copies(plan)
             if way == "to the host":
-                pool.zero_()  # in the computing stream, as a step would that takes the blocks
-            statuses = _settle(copier, count)
+                pool.zero_()  # on the compute stream, like a step that reuses the blocks
+            statuses = _wait_for_copies(copier, count)
             took = time.perf_counter() - started
             equal &= way == "to the host" or torch.equal(pool, before)
             pool.copy_(before) if way == "to the host" else pool.zero_()
@@ -63,7 +63,7 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
         )
     host[3, 100] ^= 1
     copier.start_copies(StepPlan(restores=back))
-    statuses = _settle(copier, count)
+    statuses = _wait_for_copies(copier, count)
     broken = [index for index, status in enumerate(statuses) if status is CopyStatus.CORRUPT]
     right = [slot for slot, _ in back].index(3)
     yield Measurement(
@@ -76,8 +76,8 @@ def tiers(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measur
     yield _tiered_tokens(device)
 
 
-def _settle(copier: BlockCopier, count: int) -> list[CopyStatus]:
-    """How each of the copies begun ended, in order."""
+def _wait_for_copies(copier: BlockCopier, count: int) -> list[CopyStatus]:
+    """Wait for `count` copies. Return their statuses, in order."""
     statuses: list[CopyStatus] = []
     deadline = time.monotonic() + _WAIT
     while len(statuses) < count:
@@ -88,7 +88,7 @@ def _settle(copier: BlockCopier, count: int) -> list[CopyStatus]:
 
 
 def _tiered_tokens(device: torch.device) -> Measurement:
-    """Prompts that come again through a pool too small for all of them, beside a pool that holds them."""
+    """Tokens of repeated prompts with a pool too small for all of them, against a pool that holds them."""
     with TemporaryDirectory() as scratch:
         path = write_checkpoint(Path(scratch), _tiny(), torch.float32, device)
         model = load_model(path, communicator=Communicator(), dtype="float32", device=device)
@@ -157,7 +157,7 @@ def _nccl_alone(device: torch.device) -> Measurement:
 
 
 def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list[list[int]]]:
-    """(how tensors went, what rank 0 of two says); each is this script again, in a process of its own."""
+    """Run two ranks, each a new process of this script. Return (transport, tokens of rank 0)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -173,22 +173,22 @@ def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list
         for rank in range(2)
     ]
     deadline = time.monotonic() + _WAIT
-    # One that breaks leaves the other waiting: what it said counts, not the wait.
+    # If one rank fails, the other waits for it: end both, and report the error.
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.returncode for process in processes):
             break
         time.sleep(0.05)
     for process in processes:
         process.kill()
-    said = [process.communicate() for process in processes]
+    printed = [process.communicate() for process in processes]
     if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(errors[-3000:] for _, errors in said))
-    answer = json.loads(said[0][0].splitlines()[-1])
+        raise RuntimeError("\n".join(errors[-3000:] for _, errors in printed))
+    answer = json.loads(printed[0][0].splitlines()[-1])
     return answer["transport"], answer["tokens"]
 
 
 def as_rank(words: str) -> None:
-    """One of two; rank 0 prints what was said."""
+    """Run one rank of two. Rank 0 prints the transport and the tokens. `words`: see `_run_ranks`."""
     rank, address, path, kind, share = words.split(",")
     device = torch.device(kind)
     communicator = Communicator.join(
@@ -200,10 +200,10 @@ def as_rank(words: str) -> None:
     if communicator.rank:
         follow_driver(group.runner, communicator)
     else:
-        leader = TpRunner(group.runner, communicator)
-        tokens = _tokens(serve(group.engine(runner=leader), prompts_of(5, 90, 512), _GREEDY))
+        driver = TpRunner(group.runner, communicator)
+        tokens = _tokens(serve(group.engine(runner=driver), prompts_of(5, 90, 512), _GREEDY))
         print(json.dumps({"transport": communicator.transport, "tokens": tokens}))
-        leader.stop_followers()
+        driver.stop_followers()
     communicator.close()
 
 
@@ -217,5 +217,5 @@ def _tiny() -> Shape:
     return Shape("tiny", tiny_config(), LlamaForCausalLM)
 
 
-def _tokens(said: Said) -> list[list[int]]:
-    return [said[key][0] for key in sorted(said)]
+def _tokens(outputs: Outputs) -> list[list[int]]:
+    return [outputs[key][0] for key in sorted(outputs)]

@@ -25,7 +25,7 @@ _TARGET = 0.8
 
 
 def rows(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """Each moves well over 64 MB, so that bandwidth is what counts."""
+    """Row-wise operations over more than 64 MB each, so that memory bandwidth limits them."""
     tokens = 64 if quick else 16384
 
     def random(*shape: int) -> Tensor:
@@ -82,8 +82,8 @@ def _stores(tokens: int, device: torch.device, roofs: Roofs, quick: bool) -> Ite
         layout = BlockLayout.of([LayerSpec(heads, kv_heads, dim)], 16, kv)
         pools = [allocate_kv_pool(layout, tokens // 16, device) for _ in range(2)]
         ours, theirs = (layer_caches(layout, pool)[0] for pool in pools)
-        turned = rotary_and_store(q, k, v, cos, sin, ours, slots)
-        error = _error(turned, rotary_and_store_reference(q, k, v, cos, sin, theirs, slots))
+        rotated = rotary_and_store(q, k, v, cos, sin, ours, slots)
+        error = _error(rotated, rotary_and_store_reference(q, k, v, cos, sin, theirs, slots))
         blocks = torch.arange(tokens // 16, device=device)
         error = max(error, *map(_error, ours.rows_reference(blocks), theirs.rows_reference(blocks)))
         moved = qkv.nbytes + q.numel() * 2 + cos.nbytes * 2 + pools[0].nbytes

@@ -1,4 +1,4 @@
-"""The table of bench/gpu.py: rows that are printed and saved as they come. It does not know what is measured."""
+"""The table of bench/gpu.py: rows that are printed and saved as they come."""
 
 import json
 import time
@@ -11,8 +11,8 @@ _HEAD = "| part | what | ms | share of roof | error | beside | times as fast | t
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure. `share`: the least time that the roof allows over what it took; `error`: against the reference, or 0
-    and 1 for equal and not; `ratio`: the other's time over ours. `target` reads `share`, `ratio` or `error`."""
+    """One row. `share`: the time at the roof over `ms`. `error`: difference from the reference, or 0 (equal) and 1.
+    `beside`: what `ms` is compared with, which took `beside_ms`. `target`: a bound on `share`, `ratio` or `error`."""
 
     part: str
     what: str
@@ -28,16 +28,14 @@ class Measurement:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as what stands beside."""
+        """`beside_ms` over `ms`: above 1, ours is faster."""
         return self.beside_ms / self.ms if self.ms and self.beside_ms else None
 
     @property
     def state(self) -> str:
-        """In a word."""
         return "FAILED" if self.failure else {True: "met", False: "NOT MET", None: "-"}[self.met]
 
     def cells(self) -> list[str]:
-        """As the table has them."""
         beside = "" if not self.beside else f"{self.beside} {_number(self.beside_ms)}"
         share = "" if self.share is None else f"{self.share:.0%}"
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
@@ -47,7 +45,7 @@ class Measurement:
 
 
 class Table:
-    """Saved to `directory` after every row; `facts` say on what it was measured."""
+    """Saved to `directory` after every row. `facts`: device, versions, and the states of the parts."""
 
     def __init__(self, directory: Path, facts: dict[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +56,7 @@ class Table:
 
     @classmethod
     def resumed(cls, directory: Path) -> Self:
-        """The one that another process has saved there."""
+        """The table that another process has saved in `directory`."""
         saved = json.loads((directory / "gpu.json").read_text())
         self = cls(directory, saved["facts"])
         names = {field.name for field in fields(Measurement)}
@@ -69,22 +67,21 @@ class Table:
         return self
 
     def print_head(self) -> None:
-        """What stands above the rows."""
         head = _HEAD.translate({ord(c): "-" for c in _HEAD if c != "|"})
         print(json.dumps(self.facts), _HEAD, head, sep="\n", flush=True)
 
     def begin(self, part: str) -> None:
-        """Kept, so that a process which dies in it is known to have begun it."""
+        """Record that the part has begun, in case its process dies."""
         self.facts.setdefault("parts", {})[part] = "begun"
         self.save()
 
     def end(self, part: str, seconds: float) -> None:
-        """It needs no other process, whatever became of it."""
+        """Record that the part has ended, so that no other process runs it."""
         self.facts["parts"][part] = f"{seconds:.1f} s"
         self.save()
 
     def add(self, row: Measurement) -> None:
-        """Prints and saves it."""
+        """Print the row and save the table."""
         self.rows.append(row)
         print("| " + " | ".join(row.cells()) + " |", flush=True)
         if row.failure:
@@ -93,16 +90,15 @@ class Table:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start of the first process."""
         return time.monotonic() - self._started
 
     @property
     def failed(self) -> bool:
-        """Whether any row is."""
         return any(row.failure for row in self.rows)
 
     def save(self) -> None:
-        """All of it, as it is now."""
+        """Write gpu.json and gpu.md."""
         rows = [asdict(row) | {"ratio": row.ratio, "state": row.state} for row in self.rows]
         content = {"facts": self.facts, "seconds": self.seconds, "rows": rows}
         written = self._directory / "gpu.json.new"

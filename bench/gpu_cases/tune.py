@@ -1,7 +1,7 @@
-"""Launches of decode and prefill attention tried one after the other, for bench/gpu.py --only tune.
+"""Times of launch parameters of decode and prefill attention, for bench/gpu.py --only tune.
 
-Each row is one launch beside the one that is picked; the rows marked as best say what pick_launch, SPLIT or
-pick_programs should be on this card. What does not fit the processor is passed over.
+Each row is one launch beside the picked one. The rows marked BEST say what pick_launch, SPLIT or pick_programs should
+choose on this GPU. Launches that do not compile or do not fit are skipped.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Try = tuple[str, Callable[[], object]]
 
 
 def tune(device: torch.device, roofs: Roofs, *, quick: bool) -> Iterator[Measurement]:
-    """The shapes of the targets, what takes longest last."""
+    """The shapes that have targets; the slowest last."""
     if device.type == "cpu":
         return  # there is nothing to launch
     for what, lengths, dim, kv in (
@@ -48,7 +48,7 @@ def _best(what: str, tries: Iterator[Try], floor: float, device: torch.device) -
             work()
             took = seconds(work, device, times=3)
         except (triton.OutOfResources, RuntimeError) as error:  # too much shared memory, or the compiler gives up
-            yield Measurement("tune", f"{what}: {name}", note=f"passed over: {str(error).splitlines()[0][:120]}")
+            yield Measurement("tune", f"{what}: {name}", note=f"skipped: {str(error).splitlines()[0][:120]}")
             continue
         found.append((took, name))
         yield Measurement(
@@ -62,28 +62,28 @@ def _best(what: str, tries: Iterator[Try], floor: float, device: torch.device) -
 
 
 def _decodes(batch: Batch, device: torch.device) -> Iterator[Try]:
-    """What is picked, then tiles, splits and numbers of programs, one of them at a time."""
+    """The picked launch, then other tiles, splits and numbers of programs, one change at a time."""
     arch, cache = arch_of(device), batch.cache
     group = batch.q.shape[1] // cache.kv_heads
     picked = paged_decode.pick_launch(group, cache.k.shape[3], batch.q.element_size(), cache.bits, arch)
     out = torch.empty_like(batch.q)
     run = partial(_decode, batch, out)
-    yield f"picked, {_said(picked)}", run
+    yield f"picked, {_describe(picked)}", run
     for keys, warps, stages in product((32, 64, 128), (4, 8), (3, 5, 7)):
         launch = picked._replace(block_n=keys, num_warps=warps, num_stages=stages)
         if launch != picked and keys >= 8 * warps:
-            yield _said(launch), partial(run, launch=launch)
+            yield _describe(launch), partial(run, launch=launch)
     for split in (256, 1024):
         yield f"splits of {split}", partial(run, split=split)
     for programs in (2, 4, 8, 32):
         yield f"{programs} programs a processor", partial(run, programs=programs * arch.processors)
 
 
-def _decode(batch: Batch, out: Tensor, **overruled: object) -> None:
+def _decode(batch: Batch, out: Tensor, **overrides: object) -> None:
     total = sum(seq_len for _, seq_len in batch.lengths)
     paged_decode.launch_decode(
         batch.q, batch.cache, batch.tables, batch.seq_lens, batch.starts, batch.scale, 0, 0.0, None, out, total,
-        **overruled,  # type: ignore[arg-type]
+        **overrides,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -99,16 +99,16 @@ def _prefills(batch: Batch, device: torch.device) -> Iterator[Try]:
         paged_prefill.launch_prefill, batch.q, cache, batch.tables, batch.seq_lens, batch.starts, longest, batch.scale,
         0, 0.0, None, out, False, len(batch.lengths),
     )  # fmt: skip
-    yield f"picked, {_said(picked)}", run
+    yield f"picked, {_describe(picked)}", run
     for queries, keys, warps, stages in (
         (128, 64, 8, 3), (128, 64, 8, 7), (128, 128, 8, 3), (128, 128, 8, 5), (64, 64, 4, 5), (64, 64, 4, 3),
         (64, 128, 4, 3), (128, 32, 8, 5), (128, 64, 4, 3), (64, 32, 4, 5),
     ):  # fmt: skip
         launch = picked._replace(block_m=queries, block_n=keys, num_warps=warps, num_stages=stages)
         if launch != picked:
-            yield _said(launch), partial(run, launch=launch)
+            yield _describe(launch), partial(run, launch=launch)
 
 
-def _said(launch: paged_decode.DecodeLaunch | paged_prefill.PrefillLaunch) -> str:
+def _describe(launch: paged_decode.DecodeLaunch | paged_prefill.PrefillLaunch) -> str:
     tile = f"{launch.block_m} rows by {launch.block_n} keys"
     return f"{tile}, {launch.num_warps} warps, {launch.num_stages} stages"
