@@ -1,4 +1,4 @@
-"""What KV memory gives: cached prompt blocks and TTFT by eviction and pool size, and sequences that fit.
+"""Cached prompt blocks and TTFT by eviction policy and pool size, and the number of sequences that fit.
 
     python bench/kv.py hits|ttft|lengths [--traces DIR] [--json bench/results/kv.json]
 
@@ -22,9 +22,9 @@ from coatcheck.bench.kv_cases.trace_replay import (
     CROSSOVER_BLOCKS,
     TRACES,
     Hits,
-    closed,
     count_found,
     fitting,
+    gap_closed,
     mean_ttft,
     optimum,
     read_trace,
@@ -64,7 +64,7 @@ def main(
 
 
 def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
-    """Shares of the blocks asked for, by trace, capacity and policy."""
+    """Shares of the prompt blocks that are found, by trace, capacity and policy."""
     cells = [(traces, trace, capacity, policy) for trace in TRACES for capacity in CAPACITIES for policy in _POLICIES]
     with ProcessPoolExecutor(workers) as pool:
         found = dict(zip(cells, pool.map(_cell, cells), strict=True))
@@ -73,7 +73,12 @@ def hits(traces: Path, workers: int) -> list[dict[str, Any]]:
     for trace in TRACES:
         for capacity in CAPACITIES:
             lru, ours, best = (found[traces, trace, capacity, policy] for policy in _POLICIES)
-            row = {"lru": lru.blocks, "ours": ours.blocks, "optimum": best.blocks, "closed": closed(ours, lru, best)}
+            row = {
+                "lru": lru.blocks,
+                "ours": ours.blocks,
+                "optimum": best.blocks,
+                "closed": gap_closed(ours, lru, best),
+            }
             refused = len(read_trace(traces / _file(trace))) - len(fitting(read_trace(traces / _file(trace)), capacity))
             rows.append({"trace": trace, "capacity": capacity, **row, "refused": refused})
             table.add_row(trace, str(capacity), *(f"{100 * share:.2f}" for share in row.values()), str(refused))
@@ -96,7 +101,7 @@ def ttft(traces: Path, workers: int) -> list[dict[str, Any]]:
 
 
 def lengths(traces: Path) -> list[dict[str, Any]]:
-    """How many whole sequences the same memory holds, by the planner's own arithmetic."""
+    """The number of whole sequences that the same memory holds, as the planner computes it."""
     known = LengthDistribution.read(traces / AZURE, _CONTEXT)
     reserved = known.fit_reserved(_POOL_TOKENS, 1, _CONTEXT)
     table = Table("block size", "paged", f"{_CONTEXT} reserved", "times", "waste %")

@@ -3,14 +3,15 @@
 The load is three public traces, and one made-up trace in which all requests share a system prompt. Each rule runs in
 each cell, as simulation.py does. The rules of others see every group's true state at each moment, and place each
 request when it comes. Our router sees what it would in production (reports every 100 ms, events, what it has sent
-itself), and keeps requests in its own queue while no group has room. So part of its lead is the queue's.
+itself), and keeps requests in its own queue while no group has room. Part of its lead is therefore due to
+the queue.
 
     python bench/routing.py [--traces DIR] [--json out.json] [--only conversation/3000/0.95] [--routers 4]
 
-Cells that the JSON file has are not run again, so a run that was interrupted goes on. After a change to routing,
+Cells that the JSON file has are not run again, so an interrupted run continues. After a change to routing,
 `--ours` runs our router alone in the cells that the file has and keeps the figures of the other rules, which do not
 depend on it. Keep a copy of the file: an interrupted `--ours` leaves only the cells that it finished. After a change
-to the simulation take the file away.
+to the simulation delete the file.
 public_traces.py says where the traces come from; they are looked for in bench/traces unless --traces is given.
 """
 
@@ -48,7 +49,7 @@ CELLS = (
 
 
 def _cells(only: str) -> list[Cell]:
-    """Those whose name begins so. Raises InvalidConfig if there is none."""
+    """The cells whose name begins with `only`. Raises InvalidConfig if there is none."""
     cells = [cell for cell in CELLS if cell.name.startswith(only)]
     if not cells:
         names = f"{CELLS[0].name} to {CELLS[-1].name}"
@@ -59,7 +60,7 @@ def _cells(only: str) -> list[Cell]:
 def _run_cell(
     task: tuple[Cell, Path, int, dict[str, SimulationResult]],
 ) -> tuple[Cell, float, dict[str, SimulationResult]]:
-    """Runs every rule whose outcome is not known yet in one cell."""
+    """Run the rules whose outcome in a cell is not known yet. Return (cell, pooled hit ratio, outcomes by rule)."""
     cell, traces, routers, known = task
     entries = _entries(cell, traces)
     hits = pooled_hits(entries, (cell.blocks + cell.host_blocks) * GROUPS)
@@ -96,7 +97,7 @@ def _row(cell: Cell, pooled: float, outcomes: dict[str, SimulationResult]) -> tu
 
 
 def _read(path: Path | None, routers: int) -> dict[str, dict[str, Any]]:
-    """What an earlier run has written, by cell. Raises InvalidConfig if its groups or routers were others."""
+    """The rows of an earlier run, by cell. Raises InvalidConfig if its service times or routers were others."""
     if path is None or not path.exists():
         return {}
     written = json.loads(path.read_text())
@@ -115,13 +116,13 @@ def _parse(cell: Cell, row: dict[str, Any]) -> tuple[Cell, float, dict[str, Simu
 
 def main(
     traces: Traces = FOLDER,
-    only: Annotated[str, typer.Option(help="Cells whose name begins so.")] = "",
+    only: Annotated[str, typer.Option(help="Run only cells whose name begins with this.")] = "",
     routers: Annotated[int, typer.Option(help="Routers that share our requests, each with its own view.")] = 1,
     ours: Annotated[bool, typer.Option("--ours", help="Run our router again in the cells that the file has.")] = False,
-    processes: Annotated[int, typer.Option(help="At once.")] = 2,
+    processes: Annotated[int, typer.Option(help="Processes at once.")] = 2,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Prints a line per cell, ours beside the best other by each figure, and how many cells reach each target."""
+    """Print a line per cell, ours beside the best other by each figure, and how many cells reach each target."""
     try:
         cells = _cells(only)
         check_traces(traces, dict.fromkeys(FILES[cell.trace] for cell in cells if cell.trace in FILES))

@@ -1,10 +1,10 @@
-"""What a plan foretells and what `coatcheck serve` then is: blocks, bytes of a block, and the memory of its processes.
+"""Compares `coatcheck plan` with `coatcheck serve`: blocks, bytes of a block, and memory of the ranks' processes.
 
     python bench/kv_cases/accounting.py [--json bench/results/kv_accounting.json]
 
-The demo model, once for each kv-dtype and number of ranks, with a pool and a host tier of so many bytes a rank; beside
-each number of ranks one server with hardly any. What the ranks' processes hold more than that one's is what their
-pools and host tiers say they have reserved, within 1%.
+The demo model is served for each KV dtype and number of ranks, with `--gib` of pool and of host tier per rank. The
+baseline is a server of as many ranks with a pool of 4 MiB. The memory of the ranks above the baseline must be what
+their pools and host tiers have reserved, within 1%.
 """
 
 import json
@@ -27,11 +27,11 @@ _KV_DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
 
 
 def main(
-    gib: Annotated[float, typer.Option(help="Of the pool, and of the host tier, of each rank.")] = 0.5,
+    gib: Annotated[float, typer.Option(help="GiB of the pool, and of the host tier, of each rank.")] = 0.5,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Measure it, and fail where a figure is off."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # and the server with it
+    """Measure, and fail if a figure is off."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # ends the server too
     size, rows = int(gib * 2**30), []
     for tp in (1, 2):
         bare = serve(tp, "bf16", 4 << 20, 0)[1]
@@ -45,7 +45,7 @@ def main(
 
 
 def measure(tp: int, kv_dtype: str, size: int, bare: float) -> dict[str, Any]:
-    """One server beside its plan."""
+    """The figures of one server beside its plan. `bare`: a rank's memory in the baseline, in bytes."""
     command: list[str | Path] = [Path(sys.executable).with_name("coatcheck"), "plan", _MODEL, "--json", "--tp", str(tp)]
     command += ["--kv-dtype", kv_dtype, "--kv-memory", str(size)]
     plan = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
@@ -64,10 +64,10 @@ def measure(tp: int, kv_dtype: str, size: int, bare: float) -> dict[str, Any]:
 
 
 def serve(tp: int, kv_dtype: str, size: int, host: int) -> tuple[pb.GroupStatus, float]:
-    """A server's status once it serves, and what each of its ranks holds of memory of its own, on average."""
+    """Start a server. Return (status of its group, mean anonymous memory of a rank in bytes)."""
     flags = f"--tp {tp} --kv-dtype {kv_dtype} --kv-memory {size} --host-kv-memory {host}"
     with TemporaryDirectory() as scratch, CoatcheckServer(_MODEL, Path(scratch), flags) as server:
-        while not (group := server.status()).ranks:  # the router has yet to hear from them
+        while not (group := server.status()).ranks:  # the ranks have not reported yet
             time.sleep(0.1)
         return group, sum(_resident(rank.pid) for rank in group.ranks) / tp
 

@@ -1,10 +1,10 @@
-"""What each kind of KV pool costs and gives on this CPU: capacity, perplexity, and attention's time.
+"""Capacity, perplexity and time of attention with each KV dtype on this CPU.
 
     python bench/kv_cases/dtype.py [--model demo/model] [--text demo/heldout.txt] [--json bench/results/kv_dtype.json]
 
 Perplexity is that of the model on the text, in windows of 512 tokens computed in chunks of 128, so that most keys and
 values are read back from the pool. Attention's shapes are those of bench/kernels.py, over pools larger than the caches;
-the kinds take turns, and a figure is the shortest run.
+the dtypes take turns, and a figure is the shortest run.
 """
 
 import json
@@ -43,7 +43,8 @@ LAYERS = tuple(LayerSpec(12, 4, 64) for _ in range(12))
 
 @dataclass(slots=True)
 class DtypeFigures:
-    """One kind of pool. `attention_us`: a call, by shape."""
+    """One KV dtype. `capacity`: tokens in the same memory, over those of the model's dtype. `change`: of perplexity,
+    relative. `attention_us`: of a call, by shape."""
 
     kv_dtype: str
     bytes_per_token: float
@@ -120,17 +121,17 @@ def measure_attention(rows: list[DtypeFigures], kinds: list[KvDtype], rounds: in
         calls = [Attention.over(kind, *shape) for kind in kinds]
         best = [math.inf] * len(calls)
         for _ in range(rounds):
-            best = [min(was, best_seconds(call, 3)) for was, call in zip(best, calls, strict=True)]
+            best = [min(seconds, best_seconds(call, 3)) for seconds, call in zip(best, calls, strict=True)]
         for row, seconds in zip(rows, best, strict=True):
             row.attention_us["{} x {} of {}".format(*shape)] = seconds / len(LAYERS) * 1e6
 
 
 def main(
     model: Annotated[Path, typer.Option(help="A checkpoint.")] = Path("demo/model"),
-    text: Annotated[Path, typer.Option(help="A text that it was not trained on.")] = Path("demo/heldout.txt"),
-    most_tokens: Annotated[int, typer.Option(help="Tokens of the text that count.")] = 45_000,
+    text: Annotated[Path, typer.Option(help="A text that the model was not trained on.")] = Path("demo/heldout.txt"),
+    most_tokens: Annotated[int, typer.Option(help="Tokens of the text to use, at most.")] = 45_000,
     threads: Annotated[int, typer.Option(help="Intra-op threads.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Rounds of three runs each, the kinds in turn.")] = 6,
+    rounds: Annotated[int, typer.Option(help="Rounds of three runs of each dtype.")] = 6,
     out: Annotated[Path | None, typer.Option("--json", help="Where to save the figures.")] = None,
 ) -> None:
     torch.set_num_threads(threads)

@@ -1,11 +1,11 @@
-"""What the host tier gives and costs, through the whole server: gRPC, router, Ray, one group of one rank.
+"""Benefit and cost of the host tier, through the whole server: gRPC, router, Ray, one group of one rank.
 
     python bench/kv_cases/host_tier.py ttft|itl|throughput [--json bench/results/host_tier.json]
 
 The 82M checkpoint: 12,288 bytes of KV a token, 1 GiB is 87,381 tokens. `ttft`: a prefix of 8,192 tokens computed, and
 the same from host memory. `itl`: the gaps of running chats alone, and while 1 GiB comes back. `throughput`: prompts
-that nobody repeats, with a pool so small that every block is demoted, and the same without the tier; by the clock,
-and by the processor time of the rank, which other work on the machine disturbs less.
+that never repeat, with a pool so small that every block is demoted, and the same without the tier; in wall time, and
+in the rank's CPU time, which other work on the machine disturbs less.
 """
 
 import json
@@ -45,7 +45,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Add the figures to this file.")] = None,
 ) -> None:
     """Measure one part."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # and the servers with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # ends the servers too
     with TemporaryDirectory() as scratch:
         directory = make_checkpoint((checkpoint or Path(scratch) / "llama-82m-long").resolve(), _CONTEXT)
         parts: dict[str, Callable[[Path, Path, int], dict[str, Any]]] = {
@@ -62,9 +62,9 @@ def main(
 
 
 def ttft(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
-    """Five prefixes in turn through a pool that holds two and a half: computed once, then from the host.
+    """Five prefixes in turn through a pool that holds two and a half: computed once, then restored from the host.
 
-    By use, not by worth, the pool has dropped each when its turn comes, whatever it might learn meanwhile.
+    With LRU eviction each prefix has left the pool before its next turn.
     """
     prompts = [prompt(seed) for seed in range(5)]
     with CoatcheckServer(checkpoint, scratch, "--kv-memory 256MiB --host-kv-memory 1GiB --eviction lru") as server:
@@ -88,12 +88,12 @@ def ttft(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
 
 
 def itl(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
-    """Chats that decode alone, and then while eleven prefixes, 1 GiB in all, come back one behind the other."""
+    """Chats that decode alone, and then while eleven prefixes, 1 GiB in all, come back one after another."""
     prompts = [prompt(seed) for seed in range(_GIB_OF_PREFIXES)]
     with CoatcheckServer(checkpoint, scratch, "--kv-memory 384MiB --host-kv-memory 2.5GiB --eviction lru") as server:
         for tokens in prompts:
             ask(server, tokens, 1)
-        for seed in range(2):  # drives the last of them out too
+        for seed in range(2):  # evicts the last of them too
             ask(server, prompt(50 + seed), 1)
         before, chats = server.status().restores, [Chat(server, seed) for seed in range(_CHATS)]
         wait_for(lambda: all(chat.times for chat in chats))
@@ -118,7 +118,7 @@ def itl(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
 
 
 def throughput(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
-    """Tokens a second of 16 clients whose prompts nobody repeats; both servers run, and are asked in turn."""
+    """Tokens a second of 16 clients whose prompts never repeat. Both servers run and take turns."""
     flags = "--kv-memory 160MiB"
     seen: dict[str, list[float]] = {"off": [], "on": []}
     busy: dict[str, list[float]] = {"off": [], "on": []}
@@ -149,7 +149,7 @@ def throughput(checkpoint: Path, scratch: Path, rounds: int) -> dict[str, Any]:
 
 
 class TimedReply:
-    """One request: seconds from its sending to each message with tokens, and its usage."""
+    """`times`: seconds from sending the request to each message with tokens."""
 
     def __init__(self, times: list[float], usage: pb.Usage) -> None:
         self.times = times
@@ -157,7 +157,7 @@ class TimedReply:
 
 
 class Chat:
-    """A stream that decodes in a thread of its own until it is stopped."""
+    """A stream that a thread reads until it is stopped."""
 
     def __init__(self, server: CoatcheckServer, seed: int) -> None:
         self.times: list[float] = []
@@ -166,12 +166,11 @@ class Chat:
         self._thread.start()
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """Between messages that both came within that time."""
+        """Seconds between neighbouring messages that both came from `since` to `until`."""
         inside = [when for when in self.times if since <= when <= until]
         return [b - a for a, b in pairwise(inside)]
 
     def stop(self) -> None:
-        """Cancels the stream."""
         self._stream.cancel()
         self._thread.join()
 
@@ -185,13 +184,13 @@ class Chat:
 
 
 def processor_seconds(server: CoatcheckServer) -> float:
-    """What the group's one rank has used so far, all threads together."""
+    """CPU seconds of all threads of the group's only rank, so far."""
     fields = Path(f"/proc/{server.status().ranks[0].pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ask(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> TimedReply:
-    """One request to its end."""
+    """Run one request to its end."""
     began, times, usage = time.perf_counter(), [], pb.Usage()
     for event in stream(server, tokens, max_tokens):
         if event.HasField("delta"):
@@ -202,27 +201,25 @@ def ask(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> TimedRep
 
 
 def stream(server: CoatcheckServer, tokens: list[int], max_tokens: int) -> Any:
-    """A greedy stream."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     stub: Any = GenerationStub(server.channel)  # type: ignore[no-untyped-call]  # made by protoc
     return stub.GenerateStream(pb.GenerateRequest(token_ids=pb.TokenIds(ids=tokens), sampling=sampling))
 
 
 def prompt(seed: int) -> list[int]:
-    """A prefix that nothing else shares, and one token behind it."""
+    """_PREFIX + 1 random tokens, the same for the same seed."""
     rng = random.Random(seed)
     return [rng.randrange(2, VOCABULARY) for _ in range(_PREFIX + 1)]
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Percentiles in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100)
     named = {f"p{p}": cuts[p - 1] * 1e3 for p in (50, 90, 99)}
     return {**named, "largest": max(seconds) * 1e3, "gaps": len(seconds)}
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Until it does."""
     while not holds():
         time.sleep(0.01)
 

@@ -1,9 +1,9 @@
-"""What the host tier costs where nobody's prefix is ever wanted again: two engines over one model, asked in turn.
+"""Cost of the host tier when no prefix is reused: two engines over one model, measured in turn.
 
     python bench/kv_cases/host_tier_steps.py [--pairs 24] [--json bench/results/host_tier.json]
 
-One process, no server, so that what else the machine does falls on both alike: every round asks both engines for the
-same prompts, that neither has seen, in alternating order. The engine with the tier demotes every block that it evicts.
+One process, no server, so that other work on the machine disturbs both alike: in every round both engines run the same
+new prompts, in alternating order. The engine with the tier demotes every block that it evicts.
 """
 
 import json
@@ -90,7 +90,7 @@ def make_engine(model: Model, host_blocks: int) -> Engine:
 
 
 def serve(engine: Engine, seed: int) -> tuple[float, float]:
-    """(seconds, seconds of processor) that one round takes."""
+    """(wall seconds, CPU seconds) of one round."""
     rng = random.Random(seed)
     began, busy = time.perf_counter(), time.process_time()
     for client in range(_CLIENTS):

@@ -1,8 +1,8 @@
-"""How many prompt blocks are found, by eviction and pool size, when real arrivals run through the server's own pool.
+"""Prompt blocks found in the cache, by eviction policy and pool size, when a trace runs through the server's BlockPool.
 
-A request looks its blocks up, takes those that are held, computes and names the others, and gives all up: what a
-BlockPool goes through, with the trace's clock. The clairvoyant optimum (Belady: the block wanted again last goes first,
-and one that is not worth it is not even stored) bounds every policy from above.
+Each request looks up its blocks, shares the cached ones, allocates and registers the others, and releases all of them,
+at the times of the trace. Belady's optimum, which evicts the block whose next use is last and never stores a block that
+has no next use, bounds every policy from above.
 """
 
 import gzip
@@ -36,7 +36,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Found, of the blocks asked for, and of the time that computing them takes."""
+    """Shares that are found: `blocks` of the prompt blocks, `cost` of the time to compute them."""
 
     blocks: float
     cost: float
@@ -50,7 +50,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def fitting(trace: list[Arrival], capacity: int) -> list[Arrival]:
-    """Without those whose prompt the pool could not hold even alone: a server refuses them."""
+    """The arrivals whose prompts fit the pool. A server refuses the others."""
     return [arrival for arrival in trace if len(arrival.blocks) <= capacity]
 
 
@@ -103,7 +103,7 @@ def count_found(
 
 
 def optimum(trace: list[Arrival], capacity: int, start: int = 0) -> Hits:
-    """What a policy that knew the future would find."""
+    """The hits of Belady's optimum, which knows the future."""
     wanted_next: list[list[int]] = []
     following: dict[int, int] = {}
     for number in range(len(trace) - 1, -1, -1):
@@ -134,11 +134,11 @@ def optimum(trace: list[Arrival], capacity: int, start: int = 0) -> Hits:
     return Hits(hits / asked, saved / cost)
 
 
-def closed(hits: Hits, lru: Hits, best: Hits) -> float:
-    """The part of the gap from LRU to the optimum, in blocks, that is closed."""
+def gap_closed(hits: Hits, lru: Hits, best: Hits) -> float:
+    """The share of the gap in blocks between LRU and the optimum that `hits` closes."""
     return (hits.blocks - lru.blocks) / (best.blocks - lru.blocks) if best.blocks > lru.blocks else 0.0
 
 
 def _cost(blocks: int) -> float:
-    """Of computing a prompt's first blocks, in the time that one takes where it attends to nothing."""
+    """Time to compute a prompt's first `blocks` blocks, in units of one block without attention."""
     return blocks + blocks * (blocks - 1) / 2 / CROSSOVER_BLOCKS

@@ -2,10 +2,9 @@
 
     python bench/kv_cases/turns.py [--json bench/results/turns.json]
 
-The 82M checkpoint; every turn adds 48 tokens to all that has been said, and 16 are answered. Turns 2 to 4 and the last
-three are compared. `alone`: nobody else asks. `between`: before each of those turns somebody else's prompt drives the
-chat out of the pool, so that it comes back from the host. `uncached`: each of them under a salt of its own, as it
-would be without a cache.
+The 82M checkpoint; every turn adds 48 tokens to the history, and 16 are generated. Turns 2 to 4 and the last three are
+compared. `alone`: there are no other requests. `between`: before each compared turn another prompt evicts the chat from
+the pool, so that it is restored from the host. `uncached`: each compared turn has a cache salt of its own.
 """
 
 import json
@@ -37,8 +36,8 @@ def main(
     checkpoint: Annotated[Path | None, typer.Option(help="Where the checkpoint is, or is to be made and kept.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Measure it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # and the server with it
+    """Measure the three chats."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended early"))  # ends the server too
     figures: dict[str, Any] = {}
     with TemporaryDirectory() as scratch:
         directory = make_checkpoint((checkpoint or Path(scratch) / "llama-82m").resolve(), _CONTEXT)
@@ -60,8 +59,8 @@ def chat(server: CoatcheckServer, name: str) -> dict[str, Any]:
         salt = f"{turn}" if name == "uncached" and compared else name
         if name == "between" and compared:
             ask(server, random_tokens(turn, _OTHER), 1, f"other {turn}")
-        seconds, said, usage = ask(server, history, _ANSWERED, salt)
-        history += said
+        seconds, generated, usage = ask(server, history, _ANSWERED, salt)
+        history += generated
         ttft.append(seconds * 1e3)
         host += usage.cached_host_tokens
     early, late = (statistics.median(ttft[turn] for turn in turns) for turns in (_EARLY, _LATE))
@@ -71,22 +70,22 @@ def chat(server: CoatcheckServer, name: str) -> dict[str, Any]:
 def ask(
     server: CoatcheckServer, tokens: list[int], max_tokens: int, salt: str = ""
 ) -> tuple[float, list[int], pb.Usage]:
-    """Seconds to the first token, all of them, and the usage."""
+    """(seconds to the first token, generated tokens, usage)."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=tokens), sampling=sampling, cache_salt=salt)
     stub: Any = GenerationStub(server.channel)  # type: ignore[no-untyped-call]  # made by protoc
-    began, first, said, usage = time.perf_counter(), 0.0, list[int](), pb.Usage()
+    began, first, generated, usage = time.perf_counter(), 0.0, list[int](), pb.Usage()
     for event in stub.GenerateStream(request):
         if event.HasField("delta"):
             first = first or time.perf_counter() - began
-            said += event.delta.token_ids
+            generated += event.delta.token_ids
         elif event.HasField("final"):
             usage = event.final.usage
-    return first, said, usage
+    return first, generated, usage
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
-    """A prompt that nothing else shares."""
+    """The same tokens for the same seed."""
     rng = random.Random(seed)
     return [rng.randrange(2, VOCABULARY) for _ in range(count)]
 

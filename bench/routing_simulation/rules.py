@@ -1,7 +1,6 @@
-"""The rules of others, as they are published, beside which the router's own cost is measured.
+"""Published routing rules of other projects, with which our router is compared.
 
-Each gets more than its original has: the exact index, and every group's true load at this moment. It does not know
-how groups are simulated, beyond what it asks them.
+Each rule gets more than its original: the exact prefix index, and every group's load without delay.
 """
 
 import random
@@ -15,7 +14,7 @@ from coatcheck.bench.routing_simulation.simulated_group import SimulatedGroup
 Groups = Sequence[SimulatedGroup]
 Matched = Mapping[str, tuple[int, int]]
 Rule = Callable[[SimulatedRequest, Groups, Matched, float, random.Random], SimulatedGroup]
-_RING = 64  # places of each group on the ring
+_RING = 64  # points of each group on the ring
 _HASHED = 2  # first blocks that are hashed: the first alone is shared by a whole trace
 
 
@@ -32,12 +31,10 @@ def _blocks(matched: Matched, group: SimulatedGroup) -> int:
 def at_random(
     job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
 ) -> SimulatedGroup:
-    """Any group."""
     return rng.choice(groups)
 
 
 def round_robin() -> Rule:
-    """Each in turn."""
     turn = -1
 
     def rule(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
@@ -56,7 +53,7 @@ def least_loaded(
 
 
 def consistent_hash() -> Rule:
-    """The place of the prompt's first blocks on a ring of groups."""
+    """The group whose point follows the hash of the prompt's first blocks on a ring."""
     ring: list[tuple[int, SimulatedGroup]] = []
 
     def rule(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
@@ -76,7 +73,7 @@ def _place(text: str) -> int:
 def longest_match(
     job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
 ) -> SimulatedGroup:
-    """Most of the prompt cached; among equals the least loaded."""
+    """The longest cached prefix; among equals the least loaded."""
     return _least(groups, lambda group: -_blocks(matched, group) * 1e6 + group.outstanding, rng)
 
 
@@ -91,7 +88,7 @@ def dynamo(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, 
 
 
 def sglang(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
-    """Least loaded when most and least are more than 64 and 1.5 times apart, else the best match, if it is one."""
+    """Least loaded when most and least are more than 64 and 1.5 times apart, else the longest match if it is long."""
     loads = [group.outstanding for group in groups]
     if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
         return least_loaded(job, groups, matched, now, rng)
@@ -117,7 +114,7 @@ def llm_d(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, r
 def ray_serve(
     job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random
 ) -> SimulatedGroup:
-    """The better of two at random unless loads are within 10 of each other: then the best match, if it is one."""
+    """The better of two at random unless loads are within 10 of each other: then the longest match if it is long."""
     loads = [group.outstanding for group in groups]
     if max(loads) - min(loads) < 10:
         best = max((_blocks(matched, group) for group in groups), default=0)

@@ -1,7 +1,7 @@
-"""What the routing benchmark assumes of a group's speed, and a request of its trace as a group works on it.
+"""ServiceModel, the speed of a simulated group; SimulatedRequest, a request of the trace while a group works on it.
 
-ServiceModel: a step takes a base, a share for each sequence that decodes and for the context it reads, and the prompt
-tokens computed in it at the prefill rate. It does not know queues, caches or clocks.
+A step takes a base time, a share for each sequence that decodes and for the context it reads, and the prompt
+tokens computed in it at the prefill rate.
 """
 
 import math
@@ -26,11 +26,11 @@ class ServiceModel:
     report_seconds: float = 0.1
 
     def step(self, sequences: int, context: int) -> float:
-        """Seconds of a step that decodes so many sequences and computes no prompt."""
+        """Seconds of a step that decodes `sequences` sequences of `context` tokens in all, and computes no prompt."""
         return self.step_base + self.step_per_sequence * sequences + self.step_per_context_token * context
 
     def work(self, prompt: float, restored: float, context: int, output: int) -> float:
-        """Seconds that a request takes of a group which is never without one to compute."""
+        """Seconds of a group's time that a request takes while the group is never idle."""
         prefill = prompt / self.prefill_rate + prompt / self.chunk * self.step_base + restored / self.restore_rate
         return prefill + output * (self.step_per_sequence + self.step_per_context_token * context)
 
@@ -44,12 +44,12 @@ class SimulatedRequest:
     output: int
     chain: tuple[int, ...]
     group: str = ""
-    waits_for: int = 0  # prompt tokens that it will have to compute, as seen when it came
-    left: int = 0  # of them
+    waits_for: int = 0  # prompt tokens to compute, as estimated at its arrival
+    left: int = 0  # prompt tokens still to compute
     cached: int = 0
     restored: int = 0
-    anonymous: int = 0  # blocks held beside the chain's
+    anonymous: int = 0  # allocated blocks without a hash
     first_token: float = math.nan
     ended: float = math.nan
     held: list[int] = field(default_factory=list)
-    promised: frozenset[int] = frozenset()
+    promised: frozenset[int] = frozenset()  # blocks that its prefill will register

@@ -1,8 +1,8 @@
-"""SimulatedGroup: one group as the routing benchmark sees it: a queue, and steps that take time.
+"""SimulatedGroup: a group of the routing benchmark: a queue, and steps that take time.
 
-Prompts are computed in order of arrival, in chunks beside the decodes; one whose next block is being computed for
-another waits for it. What the host tier alone has comes back at the restore rate. It speaks to the router as a group
-does, in KvEvents and Load. It does not know other groups, nor how it was chosen, nor which block goes where.
+Prompts are computed in order of arrival, in chunks beside the decodes. A prompt whose next block is being computed for
+another prompt waits for it. Blocks of the host tier are restored at the restore rate. The router gets KvEvents and
+Load, as from a real group.
 """
 
 import math
@@ -16,7 +16,7 @@ from coatcheck.proto.stubs.worker_pb2 import KvEvents, Load
 
 
 class SimulatedGroup:
-    """`submit` and `advance` move it on; `until` is when it must next be advanced."""
+    """`until`: when `advance` must be called next."""
 
     def __init__(self, name: str, model: ServiceModel) -> None:
         self.name = name
@@ -28,17 +28,17 @@ class SimulatedGroup:
         self.work = 0.0
         self.prefill_seconds = 0.0
         self.prompt_tokens = self.cached_device = self.cached_host = 0
-        self.started: list[SimulatedRequest] = []  # got their first token since the last look
-        self.finished: list[SimulatedRequest] = []  # ended since then
+        self.started: list[SimulatedRequest] = []  # first token since the router last looked
+        self.finished: list[SimulatedRequest] = []  # ended since the router last looked
         self._prefilling: list[SimulatedRequest] = []  # in order of arrival; admitted, and without their first token
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []
         self._context = 0
         self._order = 0
-        self._steps = 0  # made since the start
-        # The stretch of equal steps under way.
+        self._steps = 0  # since the start
+        # The run of equal steps in progress.
         self._began = 0.0
-        self._stretch_steps = 0
-        self._stretch: list[tuple[SimulatedRequest, int]] = []  # whose prompts, and how many tokens of each
+        self._run_steps = 0
+        self._run: list[tuple[SimulatedRequest, int]] = []  # the requests in prefill, and prompt tokens of each
         self._step_seconds = 0.0
         self._changed_at = 0.0
         self._reported = self._observe(0.0)
@@ -52,9 +52,8 @@ class SimulatedGroup:
         return self.running + len(self.queue)
 
     def submit(self, job: SimulatedRequest, now: float) -> None:
-        """A request has come."""
-        self._remember(now)
-        device, host = self.tiers.match(job.chain)
+        self._keep_report(now)
+        device, host = self.tiers.match_prefix(job.chain)
         job.waits_for = job.prompt - (device + host) * BLOCK
         self.queued_tokens += job.waits_for
         self.queue.append(job)
@@ -62,30 +61,30 @@ class SimulatedGroup:
             self._begin(now)
         elif not self._prefilling:  # decoding: the prompt joins at the next step
             steps = max(math.ceil((now - self._began) / self._step_seconds - 1e-9), 1)
-            if steps < self._stretch_steps:
-                self._stretch_steps = steps
+            if steps < self._run_steps:
+                self._run_steps = steps
                 self.until = self._began + steps * self._step_seconds
 
     def advance(self) -> None:
-        """The stretch of steps ends, now."""
+        """End the run of equal steps, at time `until`, and begin the next one."""
         now = self.until
-        self._remember(now)
-        self._steps += self._stretch_steps
-        if self._stretch:
+        self._keep_report(now)
+        self._steps += self._run_steps
+        if self._run:
             self.prefill_seconds += now - self._began
         while self._decoding and self._decoding[0][0] <= self._steps:
             job = heappop(self._decoding)[2]
             self._context -= job.prompt + job.output // 2
             self._finish(job, now)
-        for job, tokens in self._stretch:
+        for job, tokens in self._run:
             job.left -= tokens
             if job.left <= 0:
                 self._prefilling.remove(job)
-                self._answer(job, now)
+                self._finish_prefill(job, now)
         self._begin(now)
 
     def load(self, now: float) -> Load:
-        """As reported last: at the last whole multiple of the report's period."""
+        """The last report, made at the last whole multiple of `report_seconds`."""
         period = self.model.report_seconds
         tick = math.floor(now / period) * period
         if tick >= self._changed_at:
@@ -97,7 +96,7 @@ class SimulatedGroup:
         return self.queued_tokens + self._left_at(now)
 
     def drain_events(self) -> KvEvents | None:
-        """What was stored and removed since the last call."""
+        """The blocks stored and removed since the last call."""
         return self.tiers.drain_events()
 
     def check(self) -> None:
@@ -112,11 +111,11 @@ class SimulatedGroup:
         room = self.model.chunk - decodes
         if not self._prefilling:
             self._admit_next()
-        self._stretch = []
+        self._run = []
         if self._prefilling and self._prefilling[0].left >= room:  # whole chunks of one prompt
             head = self._prefilling[0]
-            self._stretch_steps = min(head.left // room, horizon)
-            self._stretch = [(head, self._stretch_steps * room)]
+            self._run_steps = min(head.left // room, horizon)
+            self._run = [(head, self._run_steps * room)]
             self._step_seconds = step + room / self.model.prefill_rate
         elif self._prefilling:  # the end of it, and what else the step has room for
             chunk = 0
@@ -124,38 +123,39 @@ class SimulatedGroup:
             while chunk < room and (place < len(self._prefilling) or self._admit_next()):
                 job = self._prefilling[place]
                 tokens = min(job.left, room - chunk)
-                self._stretch.append((job, tokens))
+                self._run.append((job, tokens))
                 chunk += tokens
                 place += 1
-            self._stretch_steps = 1
+            self._run_steps = 1
             self._step_seconds = step + chunk / self.model.prefill_rate
         elif decodes:
-            self._stretch_steps, self._step_seconds = horizon, step
+            self._run_steps, self._step_seconds = horizon, step
         else:
-            self._stretch_steps, self.until = 0, math.inf
+            self._run_steps, self.until = 0, math.inf
             return
-        self.until = now + self._stretch_steps * self._step_seconds
+        self.until = now + self._run_steps * self._step_seconds
 
     def _admit_next(self) -> bool:
-        """The next of the queue, if it has room and is not better served by what is being computed."""
+        """Admit the head of the queue. Return False if there is no room, or if a prefill in progress computes its next
+        block."""
         if not self.queue or self.running >= self.model.max_sequences:
             return False
         job = self.queue[0]
-        device, host = self.tiers.match(job.chain)
+        device, host = self.tiers.match_prefix(job.chain)
         matched = device + host
         if matched < len(job.chain) and any(job.chain[matched] in other.promised for other in self._prefilling):
             return False
         fresh = -(-(job.prompt + job.output) // BLOCK) - device
-        room = self.tiers.room_beside(job.chain[:matched])
+        room = self.tiers.available_beside(job.chain[:matched])
         if fresh > room:
             if self.running:
                 return False
-            fresh = room  # alone, it gets what there is: such a pool is too small for it
+            fresh = room  # the pool is too small for it: alone, it gets all blocks
         self.queue.popleft()
         self.queued_tokens -= job.waits_for
         self._prefilling.append(job)
         job.promised = frozenset(job.chain[matched:])
-        self.tiers.hold(job, matched, fresh)
+        self.tiers.allocate_blocks(job, matched, fresh)
         job.cached, job.restored = matched * BLOCK, host * BLOCK
         job.left = job.prompt - job.cached
         self.prompt_tokens += job.prompt
@@ -165,11 +165,11 @@ class SimulatedGroup:
         job.left += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
         return True
 
-    def _answer(self, job: SimulatedRequest, now: float) -> None:
-        """Its prompt is computed: the first token."""
+    def _finish_prefill(self, job: SimulatedRequest, now: float) -> None:
+        """The prompt is computed: record the first token, and begin to decode."""
         job.first_token = now
         self.started.append(job)
-        self.tiers.name(job)
+        self.tiers.register_blocks(job)
         if job.output <= 1:
             self._finish(job, now)
         else:
@@ -180,17 +180,17 @@ class SimulatedGroup:
     def _finish(self, job: SimulatedRequest, now: float) -> None:
         job.ended = now
         self.finished.append(job)
-        self.tiers.release(job)
+        self.tiers.release_blocks(job)
 
     def _left_at(self, when: float) -> float:
         left = sum(job.left for job in self._prefilling)
-        if not self._stretch:
+        if not self._run:
             return left
-        done = (when - self._began) / (self._step_seconds * self._stretch_steps)
-        return left - sum(tokens for _, tokens in self._stretch) * min(max(done, 0.0), 1.0)
+        done = (when - self._began) / (self._step_seconds * self._run_steps)
+        return left - sum(tokens for _, tokens in self._run) * min(max(done, 0.0), 1.0)
 
-    def _remember(self, now: float) -> None:
-        """Before a change: keeps what a report since the last change would have said."""
+    def _keep_report(self, now: float) -> None:
+        """Make the report that was due before a change."""
         self.load(now)
         self._changed_at = now
 
@@ -202,7 +202,7 @@ class SimulatedGroup:
                 waiting=len(self.queue),
                 blocks_total=self.model.blocks,
                 blocks_used=self.tiers.in_use,
-                blocks_cached=self.tiers.cold,
+                blocks_cached=self.tiers.cached,
                 prompt_tokens=self.prompt_tokens,
                 cached_device_tokens=self.cached_device,
                 cached_host_tokens=self.cached_host,
@@ -211,5 +211,5 @@ class SimulatedGroup:
                 step_seconds=self.model.step(decodes, self._context),
             ),
             queued_prefill_tokens=int(self.queued_tokens + self._left_at(when)),
-            prefill_seconds=self.prefill_seconds + (when - self._began if self._stretch else 0.0),
+            prefill_seconds=self.prefill_seconds + (when - self._began if self._run else 0.0),
         )

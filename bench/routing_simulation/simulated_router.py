@@ -1,7 +1,7 @@
-"""SimulatedRouter: a rule in front of simulated groups: another's, or our router's own index, loads, line and choose().
+"""SimulatedRouter: routes to simulated groups by a published rule, or by our own index, loads, queue and choose().
 
-With several routers each takes requests in turn, hears every group, and knows only its own part of what is on its way,
-and its own line. Whoever asks moves it on in time; it does not know who comes next.
+Several routers take requests in turn. Each gets the reports and events of every group, knows only the requests that it
+has sent itself, and has a queue of its own.
 """
 
 import math
@@ -23,11 +23,12 @@ from coatcheck.router.routing.routing_cost import Decision, choose
 from coatcheck.router.serving.admission_queue import due_at
 from coatcheck.router.serving.fair_queue import FairQueue
 
+# Requests that are sent now, and the group of each.
 Placed = Iterator[tuple[SimulatedRequest, SimulatedGroup]]
 
 
 class SimulatedRouter:
-    """`arrive` in order; `move` when somebody may have room; `hear` after whatever a group does."""
+    """`add_request` in order of arrival; `send_queued` when a group may have room; `update` after each step."""
 
     def __init__(
         self, groups: Sequence[SimulatedGroup], rule: Rule | None, rng: random.Random, routers: int = 1
@@ -38,38 +39,38 @@ class SimulatedRouter:
         self._views = [_View(groups, rng) for _ in range(routers)]
         self._turn = 0
 
-    def arrive(self, job: SimulatedRequest) -> Placed:
-        """A request comes: whoever is placed now, and where."""
+    def add_request(self, job: SimulatedRequest) -> Placed:
+        """Send a request, or queue it if no group has room."""
         view = self._views[self._turn % len(self._views)]
         self._turn += 1
         if self._rule is None:
-            yield from view.arrive(job)
+            yield from view.add_request(job)
             return
         matched = {name: (m.device, m.host) for name, m in view.index.matched_blocks(_chain(job)).items()}
         group = self._rule(job, list(self._groups.values()), matched, job.at, self._rng)
         job.group = group.name
         yield job, group
 
-    def move(self, now: float) -> Placed:
-        """Those in line whose turn has come."""
+    def send_queued(self, now: float) -> Placed:
+        """Send queued requests while groups have room."""
         for view in self._views:
-            yield from view.move(now)
+            yield from view.send_queued(now)
 
     @property
     def waiting(self) -> int:
-        """Requests in line."""
-        return sum(len(view.line) for view in self._views)
+        """Queued requests of all routers."""
+        return sum(len(view.queue) for view in self._views)
 
-    def hear(self, group: SimulatedGroup) -> None:
-        """Takes its events, then what it has begun to answer and what has ended."""
+    def update(self, group: SimulatedGroup) -> None:
+        """Take the group's KV events, first tokens and ended requests."""
         events = group.drain_events()
         for view in self._views:
             if events is not None:
                 view.index.apply_events(group.name, events)
             for job in group.started:
-                view.answered(job)
+                view.record_first_token(job)
             for job in group.finished:
-                view.ended(job)
+                view.record_end(job)
         group.started.clear()
         group.finished.clear()
 
@@ -79,17 +80,17 @@ class SimulatedRouter:
         return self._views[0].index.stats().entries
 
     def check(self) -> None:
-        """Raises AssertionError on a broken invariant: once all is answered nothing is expected any more."""
+        """Raises AssertionError on a broken invariant, or if a prefill is expected after all requests have ended."""
         for view in self._views:
             view.check()
 
 
 class _View:
-    """What one router knows, and who waits with it."""
+    """One router: what it knows of the groups, and its queue."""
 
     def __init__(self, groups: Sequence[SimulatedGroup], rng: random.Random) -> None:
         self.index = PrefixIndex()
-        self.line: FairQueue[SimulatedRequest] = FairQueue(1 << 30)  # nothing is refused
+        self.queue: FairQueue[SimulatedRequest] = FairQueue(1 << 30)  # nothing is refused
         self._groups = {group.name: group for group in groups}
         self._rng = rng
         self._loads: dict[str, GroupLoad] = {}
@@ -109,39 +110,39 @@ class _View:
             self.index.apply_snapshot(group.name, SnapshotChunk(epoch=group.name, first=True, last=True))
             self._loads[group.name] = GroupLoad(registration)
 
-    def arrive(self, job: SimulatedRequest) -> Placed:
-        self._listen(job.at)
-        if not len(self.line) and self._has_room:
+    def add_request(self, job: SimulatedRequest) -> Placed:
+        self._read_reports(job.at)
+        if not len(self.queue) and self._has_room:
             yield self._place(job, job.at)
         else:
             seconds = min(terms.prefill + terms.restore for terms in self._decide(job, self._loads).terms)
-            self.line.add(job, ANYONE, due=due_at(job.at, seconds))
+            self.queue.add(job, ANYONE, due=due_at(job.at, seconds))
 
-    def move(self, now: float) -> Placed:
-        self._listen(now)
-        while len(self.line) and self._has_room:
-            yield self._place(self.line.pop()[0], now)
+    def send_queued(self, now: float) -> Placed:
+        self._read_reports(now)
+        while len(self.queue) and self._has_room:
+            yield self._place(self.queue.pop()[0], now)
 
-    def answered(self, job: SimulatedRequest) -> None:
+    def record_first_token(self, job: SimulatedRequest) -> None:
         if (number := self._sent.get(id(job))) is not None:
             self._loads[job.group].record_first_output(number)
             self.index.remove_pending(job.group, id(job))
 
-    def ended(self, job: SimulatedRequest) -> None:
+    def record_end(self, job: SimulatedRequest) -> None:
         if (number := self._sent.pop(id(job), None)) is not None:
             self._loads[job.group].end_choices(number)
 
     def check(self) -> None:
         self.index.check()
-        self.line.check()
+        self.queue.check()
         assert not self.index.stats().expected, "an answered prompt is still expected"
 
     @property
     def _has_room(self) -> bool:
         return any(load.has_room for load in self._loads.values())
 
-    def _listen(self, now: float) -> None:
-        """The reports until now."""
+    def _read_reports(self, now: float) -> None:
+        """Take the groups' reports up to now."""
         for name, load in self._loads.items():
             group = self._groups[name]
             if (report := group.load(now)) is not load.last:
@@ -162,7 +163,7 @@ class _View:
             job.prompt,
             self._rng,
             reuse_rate=self.index.reuse_after_eviction.rate,
-            queued_in_router=len(self.line),
+            queued_in_router=len(self.queue),
         )
 
     def _place(self, job: SimulatedRequest, now: float) -> tuple[SimulatedRequest, SimulatedGroup]:

@@ -1,8 +1,8 @@
-"""SimulatedTiers: the blocks of a simulated group: on the device held or cold, on the host, and the events that tell.
+"""SimulatedTiers: the KV blocks of a simulated group on the device and in the host tier, and their KvEvents.
 
-A sequence holds blocks for its prompt and its answer while it runs; then its prompt's full blocks stay, cold, until
-others need the room: least recently used first, deepest first within a prompt. What leaves the device goes to the host
-tier, if there is one. It does not know time, queues, nor who decides what is held.
+A sequence holds blocks for its prompt and its answer while it runs. Afterwards its prompt's full blocks stay cached
+until other sequences need them. The least recently used are evicted first, the deepest first within a prompt. Evicted
+blocks go to the host tier, if there is one.
 """
 
 from collections import OrderedDict
@@ -29,15 +29,15 @@ def _event(block: int, tier: int, stored: bool) -> KvEvent:
 
 
 class SimulatedTiers:
-    """`hold` when a job begins, `name` when its prompt is computed, `release` when it ends."""
+    """For a job: `allocate_blocks` at its begin, `register_blocks` after its prefill, `release_blocks` at its end."""
 
     def __init__(self, epoch: str, blocks: int, host_blocks: int) -> None:
         self._epoch = epoch
         self._blocks = blocks
         self._host_blocks = host_blocks
         self._free = blocks
-        self._refs: dict[int, int] = {}  # named blocks that somebody holds
-        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._refs: dict[int, int] = {}  # registered blocks that jobs hold, with the number of jobs
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._host: OrderedDict[int, None] = OrderedDict()
         self._sequence = 0
         self._events: list[KvEvent] = []
@@ -45,7 +45,7 @@ class SimulatedTiers:
     @property
     def in_use(self) -> int:
         """Device blocks that jobs hold."""
-        return self._blocks - self._free - len(self._cold)
+        return self._blocks - self._free - len(self._cached)
 
     @property
     def held(self) -> int:
@@ -53,21 +53,20 @@ class SimulatedTiers:
         return self._blocks - self._free
 
     @property
-    def cold(self) -> int:
-        """Device blocks that stay though nobody holds them."""
-        return len(self._cold)
+    def cached(self) -> int:
+        """Cached device blocks that no job holds."""
+        return len(self._cached)
 
     @property
     def host_held(self) -> int:
         """Blocks of the host tier."""
         return len(self._host)
 
-    def match(self, chain: Iterable[int]) -> tuple[int, int]:
-        """Blocks of it, up to the first that is nowhere: on the device, and on the host alone; as a router's index
-        counts them."""
+    def match_prefix(self, chain: Iterable[int]) -> tuple[int, int]:
+        """(device blocks, blocks on the host alone) of the chain, up to its first block that is on neither."""
         device = host = 0
         for block in chain:
-            if block in self._refs or block in self._cold:
+            if block in self._refs or block in self._cached:
                 device += 1
             elif block in self._host:
                 host += 1
@@ -75,38 +74,38 @@ class SimulatedTiers:
                 break
         return device, host
 
-    def room_beside(self, found: Sequence[int]) -> int:
-        """Blocks that a job may have beside those it has found."""
-        return self._free + len(self._cold) - sum(1 for block in found if block in self._cold)
+    def available_beside(self, found: Sequence[int]) -> int:
+        """Blocks that a job can allocate beside the cached blocks that it has found."""
+        return self._free + len(self._cached) - sum(1 for block in found if block in self._cached)
 
-    def hold(self, job: SimulatedRequest, matched: int, fresh: int) -> None:
-        """The job begins with so many blocks of its chain, found in any tier, and so many taken on the device: those
-        found on the host alone come into some of them."""
-        restored = [block for block in job.chain[:matched] if block not in self._refs and block not in self._cold]
+    def allocate_blocks(self, job: SimulatedRequest, matched: int, fresh: int) -> None:
+        """Share the first `matched` blocks of the job's chain, found in any tier, and allocate `fresh` device blocks,
+        some of them for the blocks found on the host alone."""
+        restored = [block for block in job.chain[:matched] if block not in self._refs and block not in self._cached]
         for block in job.chain[:matched]:
             if block in self._refs:
                 self._refs[block] += 1
             else:
-                self._cold.pop(block, None)
+                self._cached.pop(block, None)
                 self._refs[block] = 1
             if block in self._host:
                 self._host.move_to_end(block)
         job.held = list(job.chain[:matched])
         for block in restored:
             self._events.append(_event(block, TIER_DEVICE, True))
-        self._take(fresh)
+        self._allocate(fresh)
         job.anonymous = fresh - len(restored)
 
-    def name(self, job: SimulatedRequest) -> None:
-        """The job's prompt is computed: its blocks get their names."""
+    def register_blocks(self, job: SimulatedRequest) -> None:
+        """Register the blocks of the job's computed prompt."""
         for block in job.chain[len(job.held) :]:
             if job.anonymous <= 0:
                 break  # a pool too small for it
-            if block in self._refs:  # another one computed the same meanwhile: it is shared, ours is given up
+            if block in self._refs:  # another job computed the same block: share it, free ours
                 self._refs[block] += 1
                 self._free += 1
-            elif block in self._cold:
-                del self._cold[block]
+            elif block in self._cached:
+                del self._cached[block]
                 self._refs[block] = 1
                 self._free += 1
             else:
@@ -115,19 +114,18 @@ class SimulatedTiers:
             job.anonymous -= 1
             job.held.append(block)
 
-    def release(self, job: SimulatedRequest) -> None:
-        """The job has ended."""
+    def release_blocks(self, job: SimulatedRequest) -> None:
         for block in reversed(job.held):
             self._refs[block] -= 1
             if not self._refs[block]:
                 del self._refs[block]
-                self._cold[block] = None
+                self._cached[block] = None
         self._free += job.anonymous
         job.anonymous = 0
         job.held = []
 
     def drain_events(self) -> KvEvents | None:
-        """What was stored and removed since the last call."""
+        """The blocks stored and removed since the last call."""
         if not self._events:
             return None
         message = KvEvents(epoch=self._epoch, sequence=self._sequence, events=self._events)
@@ -138,15 +136,15 @@ class SimulatedTiers:
     def check(self, jobs: Iterable[SimulatedRequest]) -> None:
         """Raises AssertionError on a broken invariant; `jobs` are those that hold blocks."""
         anonymous = sum(job.anonymous for job in jobs)
-        assert self._free + len(self._cold) + len(self._refs) + anonymous == self._blocks
-        assert self._free >= 0 and not self._refs.keys() & self._cold.keys()
+        assert self._free + len(self._cached) + len(self._refs) + anonymous == self._blocks
+        assert self._free >= 0 and not self._refs.keys() & self._cached.keys()
         assert len(self._host) <= self._host_blocks
 
-    def _take(self, count: int) -> None:
+    def _allocate(self, count: int) -> None:
         given = min(count, self._free)
         self._free -= given
         for _ in range(count - given):
-            block, _ = self._cold.popitem(last=False)
+            block, _ = self._cached.popitem(last=False)
             self._events.append(_event(block, TIER_DEVICE, False))
             if self._host_blocks and block not in self._host:
                 if len(self._host) >= self._host_blocks:

@@ -1,8 +1,8 @@
-"""Simulation: one rule in one cell, a trace at one size of cache and one load, run to its end. Discrete events.
+"""A discrete-event simulation of one routing rule in one cell: a trace at one cache size and one load.
 
 Arrivals of a trace are sped up until the work that one pooled cache of all groups would leave is a given share of what
 the groups can do: a load of 0.95 can only just be served by perfect routing. Deterministic by seed. Nothing is refused
-and nothing times out. It does not know files, nor which rules are compared.
+and nothing times out.
 """
 
 import heapq
@@ -24,7 +24,7 @@ OURS = "coatcheck"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One trace at one size of cache and one load."""
+    """One trace at one cache size (`blocks` of each group) and one load."""
 
     trace: str
     blocks: int
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Of one rule in one cell. TTFT in seconds; `goodput` and `success` are shares of all requests.
+    """Figures of one rule in one cell. TTFT in seconds; `goodput` and `success` are shares of all requests.
 
     Good is a first token within 2 s and twice what its whole prompt takes alone, then at most 100 ms a token; a success
     is a first token within 60 s. `imbalance` is the largest group's work over the mean.
@@ -55,14 +55,14 @@ class SimulationResult:
 
 
 def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup], router: SimulatedRouter) -> None:
-    """Runs every job to its end."""
+    """Run every job to its end."""
     by_name = {group.name: group for group in groups}
     period = groups[0].model.report_seconds
     due: list[tuple[float, str]] = []
-    report = math.inf  # when the router next looks whether some group has room: with the groups' next reports
+    report = math.inf  # when the router next looks for room for its queue: at the groups' next reports
 
-    def moved(group: SimulatedGroup) -> None:
-        router.hear(group)
+    def update(group: SimulatedGroup) -> None:
+        router.update(group)
         if group.until < math.inf:
             heapq.heappush(due, (group.until, group.name))
 
@@ -70,7 +70,7 @@ def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup],
         nonlocal report
         for job, group in placed:
             group.submit(job, now)
-            moved(group)
+            update(group)
         report = (math.floor(now / period + 1e-6) + 1) * period if router.waiting else math.inf
 
     def run_until(limit: float) -> None:
@@ -78,21 +78,21 @@ def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup],
             if due and due[0][0] == when:
                 _, name = heapq.heappop(due)
                 group = by_name[name]
-                if group.until != when:  # it was cut short, and is due again elsewhere
+                if group.until != when:  # an outdated entry: another one has the new time
                     continue
                 group.advance()
-                moved(group)
+                update(group)
             if router.waiting:
-                submit(router.move(when), when)
+                submit(router.send_queued(when), when)
 
     for job in jobs:
         run_until(job.at)
-        submit(router.arrive(job), job.at)
+        submit(router.add_request(job), job.at)
     run_until(math.inf)
 
 
 def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
-    """Prompt tokens of each request that one cache of so many blocks would have, least recently used going first."""
+    """Prompt tokens of each request that one LRU cache of `blocks` blocks would have."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = []
     for entry in entries:
@@ -109,7 +109,7 @@ def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
 def speed_up(
     entries: Sequence[TraceEntry], hits: Sequence[int], model: ServiceModel, groups: int, load: float
 ) -> float:
-    """What arrivals must be sped up by for that load."""
+    """The factor on the rate of arrivals for `load`."""
     work = sum(
         model.work(entry.input_len - hit, 0, entry.input_len + entry.output_len // 2, entry.output_len)
         for entry, hit in zip(entries, hits, strict=True)

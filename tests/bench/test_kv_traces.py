@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from coatcheck.bench.kv_cases.trace_replay import Arrival, closed, fitting, mean_ttft, optimum, replay
+from coatcheck.bench.kv_cases.trace_replay import Arrival, fitting, gap_closed, mean_ttft, optimum, replay
 
 
 def walk(count: int) -> list[Arrival]:
-    """Chains over a few stems, some wanted again soon, most never."""
+    """Chains over a few stems; some are used again soon, most never."""
     rng = random.Random(5)
     arrivals = []
     for number in range(count):
@@ -19,22 +19,22 @@ def walk(count: int) -> list[Arrival]:
 
 @pytest.mark.parametrize("eviction", ["lru", "cost"])
 def test_a_pool_that_holds_all_finds_what_the_optimum_finds(eviction: str) -> None:
-    """Where nothing must go, every policy finds every block that was there before."""
+    """If nothing is evicted, every policy finds every block that was stored before."""
     trace = walk(100)
     assert replay(trace, 10_000, eviction).blocks == pytest.approx(optimum(trace, 10_000).blocks)
 
 
 @pytest.mark.parametrize("capacity", [8, 12, 20])
-def test_worth_lies_between_use_and_the_optimum(capacity: int) -> None:
-    """Where most prompts never come back, worth finds more than use, and never more than the clairvoyant."""
+def test_cost_lies_between_lru_and_the_optimum(capacity: int) -> None:
+    """If most prompts never come back, `cost` finds more than `lru`, and never more than the optimum."""
     trace = walk(600)
     lru, ours, best = replay(trace, capacity, "lru"), replay(trace, capacity, "cost"), optimum(trace, capacity)
     assert lru.blocks < ours.blocks <= best.blocks
-    assert 0 < closed(ours, lru, best) <= 1
+    assert 0 < gap_closed(ours, lru, best) <= 1
 
 
 def test_what_never_fits_is_left_out() -> None:
-    """A prompt larger than the pool is refused by a server, and is in nobody's ratio."""
+    """A prompt larger than the pool, which a server refuses, counts for no policy."""
     trace = [Arrival(0.0, (1, 2, 3)), Arrival(1.0, (1, 2))]
     assert fitting(trace, 2) == trace[1:]
 

@@ -1,4 +1,4 @@
-"""The routing benchmark: its groups keep their own books, it repeats itself, and our router beats the plain rules."""
+"""The routing benchmark: its groups keep their invariants, its runs repeat, and our router beats the plain rules."""
 
 import json
 import math
@@ -126,5 +126,5 @@ def test_groups_keep_their_books(prompts: list[tuple[int, int, int]], host: int,
         assert job.at < job.first_token <= job.ended
         assert job.first_token - job.at >= (job.prompt - job.cached) / model.prefill_rate - 1e-9
     router.check()
-    held = sum(group.tiers.cold + group.tiers.host_held for group in groups)
+    held = sum(group.tiers.cached + group.tiers.host_held for group in groups)
     assert router.indexed_entries == held
