@@ -34,7 +34,7 @@ from coatcheck.kernels.native import native_status
 from coatcheck.kernels.sampling.sample import sample, sample_reference
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 12, 12, 4, 64, 16
-COLD = 100 << 20  # bytes to cycle through: more than any cache here
+COLD = 100 << 20  # bytes to cycle through: more than the caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def linears() -> Iterator[KernelCase]:
 
 
 def attention() -> Iterator[KernelCase]:
-    """Attention over the pool in place, beside SDPA on keys and values that someone has already gathered."""
+    """Attention over the pool in place, beside SDPA on keys and values gathered in advance."""
     for batch, q_len, context in ((1, 1, 256), (16, 1, 256), (32, 1, 256), (1, 1, 8192), (1, 512, 512), (1, 512, 2048)):
         blocks = -(-context // BLOCK)
         pool = torch.randn(batch * blocks, 2 * LAYERS, KV_HEADS, BLOCK, DIM).bfloat16()
@@ -126,10 +126,10 @@ def attention() -> Iterator[KernelCase]:
                 )
 
         def theirs(q: Tensor = q, gathered: Tensor = gathered, bias: Tensor = bias, batch: int = batch) -> None:
-            turned = q.unflatten(0, (batch, -1)).transpose(1, 2)
+            queries = q.unflatten(0, (batch, -1)).transpose(1, 2)
             for layer in range(LAYERS):
                 F.scaled_dot_product_attention(
-                    turned, gathered[2 * layer], gathered[2 * layer + 1], attn_mask=bias, enable_gqa=True
+                    queries, gathered[2 * layer], gathered[2 * layer + 1], attn_mask=bias, enable_gqa=True
                 )
 
         pairs = batch * (q_len * context - q_len * (q_len - 1) / 2)
@@ -152,7 +152,7 @@ def rows() -> Iterator[KernelCase]:
         qkv = torch.randn(tokens, 20, 64).bfloat16()
         cos, sin, slots = torch.randn(tokens, 64), torch.randn(tokens, 64), torch.arange(tokens)
         cache = KVCache(*torch.zeros(2, 40, KV_HEADS, BLOCK, DIM).bfloat16())
-        turning = (qkv[:, :12], qkv[:, 12:16], qkv[:, 16:], cos, sin, cache, slots)
+        rotary_arguments = (qkv[:, :12], qkv[:, 12:16], qkv[:, 16:], cos, sin, cache, slots)
         cases: list[tuple[str, Callable[[], object], Callable[[], object], int]] = [
             (
                 "add and RMSNorm",
@@ -163,8 +163,8 @@ def rows() -> Iterator[KernelCase]:
             ("SiLU and multiply", partial(silu_mul, gate_up), partial(silu_mul_reference, gate_up), tokens * 12288),
             (
                 "rotary and store",
-                partial(rotary_and_store, *turning),
-                partial(rotary_and_store_reference, *turning),
+                partial(rotary_and_store, *rotary_arguments),
+                partial(rotary_and_store_reference, *rotary_arguments),
                 tokens * 20 * 64 * 2 * 2,
             ),
         ]

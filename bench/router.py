@@ -1,4 +1,4 @@
-"""What the front door costs: tokens relayed from one group to many gRPC streams by one router process on one core.
+"""Cost of the router: tokens relayed from one group to many gRPC streams by one router process on one core.
 
 Three processes: a scripted group (a real Worker service that only counts), this one with the router, and a client that
 reads and counts. Paced, the group makes steps at a fixed rate, as an engine does; flooded, as fast as it is read. Then
@@ -77,7 +77,7 @@ async def _measure(streams: int, tokens: int, pace: float, tls: bool) -> dict[st
 
 
 def _files(plane: PlaneCertificates, folder: Path) -> tuple[str | None, str | None]:
-    """The group's certificate serves the router's clients as well: the cost is the same."""
+    """Write the group's certificate and key. The router uses them for its clients too: the cost is the same."""
     if plane.group is None:
         return None, None
     (folder / "cert").write_bytes(plane.group.certificate)
@@ -138,7 +138,7 @@ def main(
     tls: Annotated[bool, typer.Option("--tls", help="Encrypt every connection.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Prints one row per run: paced, flooded, and what a decision costs."""
+    """Print one row per run: paced, flooded, and the cost of a decision."""
     rows = []
     for steps in (pace, 0.0):
         rows.append(asyncio.run(_measure(streams, tokens, steps, tls)))

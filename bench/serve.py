@@ -93,7 +93,6 @@ def measure_engine_step(checkpoint: Path) -> float:
 
 
 def as_table(results: Results) -> Table:
-    """A row for each scenario and server."""
     table = Table(title="82M llama, bfloat16, through the server (clients × prompt/output tokens; medians)")
     table.add_column("scenario")
     for name in results:
@@ -108,7 +107,6 @@ def as_table(results: Results) -> Table:
 
 
 def as_targets(results: Results) -> Table:
-    """The targets against the peer, and the figures."""
     table = Table(title="beside vllm, in this run")
     for name in ("scenario", "figure", "ratio", "to reach"):
         table.add_column(name, justify="left" if name in ("scenario", "figure") else "right")
@@ -121,7 +119,6 @@ def as_targets(results: Results) -> Table:
 
 
 def as_json(results: Results, seconds: dict[str, float], engine_step_ms: float) -> dict[str, Any]:
-    """All figures and the machine."""
     return {
         **describe_machine(),
         "seconds_to_ready": seconds,

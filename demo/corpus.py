@@ -1,7 +1,7 @@
 """The text that the demo model learns from: Python's own standard library, as plain text and as conversations.
 
-It knows where this interpreter keeps its library, which files to leave out, which are held out, and how a function
-or a docstring becomes a question with an answer. It does not know tokens, models or training.
+Chooses the files of this interpreter's library, holds some of them out, and turns functions and docstrings into
+questions with answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Corpus(NamedTuple):
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is kept from training: by a hash of its name, so that every machine draws the same line."""
+    """Whether a file is kept from training: by a hash of its name, so that every machine holds out the same files."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
 
@@ -67,7 +67,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def topics() -> Iterator[tuple[str, str]]:
-    """The language reference that `help()` shows: nearly the only long prose that every interpreter carries."""
+    """The language reference that `help()` shows: nearly the only long prose in every interpreter."""
     from pydoc_data.topics import topics as pages
 
     for name, text in sorted(pages.items()):
@@ -151,7 +151,7 @@ def turns(name: str, file: str) -> Iterator[list[Message]]:
 
 
 def built_in_turns() -> Iterator[tuple[str, list[Message]]]:
-    """What the parts written in C say about themselves: `len`, `str.split`, `math.sin`."""
+    """Questions about objects written in C, answered by their docstrings: `len`, `str.split`, `math.sin`."""
     names = sorted({"math", "itertools", "_struct", "_json"} | {n for n in sys.builtin_module_names if n != "__main__"})
     things: list[tuple[str, object]] = [(n, getattr(builtins, n)) for n in sorted(dir(builtins)) if n[0] != "_"]
     for kind in (str, bytes, list, dict, set, int, float, tuple):
@@ -163,7 +163,7 @@ def built_in_turns() -> Iterator[tuple[str, list[Message]]]:
             continue
         things += [(f"{name}.{n}", getattr(module, n)) for n in sorted(dir(module)) if n[0] != "_"]
     for where, thing in things:
-        # Whoever runs this may have put hooks of their own into `sys`, which would change the corpus.
+        # The hooks in `sys` may be the user's own, which would change the corpus.
         if where.endswith("hook"):
             continue
         # An instance shows its class's docstring; only things that can be called have one of their own.
@@ -172,17 +172,17 @@ def built_in_turns() -> Iterator[tuple[str, list[Message]]]:
 
 
 def _conversations(pairs: list[list[Message]], draw: random.Random) -> Iterator[list[Message]]:
-    """Joins neighbouring pairs into talks of one to four turns, so that the model has seen a second question."""
+    """Join neighbouring pairs into chats of one to four turns, so that the model learns from second questions."""
     at = 0
     while at < len(pairs):
         count = draw.choice((1, 1, 2, 4))
-        talk = [message for pair in pairs[at : at + count] for message in pair]
-        yield [{"role": "system", "content": SYSTEM}, *talk] if draw.random() < 0.1 else talk
+        chat = [message for pair in pairs[at : at + count] for message in pair]
+        yield [{"role": "system", "content": SYSTEM}, *chat] if draw.random() < 0.1 else chat
         at += count
 
 
 def load() -> Corpus:
-    """Reads everything. The held-out text is the start of each held-out file, in the order of names."""
+    """Read the corpus. The held-out text is the start of each held-out file, in the order of names."""
     draw = random.Random(0)
     texts: list[str] = []
     chats: list[list[Message]] = []

@@ -1,8 +1,7 @@
 """The main job, as a user would do it: serve a checkpoint, ask it something, ask again, shut it all down.
 
 `coatcheck serve` starts Ray, two worker groups of two tensor-parallel ranks each, and a router; the prompts go to it
-over gRPC. The second prompt goes on from the first, so most of its keys and values are found in a cache. It knows
-nothing that any other client could not know.
+over gRPC. The second prompt goes on from the first, so most of its keys and values are found in a cache.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ console = Console(highlight=False)
 
 
 def main() -> None:
-    """Runs the demo; a line on stderr and exit code 1 when something does not work."""
+    """Run the demo. On an error, print a line on stderr and exit with 1."""
     began = time.perf_counter()
     port = free_port()
     command = Path(sys.executable).with_name("coatcheck")
@@ -83,7 +82,7 @@ async def converse(address: str) -> dict[str, GenerationResult]:
 
 
 async def ask(client: AsyncClient, prompt: str) -> GenerationResult:
-    """Streams one answer to the terminal, the end of its prompt in grey before it."""
+    """Stream one answer to the terminal, after the end of its prompt in grey."""
     console.print(Text(f"… {prompt[-160:]}", style="dim"), end="", soft_wrap=True)
     sampling = pb.SamplingParams(max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS // 2, temperature=0.6, seed=11)
     answer = GenerationResult(time.perf_counter())
@@ -96,7 +95,7 @@ async def ask(client: AsyncClient, prompt: str) -> GenerationResult:
 
 
 def wait_until_ready(server: "subprocess.Popen[str]") -> None:
-    """Shows what the server says until it says that it is ready; what comes later is shown as it comes."""
+    """Print the server's stderr until it is ready. A thread prints later lines."""
     assert server.stderr is not None
     for line in server.stderr:
         console.print(line, end="", markup=False, soft_wrap=True)
@@ -107,13 +106,12 @@ def wait_until_ready(server: "subprocess.Popen[str]") -> None:
 
 
 def show(lines: Iterable[str]) -> None:
-    """Prints each line as it comes, to the end."""
     for line in lines:
         console.print(line, end="", markup=False, soft_wrap=True)
 
 
 def as_table(answers: dict[str, GenerationResult]) -> Table:
-    """What was reused, who answered, and how fast."""
+    """Cached tokens, group and speed of each answer."""
     table = Table(title="what it took")
     table.add_column("", no_wrap=True)
     for name in ("prompt tokens", "cached on device", "in host memory", "group", "TTFT", "tokens/s"):
@@ -127,7 +125,7 @@ def as_table(answers: dict[str, GenerationResult]) -> Table:
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

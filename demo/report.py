@@ -1,7 +1,6 @@
-"""Shows what the demo checkpoint is worth: perplexity on the held-out text, answers, and the curve of its training.
+"""Shows the quality of the demo checkpoint: perplexity on the held-out text, answers, and the curve of its training.
 
-It knows a checkpoint directory and the CSV file that `train.py --curve` wrote. It does not know how either was made,
-and README.md holds what it printed.
+Reads a checkpoint directory and the CSV file of `train.py --curve`. README.md quotes the output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Trains the small llama that the demo and the tests serve, on nothing but this interpreter's own library.
 
-It knows the shape of the model, its tokenizer and chat template, the optimiser and the clock, and writes a directory
-that plain `AutoModelForCausalLM` and `AutoTokenizer` load. It does not know Coatcheck: the server must take this
-checkpoint as it takes any other. What there is to read comes from `corpus.py`.
+Writes a directory that plain `AutoModelForCausalLM` and `AutoTokenizer` load. Imports nothing of Coatcheck: the server
+loads this checkpoint like any other. The text comes from `corpus.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import corpus  # a neighbour: this is a script, not a room of the package
+import corpus  # beside this script, which is not part of the package
 import torch
 import torch.nn.functional as F
 import typer
@@ -105,7 +104,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str], chats: list[list[corpus.Message]]) -> list[list[int]]:
-    """Every document as tokens, each between its own marks."""
+    """The token ids of each document: a plain text between BOS and EOS, a chat as its template marks it."""
     bpe = tokenizer.backend_tokenizer
     plain = bpe.encode_batch(texts, add_special_tokens=False)
     talks = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]

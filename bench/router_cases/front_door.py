@@ -1,6 +1,6 @@
-"""The two ends of the front door's benchmarks, each a process of its own: a scripted group, and a client that counts.
+"""The two ends of the router's benchmarks, each in its own process: a scripted group, and a client that counts tokens.
 
-The group is a real Worker service that only counts, for as many routers as attach. It knows no model and no cache.
+The group is a real Worker service without a model, for any number of routers.
 """
 
 import asyncio
@@ -83,13 +83,13 @@ def run_group(pipe: Connection, streams: int, pace: float, plane: PlaneCertifica
 
 
 def run_client(pipe: Connection, address: str, streams: int, tokens: int, own: PlaneCertificate | None) -> None:
-    """Reads all streams to their end; sends back (tokens, deltas, seconds)."""
+    """Read all streams to their ends; send (tokens, deltas, seconds) through `pipe`."""
 
     async def read(stub: GenerationStub) -> tuple[int, int]:
         sampling = SamplingParams(max_tokens=tokens, seed=1)
         call = stub.GenerateStream(GenerateRequest(token_ids=TokenIds(ids=[65] * 16), sampling=sampling))
         count = deltas = 0
-        while isinstance(event := await call.read(), GenerateEvent):  # else it is the end
+        while isinstance(event := await call.read(), GenerateEvent):  # anything else is the end
             if event.HasField("delta"):
                 count += len(event.delta.token_ids)
                 deltas += 1

@@ -3,7 +3,7 @@
     python bench/router_cases/load_generator.py PATH_OF_ITS_VENV [--prompts 64] [--concurrency 8]
 
 It reads our streams with its own parser, counts with its own tokenizer, and fails when one request fails. The model is
-the demo's, so its figures say that we are understood, not how fast a machine is.
+the demo's, so its figures show compatibility, not speed.
 """
 
 import json
@@ -24,9 +24,9 @@ ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 def main(
     environment: Annotated[Path, typer.Argument(help="A virtual environment in which vllm is installed.")],
     prompts: Annotated[int, typer.Option(min=1, help="Requests to each endpoint.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="At once.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
 ) -> None:
-    """Run it against a server of our own."""
+    """Run `vllm bench serve` against our server."""
     print(describe_machine())
     with TemporaryDirectory() as scratch, CoatcheckServer(DEMO, Path(scratch)) as server:
         assert isinstance(server, CoatcheckServer)
@@ -44,7 +44,7 @@ def main(
 def generate(
     environment: Path, address: str, backend: str, path: str, prompts: int, concurrency: int, scratch: Path
 ) -> dict[str, Any]:
-    """One run, and its own report."""
+    """Run it once; return its report."""
     command: list[str | Path] = [environment / "bin" / "vllm", "bench", "serve", "--backend", backend]
     command += ["--base-url", f"http://{address}", "--endpoint", path, "--model", "model", "--tokenizer", DEMO]
     command += ["--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "32", "--ignore-eos"]
@@ -52,7 +52,7 @@ def generate(
     command += ["--result-dir", scratch, "--result-filename", "report.json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"it ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(f"vllm bench serve ended with {done.returncode}: {done.stderr[-2000:]}")
     report: dict[str, Any] = json.loads((scratch / "report.json").read_text())
     return report
 

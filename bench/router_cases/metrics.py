@@ -1,4 +1,4 @@
-"""What a page of /metrics takes, by number of groups: registry, values and text, as one scrape has it.
+"""Time to make a page of /metrics, by number of groups: registry, values and text, as for one scrape.
 
 python bench/router_cases/metrics.py [--groups 64] [--ranks 8]
 """
@@ -21,7 +21,7 @@ def main(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Pages.")] = 50,
 ) -> None:
-    """Measure pages, and what counting costs a request."""
+    """Measure pages, and the cost of counting one request."""
     print(describe_machine())
     registry = CollectorRegistry()
     counts = RequestMetrics(registry)
@@ -48,7 +48,7 @@ def timed(metrics: PrometheusPage) -> float:
 
 
 def exercise(metrics: RequestMetrics, requests: int) -> None:
-    """As many requests, each of a hundred deltas."""
+    """Record `requests` requests of a hundred deltas each."""
     usage = Usage(prompt_tokens=100, completion_tokens=100)
     for number in range(requests):
         metrics.queue.record(0.001 * (number % 10))
@@ -59,7 +59,7 @@ def exercise(metrics: RequestMetrics, requests: int) -> None:
 
 
 def busy_status(groups: int, ranks: int) -> StatusResponse:
-    """A router's status with that many groups, all of it filled in."""
+    """A router's status with `groups` groups and every number set."""
     fields = [field.name for field in GroupStatus.DESCRIPTOR.fields if field.cpp_type in (1, 2, 3, 4, 5)]
     status = StatusResponse(state="serving", model=GetModelResponse(name="m", block_size=16), active_streams=512)
     for number in range(groups):

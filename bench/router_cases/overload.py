@@ -1,7 +1,7 @@
-"""What a refusal costs: clients ask for twice what the groups can give, and those that are refused hear it how soon.
+"""Latency of refusals and answers when clients send twice the requests that a group can serve.
 
-Three processes: a scripted group (a real Worker service with so many seats, each request taking one for a fixed time),
-this one with the router, and clients that ask at a steady rate whatever becomes of their requests.
+Three processes: a scripted group (a real Worker service in which a request holds one of SEATS slots for a fixed time),
+this one with the router, and clients that send at a fixed rate, whatever is answered.
 
     python bench/router_cases/overload.py [--seconds 20] [--times 2] [--queued 64]
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from coatcheck.bench.router_cases.front_door import byte_tokenizer
 from coatcheck.proto.stubs.coatcheck_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
@@ -40,11 +40,10 @@ from coatcheck.proto.stubs.worker_pb2_grpc import WorkerServicer, add_WorkerServ
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
 from coatcheck.router.server import Router
-from coatcheck.router.text.tokenizer import TokenizerJson
 
 SEATS, SERVICE_SECONDS = 16, 0.2
 CAPACITY = SEATS / SERVICE_SECONDS
-PROMPT = "a coat check keeps what you hang there " * 40  # 1,560 tokens of the bench's tokenizer: to be tokenised or not
+PROMPT = "a coat check keeps what you hang there " * 40  # 1,560 tokens of the byte tokenizer
 
 
 def _run_group(pipe: Connection) -> None:
@@ -103,7 +102,7 @@ def _run_group(pipe: Connection) -> None:
 
 
 def _run_clients(pipe: Connection, address: str, rate: float, seconds: float) -> None:
-    """Asks at that rate; sends back the seconds of each answer and of each refusal."""
+    """Send `rate` requests a second. Send the seconds of each answer and of each refusal through `pipe`."""
     answered: list[float] = []
     refused: list[float] = []
 
@@ -132,13 +131,6 @@ def _run_clients(pipe: Connection, address: str, rate: float, seconds: float) ->
     asyncio.run(main())
 
 
-def _tokenizer() -> TokenizerJson:
-    vocab = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    return TokenizerJson(tokenizer, None)
-
-
 async def _measure(seconds: float, times: float, queued: int) -> dict[str, float]:
     processes = multiprocessing.get_context("spawn")
     group_pipe, group_end = processes.Pipe()
@@ -147,7 +139,7 @@ async def _measure(seconds: float, times: float, queued: int) -> dict[str, float
     group.start()
     aside = asyncio.get_running_loop().run_in_executor
     port = await aside(None, group_pipe.recv)
-    router = Router(RouterConfig(model="m", max_queued=queued), _tokenizer())
+    router = Router(RouterConfig(model="m", max_queued=queued), byte_tokenizer())
     address = await router.start()
     await router.set_groups([GroupEndpoint("g", f"127.0.0.1:{port}")])
     while not router.groups.serving():
@@ -173,7 +165,7 @@ async def _measure(seconds: float, times: float, queued: int) -> dict[str, float
 
 
 def main(seconds: float = 20.0, times: float = 2.0, queued: int = 64) -> None:
-    """Measures once."""
+    """Measure once."""
     print(json.dumps({name: round(value, 1) for name, value in asyncio.run(_measure(seconds, times, queued)).items()}))
 
 

@@ -1,4 +1,4 @@
-"""What HTTP costs over gRPC, and what structured output costs: one server, the same requests, runs that alternate.
+"""Cost of HTTP over gRPC, and of structured output: one server, the same requests, alternating runs.
 
     python bench/router_cases/protocols.py [--json bench/results/protocols.json]
 
@@ -81,7 +81,7 @@ async def measure(server: CoatcheckServer, rounds: int) -> dict[str, list[float]
 
 
 async def over_grpc(address: str, jobs: Sequence[BenchRequest]) -> list[Recording]:
-    """All at once."""
+    """Run all jobs at once."""
     async with LoadGenerator([address]) as load:
         await load.run_closed_loop(jobs, len(jobs))
         assert all(recording.status == "OK" for recording in load.recordings), load.recordings[0].details
@@ -89,7 +89,7 @@ async def over_grpc(address: str, jobs: Sequence[BenchRequest]) -> list[Recordin
 
 
 def structured(job: BenchRequest) -> BenchRequest:
-    """The same request, whose answer must be JSON that does not end before its tokens do."""
+    """The same request with a schema whose JSON does not end before max_tokens."""
     request = pb.GenerateRequest.FromString(job.request)
     request.sampling.ClearField("ignore_eos")
     request.sampling.structured.json_schema = json.dumps(_SCHEMA)
@@ -111,7 +111,7 @@ def throughput(recordings: Sequence[Recording]) -> float:
 
 
 def count_tokens(recording: Recording, begin: float, end: float) -> int:
-    """Of one stream, between two times."""
+    """Tokens of one stream between two times."""
     events = zip(recording.times, map(pb.GenerateEvent.FromString, recording.messages), strict=True)
     return sum(len(event.delta.token_ids) for at, event in events if begin < at <= end)
 

@@ -1,4 +1,4 @@
-"""What another router adds: tokens relayed by one, two and four routers of one group, each with a share of a core.
+"""Throughput of more routers: tokens relayed by one, two and four routers of one group, each with a share of a core.
 
 The share (a cgroup's quota) makes each router the bottleneck, as its own core would on a larger machine; the scripted
 group and the clients, one for each router, have what is left. Routers share nothing but the group.
@@ -26,7 +26,7 @@ from coatcheck.router.server import Router
 
 
 def run_router(pipe: Connection, port: int) -> None:
-    """Sends its address when it has the group; ends when it is told to."""
+    """Run a router. Send its address when it serves the group; stop at the next message."""
 
     async def serve() -> None:
         router = Router(RouterConfig(model="m"), byte_tokenizer())
@@ -53,16 +53,16 @@ def measure(routers: int, share: float, streams: int, tokens: int) -> dict[str, 
 
     group, group_pipe = start(run_group, streams, 0.0, None)
     port = group_pipe.recv()
-    doors = [start(run_router, port) for _ in range(routers)]
-    addresses = [pipe.recv() for _, pipe in doors]
+    routers_started = [start(run_router, port) for _ in range(routers)]
+    addresses = [pipe.recv() for _, pipe in routers_started]
     with ExitStack() as shares:
-        for door, _ in doors:
-            shares.enter_context(cpu_share(door.pid, share))
+        for process, _ in routers_started:
+            shares.enter_context(cpu_share(process.pid, share))
         clients = [start(run_client, address, streams, tokens, None) for address in addresses]
         answers = [pipe.recv() for _, pipe in clients]
         for process, _ in clients:
             process.join()
-    for process, pipe in (*doors, (group, group_pipe)):
+    for process, pipe in (*routers_started, (group, group_pipe)):
         pipe.send("stop")
         process.join()
     count = sum(counted for counted, _, _ in answers)
@@ -77,13 +77,13 @@ def measure(routers: int, share: float, streams: int, tokens: int) -> dict[str, 
 
 
 def main(
-    routers: Annotated[list[int] | None, typer.Option(min=1, help="How many; may be given again.")] = None,
-    share: Annotated[float, typer.Option(min=0.05, max=1.0, help="Of a core, for each router.")] = 0.2,
-    streams: Annotated[int, typer.Option(min=1, help="Through each router.")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 1500,
+    routers: Annotated[list[int] | None, typer.Option(min=1, help="Number of routers; may be repeated.")] = None,
+    share: Annotated[float, typer.Option(min=0.05, max=1.0, help="Share of a core for each router.")] = 0.2,
+    streams: Annotated[int, typer.Option(min=1, help="Streams of each router.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each stream.")] = 1500,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Prints a row per number of routers, and its ratio to the first."""
+    """Print a row per number of routers, with its ratio to the first row."""
     rows: list[dict[str, float]] = []
     for count in routers or (1, 2, 4):
         row = measure(count, share, streams, tokens)

@@ -1,7 +1,7 @@
-"""What it costs to let requests that may end groups run one after the other: the router's CPU time for each of them.
+"""CPU time of the router for each suspect, a request that may have crashed groups. Suspects run one after another.
 
-There is one scripted group, and so many requests wait for it, each very suspect: it is sent, is answered a little, and
-makes way for the next one.
+`--waiting` requests with the highest suspicion wait for one scripted group. Each is sent, gets a little output and is
+cleared, so that the next one runs.
 
     python bench/router_cases/suspects.py [--waiting 1000]
 """
@@ -27,7 +27,7 @@ from coatcheck.router.serving.dispatcher import Dispatcher
 async def _measure(waiting: int) -> float:
     processes = multiprocessing.get_context("spawn")
     pipe, end = processes.Pipe()
-    group = processes.Process(target=run_group, args=(end, 10 * waiting, 1.0, None), daemon=True)  # it answers nobody
+    group = processes.Process(target=run_group, args=(end, 10 * waiting, 1.0, None), daemon=True)  # never answers
     group.start()
     port = await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
     groups = GroupRegistry(RouterConfig(model="m"))
@@ -59,7 +59,7 @@ async def _measure(waiting: int) -> float:
 
 
 def main(waiting: Annotated[int, typer.Option(min=2, help="Requests that wait.")] = 1000) -> None:
-    """Prints CPU seconds in all, and for each."""
+    """Print the CPU time of all, and of each."""
     spent = asyncio.run(_measure(waiting))
     print(f"{waiting} suspects: {spent:.3f} s of CPU, {spent / waiting * 1e6:.0f} us each")
 

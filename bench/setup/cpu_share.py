@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PERIOD_US = 10_000  # short, so that nobody waits long for the next turn
+_PERIOD_US = 10_000  # short, so that a throttled process waits only briefly
 _ROOT = Path("/sys/fs/cgroup")
 
 
 @contextmanager
 def cpu_share(pid: int, cores: float) -> Iterator[None]:
-    """Until its end the process has at most so many cores. Raises PermissionError without the right to say so."""
+    """Limit a process to `cores` cores inside the context. Raises PermissionError if the cgroup cannot be made."""
     group = _make(f"share-{os.getpid()}-{pid}", round(cores * _PERIOD_US))
     try:
         (group / "cgroup.procs").write_text(str(pid))

@@ -1,4 +1,4 @@
-"""RayNodes: a Ray of several nodes on this machine, each a `ray start --block` that can be killed with all it holds.
+"""RayNodes: a Ray cluster on this machine. Each node is a `ray start --block` that can be killed with its processes.
 
 Every node is 127.0.0.1 and has resources of its own.
 """
@@ -40,8 +40,6 @@ _GAVE_UP = "timed out during startup"
 
 
 class RayNode:
-    """One node."""
-
     def __init__(
         self, command: list[str], environment: Mapping[str, str], log: Path, *, remove_first: Path | None = None
     ) -> None:
@@ -143,10 +141,10 @@ class RayNodes:
         self.head.wait_started()
 
     def add(self, cpus: int, resources: Mapping[str, float] | None = None, *, wait: bool = True) -> RayNode:
-        """A node more. Without `wait` the next one must not be added too soon: two that start at once on one machine
-        choose the same name for their sockets."""
-        said = json.dumps(dict(resources or {}))
-        node = self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={said}")
+        """Add a node. Without `wait`, add no other node before this one has started: two nodes that start at once on
+        one machine choose the same socket name."""
+        named = json.dumps(dict(resources or {}))
+        node = self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--resources={named}")
         self.nodes.append(node)
         if wait:
             node.wait_started()
@@ -168,7 +166,7 @@ class RayNodes:
         return int(self._ask(f"print(sum(node.state == {_ALIVE} for node in gcs.get_all_node_info().values()))"))
 
     def pretend(self, metadata: Mapping[str, str]) -> None:
-        """What the head says of its own versions, to whoever comes from now on."""
+        """Set the versions that the head reports to nodes and drivers that join from now on."""
         self._ask(f"gcs.internal_kv_put(b'CLUSTER_METADATA', {json.dumps(metadata).encode()!r}, True, b'cluster')")
 
     def processes(self) -> dict[int, str]:
@@ -179,7 +177,7 @@ class RayNodes:
         return found
 
     def _ask(self, code: str) -> str:
-        """In a process of its own: this one may have no use for Ray."""
+        """Run `code` with a GcsClient `gcs` in a new process, so that this one does not load Ray. Return its output."""
         client = f"from ray._raylet import GcsClient; gcs = GcsClient(address={self.address!r}); "
         command = [sys.executable, "-c", client + code]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=self._env()).stdout

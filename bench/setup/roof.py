@@ -28,7 +28,7 @@ def matrix_throughput(dtype: torch.dtype = torch.bfloat16) -> float:
 
 
 def best_seconds(work: Callable[[], object], times: int) -> float:
-    """The shortest of so many runs: what the machine can do when nobody else wants it."""
+    """The shortest of `times` runs, which other work on the machine disturbs least."""
     seconds = []
     for _ in range(times):
         started = time.perf_counter()
@@ -38,7 +38,7 @@ def best_seconds(work: Callable[[], object], times: int) -> float:
 
 
 def main(threads: int = 0) -> None:
-    """Print what this machine can do at most; `threads` 0: as many as torch takes."""
+    """Print what this machine can do at most; `threads` 0: torch's default."""
     if threads:
         torch.set_num_threads(threads)
     print(f"memory: {read_bandwidth() / 1e9:.1f} GB/s; bfloat16 matrices: {matrix_throughput() / 1e9:.0f} GFLOP/s")

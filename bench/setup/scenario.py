@@ -31,7 +31,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One promise: our `figure` is at least `ratio` times the peer's, or at most where less is better."""
+    """One promise: our `figure` is at least `ratio` times the peer's, or at most if less is better."""
 
     scenario: Scenario
     figure: str
@@ -42,7 +42,7 @@ class Target:
         return self.figure == "ttft_ms"
 
     def reached(self, ours: Figures, peer: Figures) -> tuple[float, bool]:
-        """(how we compare, whether that is enough). TPOT compares speeds, TTFT times."""
+        """(ratio of our figure to the peer's, whether it meets the target). TPOT is compared as a speed."""
         mine, other = getattr(ours, self.figure), getattr(peer, self.figure)
         ratio = other / mine if self.figure == "tpot_ms" else mine / other
         return ratio, ratio <= self.ratio if self.less_is_better else ratio >= self.ratio

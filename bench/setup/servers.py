@@ -1,9 +1,7 @@
 """The servers that bench/serve.py measures: ours and a peer, each started, loaded and ended by its own commands.
 
-Both run as a user would run them, with their own load generators.
-
-Both cache prefixes, as they do by default, and neither finds one of an earlier run: theirs has seeds of its own for
-every run, ours a salt besides. What a scenario's own requests share is found by both.
+Both run as a user would run them, with their own load generators. Both cache prefixes, which is the default. No run
+finds prefixes of an earlier run: each has a seed of its own, and ours also a salt. Requests of one run share prefixes.
 """
 
 import json
@@ -134,7 +132,7 @@ class VllmServer(Server):
         self._command, self._checkpoint, self._scratch = environment / "bin" / "vllm", checkpoint, scratch
         self._url = f"http://127.0.0.1:{free_port()}"
         flags = ["--host", "127.0.0.1", "--port", self._url.rpartition(":")[2], "--dtype", "bfloat16"]
-        # The variables that its documentation of the CPU build asks to set; no telemetry from a benchmark.
+        # The variables that vLLM's documentation asks to set for CPUs, and no telemetry.
         settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         super().__init__([self._command, "serve", checkpoint, *flags], scratch / "vllm.log", settings)
 

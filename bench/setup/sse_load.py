@@ -1,4 +1,4 @@
-"""SseLoad: streams of /v1/completions over plain sockets, with the time of each piece that came.
+"""SseLoad: streams of /v1/completions over plain sockets, with the arrival time of each piece.
 
 It shares two cores with the server that it measures, so it does as little as the gRPC load generator does: bytes are
 kept as they come and read only after the run.
@@ -41,7 +41,7 @@ class Stream(asyncio.Protocol):
 
 
 async def run_sse(address: str, jobs: Sequence[BenchRequest], concurrency: int) -> list[Recording]:
-    """Keeps `concurrency` streams running until all are answered; raises RuntimeError for one that was not."""
+    """Keep `concurrency` streams running until all jobs are answered. Raises RuntimeError if one was not."""
     host, _, port = address.rpartition(":")
     loop, began, waiting = asyncio.get_running_loop(), time.perf_counter(), iter(jobs)
     recordings: list[Recording] = []
