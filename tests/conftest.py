@@ -22,8 +22,8 @@ for name in list(os.environ):
     if name.startswith("RAY_") and name != "RAY_TMPDIR":
         del os.environ[name]
 
-# gRPC's core reads this as it is imported. By itself it reports each server that ends with a call open, and many do
-# here. Processes that tests start do not inherit it: what they say is part of what is tested.
+# gRPC's core reads this when it is imported. By default it logs each server that ends with an open call, and many do
+# here. Processes that tests start do not inherit the variable, because tests check their output.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("GRPC_VERBOSITY", os.environ.get("GRPC_VERBOSITY", "ERROR"))
     import grpc  # noqa: F401
@@ -32,10 +32,10 @@ with pytest.MonkeyPatch.context() as patch:
 settings.register_profile("coatcheck", deadline=None)
 settings.load_profile("coatcheck")
 
-# What starts Ray waits for several events, each for PATIENCE_SECONDS at most. pyproject.toml has the others' limit.
+# A test that starts Ray waits for several events, each for up to PATIENCE_SECONDS. pyproject.toml limits other tests.
 RAY_TEST_SECONDS = 1800
 
-# Of several processes that run tests side by side only the controller reports.
+# If several processes run tests side by side, only the controller reports.
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 # `make test` names the folder of what a run reports, and the run.
 _REPORTS = Path(os.environ["TEST_OUTCOMES"]) if "TEST_OUTCOMES" in os.environ and not _IS_WORKER else None
@@ -47,7 +47,7 @@ _progress = ProgressFile(_REPORTS / f"progress-{os.environ['TEST_PART']}.json") 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several processes that run tests a folder for its Rays, as they would meet in /tmp/ray. The path is
+    """Give each of several processes that run tests a folder for its Rays, which would share /tmp/ray. The path is
     short because it contains sockets."""
     if _IS_WORKER:
         os.environ["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -86,8 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Collect the test's garbage while the test can still be blamed for it: pytest reports a warning from a finalizer
-    (an unclosed socket, a coroutine that nobody awaited) with the test that runs when the finalizer does."""
+    """Collect the test's garbage before the next test begins: pytest reports a warning from a finalizer (an unclosed
+    socket, a coroutine that was never awaited) with the test that runs when the finalizer does."""
     try:
         yield
     finally:

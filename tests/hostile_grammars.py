@@ -1,4 +1,4 @@
-"""Grammars that are large, deep, ambiguous or endless: each would end or stop a process that did not look out."""
+"""Grammars that are large, deep, ambiguous or endless: each would crash or block a process without limits."""
 
 import json
 from collections.abc import Callable
@@ -20,27 +20,27 @@ def _nested(opening: str, closing: str, depth: int) -> Grammar:
 
 
 def _references(depth: int, **kind: Any) -> Grammar:
-    """A chain of definitions, each of which has the next one."""
+    """A chain of definitions, each of which refers to the next one."""
     next_one = [{"$ref": f"#/$defs/a{number + 1}"} for number in range(depth)]
     definitions = {f"a{number}": {**kind, "anyOf": [one]} for number, one in enumerate(next_one)}
     return _schema({"$defs": {**definitions, f"a{depth}": {"type": "string"}}, "$ref": "#/$defs/a0"})
 
 
 def _chain(depth: int, form: str, name: str = "r") -> Grammar:
-    """Rules, or terminals, each of which has the next one; `form` is a rule with its next one as {}."""
+    """A chain of rules or terminals. `form`: the body of a rule, with {} for the name of the next one."""
     rules = "".join(f"{name}{number}: {form.format(f'{name}{number + 1}')}\n" for number in range(depth))
     return Grammar("grammar", f'start: {name}0\n{rules}{name}{depth}: "a"\n')
 
 
 def _parentheses(kind: Any, form: str, depth: int) -> Grammar:
-    """`form` has {} where the parentheses go."""
+    """`form`: the grammar, with {} for the parentheses."""
     inner = "a" if kind == "regex" or "/" in form else '"a"'
     return Grammar(kind, form.format("(" * depth + inner + ")" * depth))
 
 
-# A rank of a byte-level vocabulary takes 0.1 s for a token of it, soon.
+# With a byte-level vocabulary a rank soon takes 0.1 s for each token of this grammar.
 AMBIGUOUS: Final = Grammar("grammar", 'start: s\ns: s s | s s s | s s s s | "a" | "b" | ""\n')
-# What compiles on the 2 MiB of stack that the router's check has, and overflows one of half of that.
+# Compiles on the 2 MiB of stack that the router's check has, and overflows a stack of 1 MiB.
 DEEP: Final = _chain(600, "{}")
 
 GRAMMARS: Final[dict[str, Callable[[], Grammar]]] = {

@@ -1,4 +1,4 @@
-"""Caches for tests: parts of a pool's blocks, with bytes between them that nobody may touch."""
+"""Caches for tests: parts of a pool's blocks, with bytes between them that no kernel may write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTISED = [torch.float8_e4m3fn, torch.int8, torch.uint8]
 
 
 def strided_cache(blocks: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, fill: int = 255) -> KVCache:
-    """Every byte is `fill`; 255 makes a NaN of every float, so that what lies in unused slots cannot go unnoticed."""
+    """Every byte is `fill`; 255 makes every float a NaN, so that a read of an unused slot shows."""
     rows = (kv_heads, size, dim // 2 if dtype == torch.uint8 else dim)
     parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(dtype, rows), (dtype, rows)]
     if dtype in QUANTISED:

@@ -1,5 +1,5 @@
-"""What this processor has of what the C kernels are written for; asked of torch, so that a library that is broken or
-was not built fails a test, and is no reason to skip it."""
+"""A mark that skips tests on processors without the instructions of the C kernels. It asks torch, not the C library, so
+that a library that is broken or was not built fails tests."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The PTX that turns bytes of a quantised pool into float16, carried out here, one instruction after the other."""
+"""The PTX that turns bytes of a quantised pool into float16, executed here instruction by instruction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coatcheck.kernels.kv import quantise
 BYTES = [[i, (i * 7 + 3) % 256, 255 - i, (i * 31 + 128) % 256] for i in range(256)]
 
 
-def carried_out(code: str, word: int, outputs: int) -> list[float]:
+def executed(code: str, word: int, outputs: int) -> list[float]:
     """The float16 numbers that the code leaves in its outputs, for one register of four bytes."""
     registers = {f"${outputs}": word}
 
@@ -54,17 +54,17 @@ def instruction(name: str, x: int, *others: int) -> int:
 
 @pytest.mark.parametrize("code", [quantise._PTX_FP8, quantise._PTX_FP8_SHIFTS])
 def test_every_e4m3_byte_means_what_torch_says(code: Any) -> None:
-    """All bytes but the two that are no numbers, in each of the four places."""
+    """All bytes but the two NaNs, in each of the four places."""
     for four in BYTES:
         want = torch.tensor(four, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        have = torch.tensor(carried_out(code.value, int.from_bytes(bytes(four), "little"), 2))
+        have = torch.tensor(executed(code.value, int.from_bytes(bytes(four), "little"), 2))
         assert torch.equal(have[~want.isnan()], want[~want.isnan()]), four
 
 
 def test_every_integer_is_itself() -> None:
-    """int8 as two's complement; int4's nibbles less eight, the low ones and the high ones apart."""
+    """int8 is two's complement; int4's nibbles are reduced by eight, the low ones and the high ones apart."""
     for four in BYTES:
         word = int.from_bytes(bytes(four), "little")
-        assert carried_out(quantise._PTX_INT8.value, word, 2) == [float(np.int8(np.uint8(byte))) for byte in four]
+        assert executed(quantise._PTX_INT8.value, word, 2) == [float(np.int8(np.uint8(byte))) for byte in four]
         nibbles = [(byte & 15) - 8.0 for byte in four] + [(byte >> 4) - 8.0 for byte in four]
-        assert carried_out(quantise._PTX_INT4.value, word, 4) == nibbles
+        assert executed(quantise._PTX_INT4.value, word, 4) == nibbles

@@ -31,7 +31,7 @@ def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
 
 
 def test_memory_goes_back_with_the_last_tensor() -> None:
-    """A dropped tensor's pages are the system's again."""
+    """The pages of a dropped tensor are returned to the system."""
     tensor = huge_pages.empty((64 << 20,), torch.uint8).fill_(1)
     held = resident_bytes()
     assert tensor.data_ptr() % (2 << 20) == 0

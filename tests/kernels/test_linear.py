@@ -1,4 +1,4 @@
-"""PackedLinear against float32 torch, and the promises of its native form."""
+"""PackedLinear against float32 torch, and the guarantees of its native form."""
 
 from __future__ import annotations
 

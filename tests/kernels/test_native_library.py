@@ -1,4 +1,4 @@
-"""The native library: one thread pool with torch, and an honest fallback without it."""
+"""The native library: one thread pool with torch, and the fallback without it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def launches() -> dict[str, Launch]:
 
 
 def _apart(x: Tensor) -> Tensor:
-    """The same with every element two apart."""
+    """The same elements with twice the strides."""
     wide = torch.zeros(*x.shape, 2, dtype=x.dtype)
     wide[..., 0] = x
     return wide[..., 0]
@@ -116,8 +116,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "stride": _apart,
     "device": lambda x: x.to("meta"),
 }
-# What is no mistake: torch itself multiplies any strides; one tensor alone is on its own device; a length that others
-# follow, or that nothing else knows.
+# Accepted: strides that torch multiplies, the device of a single tensor, and lengths that no other tensor fixes.
 FINE = {
     ("PackedLinear, forward", "x", "dimensions"), ("PackedLinear, forward", "x", "stride"),
     ("PackedLinear", "weight", "length"), ("PackedLinear", "weight", "stride"), ("PackedLinear", "bias", "stride"),
@@ -152,6 +151,6 @@ def test_a_wrong_tensor_is_refused_by_its_name(name: str, tensor: str, wrong: st
 
 @pytest.mark.parametrize("name", launches())
 def test_the_same_tensors_right_are_taken(name: str) -> None:
-    """What the refusals start from is accepted: it is the one change that is refused."""
+    """The arguments before the change are accepted, so the change alone is what is refused."""
     launch = launches()[name]
     launch.call(**launch.tensors, **launch.others)

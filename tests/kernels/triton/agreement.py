@@ -1,4 +1,4 @@
-"""What a kernel's result must be beside its reference's, and what lies where it must not write."""
+"""The comparison of a kernel's result with its reference, and the value of elements that a kernel must not write."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,6 @@ SENTINEL = 7.0
 
 
 def agree(have: Tensor, want: Tensor) -> None:
-    """To the rounding of their type."""
+    """Assert equality up to the rounding of the dtype."""
     tolerance = 2e-3 if have.dtype == torch.float16 else 1e-5
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)

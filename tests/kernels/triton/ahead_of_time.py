@@ -30,14 +30,14 @@ ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_90, "gfx942": GFX942}
 
 
 class Usage(NamedTuple):
-    """Bytes but for registers. `spilled`: what a thread keeps in memory for want of registers."""
+    """`registers`: of a thread. `shared`: bytes of a program. `spilled`: bytes of registers that a thread has in memory."""
 
     registers: int
     shared: int
     spilled: int
 
 
-# A width of the vocabulary, or a count.
+# Arguments that need not divide by 16: a width of the vocabulary, or a count.
 _NOT_ALIGNED = ("vocab", "words", "inner")
 
 
@@ -47,7 +47,7 @@ def compiled(key: Key, target: str) -> Any:
     signature = {name: "constexpr" if name in key.constants else next(runtime) for name in names}
     assert next(runtime, None) is None, "a type too many"
     constants = {(names.index(name),): value for name, value in key.constants.items()}
-    # What a launch finds on its own: torch's pointers and our strides divide by 16.
+    # Triton finds at a launch that torch's pointers and our strides divide by 16.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, parameter in enumerate(key.kernel.params)

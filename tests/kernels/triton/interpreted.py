@@ -13,7 +13,7 @@ from tests.kernels.triton.mended_bfloat16 import mend
 
 
 def bfloat16() -> None:
-    """What there is in bfloat16 alone, and over quantised pools, once the interpreter can do it."""
+    """The groups in bfloat16, over pools of bfloat16 and quantised ones, with the interpreter mended."""
     mend()
     attention((torch.bfloat16,))
     matrix(pools=(torch.bfloat16,))

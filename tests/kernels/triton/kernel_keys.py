@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Queries of one type over a pool of another. `quantised` is the kernels' KIND."""
+    """Queries of type `q` over a pool of `element`. `quantised`: the KIND argument of kernels. `bits`: of an element."""
 
     q: str
     element: str
@@ -51,7 +51,7 @@ class Pool(NamedTuple):
 
     @property
     def pairs(self) -> str:
-        """Scales where they are read two at a time."""
+        """The types of scales that a kernel reads two at a time."""
         return "*i32 *i32 " if self.quantised else ""
 
 

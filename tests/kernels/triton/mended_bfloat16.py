@@ -1,7 +1,7 @@
-"""bfloat16 in Triton's interpreter, which holds it as uint16: its casts cut bits off, its products are of those ints.
+"""bfloat16 in Triton's interpreter, which stores it as uint16: casts truncate, and products multiply the uint16.
 
-`mend` puts right what our kernels ask for, casts and products of matrices, which it rounds as a GPU does: casts to the
-nearest, of ties the even; products in float32. Other arithmetic of their elements is refused, as no kernel does any.
+`mend` corrects the operations that our kernels use, with the roundings of a GPU: casts round to nearest even, and
+matrix products are in float32. Other arithmetic on bfloat16 is refused; no kernel needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BF16 = tl.bfloat16
 
 
 def mend() -> None:
-    """For the rest of this process."""
+    """Patch the interpreter for the rest of this process."""
     builder = interpreter.InterpreterBuilder
     cast, convert = builder.cast_impl, builder.create_fp_to_fp
     dot, binary, unary = builder.create_dot, builder.binary_op, builder.unary_op

@@ -1,6 +1,6 @@
 """Each Triton kernel compiled ahead of time, without a GPU: for NVIDIA's sm_80, sm_90 and sm_100 and AMD's gfx942.
 
-The keys are those of kernel_keys.py, and what they use is in kernels/README.md, which ahead_of_time.py writes.
+The keys are those of kernel_keys.py. ahead_of_time.py writes their registers and memory to kernels/README.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_compiles_without_a_gpu(name: str, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_key_compiles_too(name: str, target: str) -> None:
-    """Other head sizes, pools and groups: the same."""
+    """Other head sizes, pools and groups compile within the same limits."""
     check(OTHERS[name], target)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter on CPU, against the references.
 
-The interpreter is chosen as a kernel is decorated, so it runs in a process of its own (interpreted.py beside this
-file), a few groups of kernels in each, with TRITON_INTERPRET=1. It is wrong in bfloat16, and for those groups mended.
+Triton chooses the interpreter when a kernel is decorated. So interpreted.py, beside this file, runs in new processes
+with TRITON_INTERPRET=1, a few groups of kernels in each. mended_bfloat16.py corrects the interpreter's bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
-    """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw: what references give."""
+    """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw give what their references give."""
     run(groups.split(), PATIENCE_SECONDS)
 
 
