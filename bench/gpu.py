@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_importable() -> None:
-    """The checkout is the package `coatcheck`, whatever its folder is called and whatever is installed."""
+    """Make this checkout the package `coatcheck`, under any folder name and beside any installed version."""
     spec = importlib.util.spec_from_file_location(
         "coatcheck", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
     )

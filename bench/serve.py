@@ -27,7 +27,7 @@ from coatcheck.bench.setup.servers import CoatcheckServer, Server, VllmServer
 
 Results = dict[str, dict[Scenario, Figures]]
 
-# In a process of its own: its threads and memory are gone before a server starts.
+# Run in a new process, so that its threads and memory are gone before a server starts.
 _ENGINE_STEP = """
 import sys, torch
 from pathlib import Path
@@ -59,7 +59,7 @@ def main(
             for turn in range(rounds):
                 for server in servers:
                     with console.status(f"{scenario.title} on {server.name}, round {turn + 1} of {rounds}"):
-                        # A seed of its own, so that no run finds another's prompts in the cache.
+                        # Each run has another seed, so that no run finds another's prompts in the cache.
                         runs[server.name].append(server.run(scenario, seed=index * rounds + turn))
             for name, figures in runs.items():
                 results[name][scenario] = best(figures)

@@ -17,7 +17,7 @@ from hypothesis import settings
 from tests.outcomes import Outcomes
 from tests.progress import ProgressFile, room_of
 
-# Tests start each Ray with settings of their own: a token or an address from the environment would reach it.
+# Tests pass settings to each Ray that they start. A token or an address from the environment would reach Ray too.
 for name in list(os.environ):
     if name.startswith("RAY_") and name != "RAY_TMPDIR":
         del os.environ[name]

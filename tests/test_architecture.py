@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on, kept by reading the sources: arrows, names, lengths, packages."""
+"""The rules of the source tree, checked by reading the sources: imports, names, lengths, packages."""
 
 import ast
 import os
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "router": {"proto"},
     "cluster": {"kernels", "proto", "router", "workers"},
 }
-# Libraries that a room must not know, wherever in a file they are imported, and the files that may.
+# Libraries that no file of a room may import, not even inside a function, and the files that may.
 FORBIDDEN = [
     ("proto", {"torch", "ray", "transformers"}, set()),
     ("kernels", {"ray", "grpc", "transformers"}, set()),
@@ -81,7 +81,7 @@ def test_arrows(room: str) -> None:
 
 @pytest.mark.parametrize(("room", "libraries", "allowed"), FORBIDDEN)
 def test_libraries_a_room_does_not_know(room: str, libraries: set[str], allowed: set[str]) -> None:
-    """A library that a room must not know is imported by none of its files, not even lazily."""
+    """No file of a room imports a library that is forbidden there, not even lazily."""
     wrong = [
         f"{file.relative_to(ROOT)}:{line} imports {module}"
         for file in sources(room)
@@ -171,7 +171,7 @@ def test_front_door_loads_without_torch() -> None:
 
 
 def test_no_drawer_files() -> None:
-    """A file is named after its noun, so none is called utils, common, helpers or types."""
+    """A file is named after its concept, so none is called utils, common, helpers or types."""
     drawers = {"utils.py", "common.py", "helpers.py", "types.py"}
     files = sources(*ROOMS, "tests", "bench", "demo")
     assert [str(file.relative_to(ROOT)) for file in files if file.name in drawers] == []
@@ -213,7 +213,7 @@ def test_tests_open_with_a_sentence() -> None:
 
 
 def test_no_test_file_imports_another() -> None:
-    """What several test files share is in a helper of its own: none imports a module named test_*."""
+    """Shared test code is in helper modules: no test file imports a module named test_*."""
     wrong = [
         f"{file.relative_to(ROOT)}:{line} imports {module}"
         for file in sources("tests")
@@ -234,8 +234,8 @@ def test_editable_install_sees_every_room() -> None:
 
 
 def test_wheel_holds_every_room(tmp_path: Path) -> None:
-    """A wheel of the repository's own files, built without a C compiler, holds the sources, the .proto files, the type
-    marker, and no module beside them."""
+    """A wheel of the repository's own files, built without a C compiler, has the sources, the .proto files, the type
+    marker, and no other module."""
     copy = tmp_path / "source"
     for file in source_files():
         (copy / file).parent.mkdir(parents=True, exist_ok=True)

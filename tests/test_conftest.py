@@ -1,4 +1,4 @@
-"""Every run: a test answers for the warnings of its own garbage, and the last lines list what was skipped."""
+"""conftest.py: warnings of a test's garbage count for that test, and the last lines list the skipped tests."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_garbage_is_reported_by_the_test_that_made_it(run: pytest.Pytester) -> N
 
 
 def test_a_failure_does_not_fail_the_next_test(run: pytest.Pytester) -> None:
-    """What the traceback of a failed test keeps open is closed, and reported, with that test."""
+    """A file that the traceback of a failed test keeps open is closed, and reported, with that test."""
     run.makepyfile(
         """
         def test_fails():
@@ -66,7 +66,7 @@ def test_a_failure_does_not_fail_the_next_test(run: pytest.Pytester) -> None:
 
 
 def test_the_last_lines_say_what_this_processor_lacks(run: pytest.Pytester) -> None:
-    """Where the processor has no AVX512-BF16 the run ends with how many tests were skipped for that, and where."""
+    """Without AVX512-BF16 the last lines say how many tests were skipped for that reason, and in which files."""
     run.makepyfile(
         """
         import torch
@@ -110,7 +110,7 @@ def test_what_starts_ray_has_a_limit_of_its_own(run: pytest.Pytester) -> None:
 
 
 def test_a_passing_run_has_no_noise(run: pytest.Pytester) -> None:
-    """A gRPC server that ends with a call open is nothing to report, here or in what a test leaves behind."""
+    """A gRPC server that ends with an open call logs nothing, and GRPC_VERBOSITY is not set for child processes."""
     run.makepyfile(
         """
         import asyncio
@@ -151,7 +151,7 @@ def test_a_passing_run_has_no_noise(run: pytest.Pytester) -> None:
 def test_tests_that_run_side_by_side_are_counted_once(
     run: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The outcomes and the progress of two workers are those that the run itself saves, in one file each."""
+    """The run saves the outcomes and the progress of two workers in one file each."""
     monkeypatch.setenv("TEST_OUTCOMES", str(tmp_path))
     monkeypatch.setenv("TEST_PART", "part")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)

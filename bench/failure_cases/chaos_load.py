@@ -99,8 +99,8 @@ class ChaosLoad:
         self._stopping = True
 
     async def run(self, case: int, salt: str = "") -> None:
-        """Run one stream, count it and compare its answer. Every other stream has a salt of its own, so that no prefix
-        of it is cached."""
+        """Run one stream, count it and compare its answer. Every second stream has a new salt, so that none of its
+        prefix is cached."""
         number = next(self._salts)
         request = self.request(case, salt or (f"salt {number}" if number % 2 or self.is_long(case) else ""))
         running = Running(case, GenerationResult(time.monotonic()))

@@ -71,7 +71,6 @@ def main(
 
 
 def make_engine(model: Model, host_blocks: int) -> Engine:
-    """One engine with a pool of its own."""
     layout = BlockLayout.of(model.spec.layers, _BLOCK_SIZE, KvDtype.BFLOAT16)
     device = torch.device("cpu")
     pool = allocate_kv_pool(layout, _NUM_BLOCKS, device)

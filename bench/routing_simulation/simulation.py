@@ -92,7 +92,7 @@ def simulate(jobs: Sequence[SimulatedRequest], groups: Sequence[SimulatedGroup],
 
 
 def pooled_hits(entries: Sequence[TraceEntry], blocks: int) -> list[int]:
-    """Prompt tokens of each request that one LRU cache of `blocks` blocks would have."""
+    """Prompt tokens of each request that are found in one LRU cache of `blocks` blocks."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = []
     for entry in entries:

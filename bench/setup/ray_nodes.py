@@ -50,7 +50,7 @@ class RayNode:
 
     @property
     def pid(self) -> int:
-        """The process id of `ray start`, which leads a process group of its own."""
+        """The process id of `ray start`, which leads the node's process group."""
         return self._process.pid
 
     def processes(self) -> dict[int, str]:
@@ -110,7 +110,7 @@ class RayNodes:
         self.nodes: list[RayNode] = []
         self.environment = {**ENVIRONMENT, **(environment or {})}
         self._scratch = scratch
-        # A folder of its own, with a short name for the sake of sockets.
+        # The path is short because it contains sockets.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         self._head_cpus = head_cpus
         self._numbers = itertools.count()

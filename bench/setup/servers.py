@@ -29,7 +29,7 @@ KV_GIB = 2
 
 
 class Server(ABC):
-    """A server process in a session of its own, so that ending it ends what it started. A context manager."""
+    """A server process in a new session, so that its children end with it. A context manager."""
 
     name: str
 
@@ -124,7 +124,7 @@ class CoatcheckServer(Server):
 
 
 class VllmServer(Server):
-    """`vllm serve` from a virtual environment of its own, loaded by `vllm bench serve`."""
+    """`vllm serve` from its virtual environment, loaded by `vllm bench serve`."""
 
     name = "vllm"
 

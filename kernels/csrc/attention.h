@@ -18,7 +18,7 @@ typedef struct {
 } Attention;
 
 /* Keys per split. Splits begin at absolute positions and are combined in order: the same order in
- * decode and in prefill, whatever else is in the batch. */
+ * decode and in prefill, with any other sequences in the batch. */
 #define SPLIT 1024
 
 static inline int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }

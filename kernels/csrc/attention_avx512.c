@@ -3,7 +3,7 @@
  * The rows of one (sequence, KV head) are its queries' heads: row r is head r % group of query r / group. A work item
  * is up to ROWS of them. It walks the keys in chunks of CHUNK at absolute positions: each chunk of K and V is packed
  * once into pairs (of dimensions for K, of keys for V) and used by every row of the item, in tiles of up to 6 rows by
- * 64 keys or dimensions. A row's sums run in the same order whatever the item holds besides, so a result is the same
+ * 64 keys or dimensions. A row's sums run in the same order with any other rows in the item, so a result is the same
  * bits in decode, prefill, any chunking and any batch. Decodes are also spread over the splits of a sequence.
  *
  * Elements that are not bfloat16 are widened row by row before they are packed; this is exact for quantised elements.

@@ -2,7 +2,7 @@
  *
  * A panel is [K][16] of words; a word is one float, or a pair of bfloat16 neighbours along K, which vdpbf16ps
  * multiplies and adds at once. x is repacked per tile of m rows as [K][m] words, so that the inner loop is one load of
- * 16 weights and m broadcasts. Every output is one accumulator running over K in order, whatever the tile: a row's
+ * 16 weights and m broadcasts. Every output is one accumulator running over K in order, in every tile: a row's
  * result never depends on how many rows share the call.
  */
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,4 +1,4 @@
-"""bench/gpu.py on a CPU, in small: that it runs from a bare checkout, keeps what it measured, and names what broke."""
+"""bench/gpu.py on a CPU with small shapes: it runs from a bare checkout, keeps its rows, and reports failed parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coatcheck.bench.gpu_cases.table import Measurement, Table
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-# What a GPU host need not have, and the installed package, which a checkout must not lean on.
+# Packages that a GPU host need not have. The installed coatcheck is hidden too.
 ABSENT = (
     "cryptography",
     "ray",
@@ -100,7 +100,7 @@ sys.exit(int(table.failed))
 
 
 def test_a_part_whose_process_dies_costs_no_other(tmp_path: Path) -> None:
-    """Where one dies of a signal and one leaves the device of no use, each is a row FAILED, the others are there."""
+    """A part that dies of a signal or loses the device is a row FAILED; the other parts have their rows."""
     (tmp_path / "gpu.json").write_text("another run's")
     command = [sys.executable, "-c", _CHILD, str(tmp_path)]
     assert run_in_children(command, ["one", "dies", "two", "fails", "three"], tmp_path) == 1
@@ -119,7 +119,7 @@ def test_a_part_whose_process_dies_costs_no_other(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
-    """An unknown part, or a GPU where there is none, ends at once with what to change."""
+    """An unknown part, or --device cuda without a GPU, ends at once with what to change."""
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(SystemExit) as ended:

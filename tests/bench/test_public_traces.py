@@ -1,4 +1,4 @@
-"""The public traces: what a benchmark says of one that is not there."""
+"""The public traces: the error of a benchmark when one is missing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ from coatcheck.bench.setup.public_traces import AZURE, CONVERSATION, ORIGINS, SY
 def test_a_trace_that_is_not_there_is_named_with_its_origin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bench: Callable[..., None], there: list[str], lacks: str
 ) -> None:
-    """One line before anything runs: which file, what of whose repository it is, and the flag for another folder."""
+    """One line before anything runs names the file, its repository and path there, and the flag for another folder."""
     for name in there:
         (tmp_path / name).touch()
     with pytest.raises(SystemExit) as ended:

@@ -23,7 +23,7 @@ def test_a_start_that_ray_gives_up_is_repeated(tmp_path: Path) -> None:
 
 
 def test_a_node_that_ends_otherwise_is_an_error(tmp_path: Path) -> None:
-    """Whatever else ends `ray start` is raised with what it has printed."""
+    """Any other end of `ray start` raises its output."""
     node = RayNode(["sh", "-c", "echo the port is taken; exit 3"], {}, tmp_path / "log")
     with pytest.raises(RuntimeError, match="ended with 3: the port is taken"):
         node.wait_started()

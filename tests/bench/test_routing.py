@@ -47,7 +47,7 @@ def test_a_run_repeats_itself_and_answers_everything(rule: str) -> None:
 
 @pytest.mark.parametrize("load", [0.3, 0.9])
 def test_our_router_is_sooner_than_rules_that_do_not_know_prefixes(load: float) -> None:
-    """Chance and load alone give fewer hits and later first tokens, calm or busy, beside one router and beside two."""
+    """Random and load-only rules give fewer hits and later first tokens, at low and high load, than ours."""
     entries = sessions(40, 12)
     cell = Cell("sessions", 400, load)
     ours, _ = run(cell, OURS, entries, groups=4)
@@ -70,7 +70,7 @@ def test_a_prompt_that_all_share_goes_to_all_groups(load: float) -> None:
 
 
 def test_a_pooled_cache_forgets_the_least_recently_used() -> None:
-    """Its hits are what no routing can pass: counted by hand for a cache of three blocks."""
+    """Its hits are an upper bound for any routing. They are counted by hand for a cache of three blocks."""
     chains = [(1, 2), (1, 3), (4,), (1, 2)]
     entries = [TraceEntry(0.0, len(chain) * BLOCK + 1, 1, chain) for chain in chains]
     assert pooled_hits(entries, 3) == [0, BLOCK, 0, BLOCK]
@@ -88,7 +88,7 @@ def test_a_pooled_cache_forgets_the_least_recently_used() -> None:
 def test_what_cannot_be_measured_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, model: dict[str, float], said: str
 ) -> None:
-    """A cell that there is not, and figures of other groups or routers to go on from: one line that says what to
+    """A cell that does not exist, or a file with figures of other groups or routers: one line that says what to
     change."""
     (tmp_path / AZURE).touch()
     (tmp_path / "old.json").write_text(json.dumps({"model": model, "cells": []}))
@@ -105,9 +105,9 @@ def test_what_cannot_be_measured_is_refused(
     st.integers(0, 8),
     st.sampled_from([OURS, "random"]),
 )
-def test_groups_keep_their_books(prompts: list[tuple[int, int, int]], host: int, rule: str) -> None:
-    """Whatever comes, blocks are free, cold or held, no prompt overtakes time, and the router's index is each group's
-    truth in the end."""
+def test_groups_keep_their_invariants(prompts: list[tuple[int, int, int]], host: int, rule: str) -> None:
+    """For any requests, blocks are free, cached or held, no answer comes before its request, and in the end the
+    router's index equals each group's blocks."""
     model = ServiceModel(blocks=16, host_blocks=host)
     groups = [SimulatedGroup(f"g{place}", model) for place in range(2)]
     router = SimulatedRouter(groups, rules()[rule] if rule != OURS else None, random.Random(1))

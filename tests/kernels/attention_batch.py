@@ -14,8 +14,8 @@ from tests.kernels.caches import strided_cache
 
 
 class Batch:
-    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool, whose elements
-    are `kv` (unset: as the queries')."""
+    """Sequences of (q_len, seq_len) with random keys and values in shuffled blocks of a strided pool, of
+    dtype `kv` (None: that of the queries)."""
 
     def __init__(
         self,
@@ -68,6 +68,6 @@ class Batch:
 
 
 def close(have: Tensor, want: Tensor) -> None:
-    """bfloat16 weights and one rounding at the end: a few of its units; float32: a few of its own."""
+    """Assert equality within a few units of the dtype: weights and the result are rounded to it."""
     tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[have.dtype]
     torch.testing.assert_close(have.float(), want, rtol=tolerance, atol=tolerance)

@@ -19,7 +19,7 @@ def resident_bytes() -> int:
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 5000)), min_size=1, max_size=12))
 def test_tensors_never_overlap(shapes: list[tuple[int, int]]) -> None:
-    """Whatever sizes come one after the other, each is aligned, reads as zeros and keeps what is written to it."""
+    """Tensors of any sizes are aligned, read as zeros and keep the values that are written to them."""
     tensors = []
     for number, shape in enumerate(shapes):
         tensor = huge_pages.empty(shape, torch.bfloat16)

@@ -32,7 +32,7 @@ def test_mixed_batches_agree_with_the_reference(dtype: torch.dtype, heads: int, 
 def test_pools_of_any_kind_agree_with_the_reference(
     dtype: torch.dtype, kv: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> None:
-    """Quantised elements times their scales, or other floats, are what the formula reads, whatever the queries are."""
+    """Pools of quantised elements or other floats give what the formula gives, for queries of any dtype."""
     batch = Batch([(1, 1), (16, 16), (1, 257), (33, 40), (30, 100)], heads, kv_heads, dim, dtype, kv=kv)
     sinks = torch.randn(heads)
     close(batch.run(sliding_window=70, softcap=4.0, sinks=sinks), batch.reference(70, 4.0, sinks))

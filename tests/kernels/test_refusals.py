@@ -137,9 +137,9 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("name", "tensor", "wrong"), list(cases()))
 def test_a_wrong_tensor_is_refused_by_its_name(name: str, tensor: str, wrong: str) -> None:
-    """One tensor that is wrong in one way is refused, and the message names a tensor, what was expected and what came.
+    """A tensor that is wrong in one way is refused. The message names a tensor, what was expected and what was given.
 
-    Where two disagree, either may be the one that is named."""
+    If two tensors disagree, the message may name either."""
     launch = launches()[name]
     arguments = dict(launch.tensors) | {tensor: WRONG[wrong](launch.tensors[tensor])}
     with pytest.raises(LaunchRefused) as refused:

@@ -1,4 +1,4 @@
-"""Sampling, penalties, bias and log-probabilities: exact sets, fair draws, the same bits everywhere."""
+"""Sampling, penalties, bias and log-probabilities: exact sets, unbiased draws, the same bits in every form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_hash_gives_the_same_bits_in_torch_and_c() -> None:
 
 
 def test_greedy_rows_take_the_first_of_the_largest() -> None:
-    """Temperature 0 is argmax, the smallest id among equals, whatever the filters say."""
+    """Temperature 0 is argmax, the smallest id among equals, with any filters."""
     logits = torch.tensor([[0.0, 3.0, 3.0, -math.inf], [-math.inf, -5.0, -6.0, -5.0]])
     assert sample(logits, **knobs(2, temperature=0.0, top_k=1, top_p=0.1)).tolist() == [1, 1]
 
@@ -183,7 +183,7 @@ def test_logprobs_agree_with_the_reference(k: int) -> None:
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
-    """The sampler and its neighbours name what they refuse."""
+    """The sampler, log-probabilities and biases name the argument that they refuse."""
     logits, good = torch.zeros(2, 8), knobs(2)
     for name, wrong in (("top_k", torch.zeros(2)), ("seed", torch.zeros(3, dtype=torch.int64))):
         with pytest.raises(LaunchRefused, match=f"^{name}: expected "):
@@ -198,7 +198,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 4096, 5001])
 def test_a_mask_leaves_its_tokens_alone(vocab: int) -> None:
-    """Tokens of the mask keep their logits, others become -inf, rows without a mask and what lies beyond stay."""
+    """Tokens of the mask keep their logits, others become -inf; rows without a mask and memory past the row stay."""
     logits = torch.randn(5, vocab + 7)[:, :vocab]
     whole = torch.as_strided(logits, (5, vocab + 7), (vocab + 7, 1))
     before = whole.clone()

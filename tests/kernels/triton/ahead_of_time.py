@@ -30,7 +30,7 @@ ARCHS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_90, "gfx942": GFX942}
 
 
 class Usage(NamedTuple):
-    """`registers`: of a thread. `shared`: bytes of a program. `spilled`: bytes of registers that a thread has in memory."""
+    """`registers`: of a thread. `shared`: bytes of a program. `spilled`: bytes that a thread spills."""
 
     registers: int
     shared: int

@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Queries of type `q` over a pool of `element`. `quantised`: the KIND argument of kernels. `bits`: of an element."""
+    """Queries of type `q` over a pool of `element`. `quantised`: the KIND of kernels. `bits`: of an element."""
 
     q: str
     element: str

@@ -39,7 +39,7 @@ def check(
 
 
 def test_long_chunks_take_large_tiles_where_the_processor_has_room() -> None:
-    """128 queries in a tile from bfloat16 on every GPU; from a quantised pool only where there are registers for them."""
+    """128 queries in a tile from bfloat16 on every GPU; from a quantised pool only where registers suffice."""
     tiles = [
         paged_prefill.pick_launch(4096, 128, 128, 2, quantised, arch).block_m
         for arch in (SM_80, SM_90)

@@ -25,7 +25,7 @@ from coatcheck.bench.setup.patience import PATIENCE_SECONDS
     ],
 )
 def test_the_interpreted_kernels_agree_with_their_references(groups: str) -> None:
-    """Decode, prefill, stores, copies, norm, rotary, activation, filters, penalties and draw give what their references give."""
+    """Attention, stores, copies, norm, rotary, activation, filters, penalties and draw agree with the references."""
     run(groups.split(), PATIENCE_SECONDS)
 
 
