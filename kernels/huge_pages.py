@@ -17,7 +17,7 @@ from torch import Tensor
 
 _PAGE = 2 << 20
 _SHARED = 16 * _PAGE  # the size of a shared mapping; tensors below a quarter of it share one
-_LINE = 64
+_CACHE_LINE = 64
 
 
 class _Mapping:
@@ -36,7 +36,7 @@ class _Mapping:
 
     def allocate(self, size: int) -> Tensor | None:
         """The next `size` bytes, aligned to a cache line, or None if they do not fit."""
-        start, self._used = self._used, self._used + -(-size // _LINE) * _LINE
+        start, self._used = self._used, self._used + -(-size // _CACHE_LINE) * _CACHE_LINE
         return self._bytes[start : start + size] if self._used <= len(self._bytes) else None
 
 

@@ -99,8 +99,8 @@ class ChaosLoad:
         self._stopping = True
 
     async def run(self, case: int, salt: str = "") -> None:
-        """Run one stream, count it and compare its answer. Every second stream has a new salt, so that none of its
-        prefix is cached."""
+        """Run one stream, count it and compare its answer. Without `salt`, long prompts and every second stream get a
+        new one, so that none of their prefixes are cached."""
         number = next(self._salts)
         request = self.request(case, salt or (f"salt {number}" if number % 2 or self.is_long(case) else ""))
         running = Running(case, GenerationResult(time.monotonic()))

@@ -38,7 +38,9 @@ class SimulatedGroup:
         # The run of equal steps in progress.
         self._began = 0.0
         self._run_steps = 0
-        self._run: list[tuple[SimulatedRequest, int]] = []  # the requests in prefill, and prompt tokens of each
+        self._run_prefills: list[
+            tuple[SimulatedRequest, int]
+        ] = []  # the requests in prefill, and prompt tokens of each
         self._step_seconds = 0.0
         self._changed_at = 0.0
         self._reported = self._observe(0.0)
@@ -70,13 +72,13 @@ class SimulatedGroup:
         now = self.until
         self._keep_report(now)
         self._steps += self._run_steps
-        if self._run:
+        if self._run_prefills:
             self.prefill_seconds += now - self._began
         while self._decoding and self._decoding[0][0] <= self._steps:
             job = heappop(self._decoding)[2]
             self._context -= job.prompt + job.output // 2
             self._finish(job, now)
-        for job, tokens in self._run:
+        for job, tokens in self._run_prefills:
             job.left -= tokens
             if job.left <= 0:
                 self._prefilling.remove(job)
@@ -111,11 +113,11 @@ class SimulatedGroup:
         room = self.model.chunk - decodes
         if not self._prefilling:
             self._admit_next()
-        self._run = []
+        self._run_prefills = []
         if self._prefilling and self._prefilling[0].left >= room:  # whole chunks of one prompt
             head = self._prefilling[0]
             self._run_steps = min(head.left // room, horizon)
-            self._run = [(head, self._run_steps * room)]
+            self._run_prefills = [(head, self._run_steps * room)]
             self._step_seconds = step + room / self.model.prefill_rate
         elif self._prefilling:  # the end of it, and what else the step has room for
             chunk = 0
@@ -123,7 +125,7 @@ class SimulatedGroup:
             while chunk < room and (place < len(self._prefilling) or self._admit_next()):
                 job = self._prefilling[place]
                 tokens = min(job.left, room - chunk)
-                self._run.append((job, tokens))
+                self._run_prefills.append((job, tokens))
                 chunk += tokens
                 place += 1
             self._run_steps = 1
@@ -184,10 +186,10 @@ class SimulatedGroup:
 
     def _left_at(self, when: float) -> float:
         left = sum(job.left for job in self._prefilling)
-        if not self._run:
+        if not self._run_prefills:
             return left
         done = (when - self._began) / (self._step_seconds * self._run_steps)
-        return left - sum(tokens for _, tokens in self._run) * min(max(done, 0.0), 1.0)
+        return left - sum(tokens for _, tokens in self._run_prefills) * min(max(done, 0.0), 1.0)
 
     def _keep_report(self, now: float) -> None:
         """Make the report that was due before a change."""
@@ -211,5 +213,5 @@ class SimulatedGroup:
                 step_seconds=self.model.step(decodes, self._context),
             ),
             queued_prefill_tokens=int(self.queued_tokens + self._left_at(when)),
-            prefill_seconds=self.prefill_seconds + (when - self._began if self._run else 0.0),
+            prefill_seconds=self.prefill_seconds + (when - self._began if self._run_prefills else 0.0),
         )

@@ -94,18 +94,18 @@ def _decode(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 3 else DIM  # elements in a row of the cache; int4 has two in each
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_rows, in_dims = rows < GROUP, dims < WIDTH
-    across, some = tl.arange(0, BLOCK_N), tl.arange(0, SEQS)
+    across, seqs = tl.arange(0, BLOCK_N), tl.arange(0, SEQS)
     items = tl.full([], 0, tl.int32)
     for base in range(0, num_seqs, SEQS):
-        counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, base + some < num_seqs, window, SPLIT_SIZE)
+        counts, _ = _splits_of(seq_lens, cu_seqlens, base + seqs, base + seqs < num_seqs, window, SPLIT_SIZE)
         items += tl.sum(counts, 0)
     for work in range(tl.program_id(0), items * KV_HEADS, tl.num_programs(0)):
         item, kv_head = work // KV_HEADS, work % KV_HEADS
         # The item belongs to the first sequence whose items do not all come before it.
         seq, first_item, seen_items = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for base in range(0, num_seqs, SEQS):
-            inside = base + some < num_seqs
-            counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, inside, window, SPLIT_SIZE)
+            inside = base + seqs < num_seqs
+            counts, _ = _splits_of(seq_lens, cu_seqlens, base + seqs, inside, window, SPLIT_SIZE)
             ends = seen_items + tl.cumsum(counts, 0)
             passed = inside & (ends <= item)
             seq += tl.sum(passed.to(tl.int32), 0)
@@ -182,9 +182,9 @@ def _reduce(
     if tl.load(cu_seqlens + seq + 1) - token != 1:
         return
     first_item = tl.full([], 0, tl.int32)
-    some = tl.arange(0, SEQS)
+    seqs = tl.arange(0, SEQS)
     for base in range(0, seq, SEQS):
-        counts, _ = _splits_of(seq_lens, cu_seqlens, base + some, base + some < seq, window, SPLIT_SIZE)
+        counts, _ = _splits_of(seq_lens, cu_seqlens, base + seqs, base + seqs < seq, window, SPLIT_SIZE)
         first_item += tl.sum(counts, 0)
     splits, _ = _splits_of(seq_lens, cu_seqlens, seq, True, window, SPLIT_SIZE)
     dims = tl.arange(0, BLOCK_D)

@@ -92,26 +92,26 @@ def _prefill(
     QUERIES: tl.constexpr = BLOCK_M // PACK  # in a tile
     index, first_head = tl.program_id(0), tl.program_id(1) * PACK
     # The tile belongs to the first sequence whose tiles do not all come before it.
-    seq, behind, seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    some = tl.arange(0, SEQS)
+    seq, first_tile, seen_tiles = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    seqs = tl.arange(0, SEQS)
     for base in range(0, num_seqs, SEQS):
-        inside = base + some < num_seqs
-        starts = cu_seqlens + base + some
+        inside = base + seqs < num_seqs
+        starts = cu_seqlens + base + seqs
         lens = tl.load(starts + 1, inside, other=0) - tl.load(starts, inside, other=0)
         counts = (lens + QUERIES - 1) // QUERIES
         if not SINGLE:
             counts = tl.where(lens > 1, counts, 0)
-        ends = seen + tl.cumsum(counts, 0)
+        ends = seen_tiles + tl.cumsum(counts, 0)
         passed = inside & (ends <= index)
         seq += tl.sum(passed.to(tl.int32), 0)
-        behind = tl.maximum(behind, tl.max(tl.where(passed, ends, 0), 0))
-        seen += tl.sum(counts, 0)
-    if index >= seen:
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(passed, ends, 0), 0))
+        seen_tiles += tl.sum(counts, 0)
+    if index >= seen_tiles:
         return
     first_token = tl.load(cu_seqlens + seq)
     q_len = tl.load(cu_seqlens + seq + 1) - first_token
     # The last tiles see the most keys, so they start first.
-    first_query = ((q_len + QUERIES - 1) // QUERIES - 1 - (index - behind)) * QUERIES
+    first_query = ((q_len + QUERIES - 1) // QUERIES - 1 - (index - first_tile)) * QUERIES
     shift = tl.load(seq_lens + seq) - q_len
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query, heads = first_query + rows // PACK, first_head + rows % PACK

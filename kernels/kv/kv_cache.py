@@ -54,8 +54,8 @@ class KVCache:
             self.scales_stride(0), self.scales_stride(1),
             self.kv_heads, self.block_size, self.head_dim, width * k.itemsize, native.ELEMENTS[k.dtype],
         )  # fmt: skip
-        self._kept = ctypes.create_string_buffer(self.packed)
-        self.pointer = ctypes.addressof(self._kept)
+        self._packed_buffer = ctypes.create_string_buffer(self.packed)
+        self.pointer = ctypes.addressof(self._packed_buffer)
 
     @cached_property
     def scale_words(self) -> tuple[Tensor | None, Tensor | None]:

@@ -21,7 +21,7 @@ from coatcheck.kernels import native
 from coatcheck.kernels.launch_check import refuse, want_contiguous, want_device, want_dtype, want_rows, want_shape
 
 _LANES = 8
-_LINE = 8 * _LANES
+_CACHE_LINE = 8 * _LANES
 _P, _Q = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
 
 
@@ -62,8 +62,8 @@ def _check(source: Tensor, from_rows: Tensor, target: Tensor, to_rows: Tensor) -
 
 def _check_pool(name: str, pool: Tensor, rows_name: str, rows: Tensor) -> None:
     want_shape(name, pool, (None, None))
-    if pool.shape[1] % _LINE:
-        refuse(name, f"blocks of a multiple of {_LINE} bytes", pool.shape[1])
+    if pool.shape[1] % _CACHE_LINE:
+        refuse(name, f"blocks of a multiple of {_CACHE_LINE} bytes", pool.shape[1])
     want_dtype(name, pool, torch.uint8)
     want_rows(name, pool)
     want_device(name, pool, torch.device("cpu"))
@@ -81,7 +81,7 @@ def move_blocks_reference(source: Tensor, from_rows: Tensor, target: Tensor, to_
 
 def _sums(moved: Tensor) -> Tensor:
     assert sys.byteorder == "little", "words are little-endian"
-    words = moved.view(torch.int64).reshape(len(moved), moved.shape[1] // _LINE, _LANES)
+    words = moved.view(torch.int64).reshape(len(moved), moved.shape[1] // _CACHE_LINE, _LANES)
     lanes, rows = torch.arange(_LANES), torch.arange(words.shape[1], 0, -1)
     weighted = (words * rows[:, None]).sum(1)
     return (words.sum(1) * (2 * lanes + _signed(_P)) + weighted * (4 * lanes + _signed(_Q))).sum(1)

@@ -1,4 +1,4 @@
-"""Halves of a decoder layer in one call, against the operations they are made of."""
+"""Halves of a decoder layer in one call, against their separate operations."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_run_is_its_layers_in_a_row(dtype: torch.dtype, sandwich: bool, count:
     """The first `count` layers of a run, with rotary tables of two kinds, give the bits of their halves in turn."""
     torch.manual_seed(count)
     batches = [Batch([(40, 1), (0, 21), (17, 1)], dtype) for _ in range(3)]
-    for batch in batches[1:]:  # one step: the layers differ in their caches and may turn differently, no more
+    for batch in batches[1:]:  # one step: layers differ only in their caches and rotary tables
         batch.slots, batch.tables, batch.seq_lens, batch.cu = (
             batches[0].slots, batches[0].tables, batches[0].seq_lens, batches[0].cu,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Blocks that move between two pools, and the checksums that they leave behind."""
+"""Copies of blocks between two pools, and their checksums."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_every_byte_arrives_and_sums_agree_with_the_reference(width: int, rows: 
 
 @given(bit=st.integers(0, 1024 * 8 - 1))
 def test_one_flipped_bit_always_shows(bit: int) -> None:
-    """Whichever bit of a block changes, its checksum does."""
+    """A change of any one bit of a block changes its checksum."""
     block = torch.arange(1024).to(torch.uint8)[None]
     before = sum_blocks(block, torch.tensor([0]))
     block[0, bit // 8] ^= 1 << bit % 8
@@ -39,7 +39,7 @@ def test_one_flipped_bit_always_shows(bit: int) -> None:
 
 
 def test_swapped_words_and_lines_show() -> None:
-    """Bytes that changed places are noticed, within a line of 64 bytes and across lines."""
+    """Swapped words change the checksum, within a line of 64 bytes and across lines."""
     block = torch.randint(0, 256, (1, 16, 8, 8), dtype=torch.uint8)
     rows = torch.tensor([0])
     sums = {int(sum_blocks(block.view(1, -1), rows))}

@@ -46,7 +46,7 @@ def test_a_foreign_library_is_refused(tmp_path: Path) -> None:
 
 @needs_avx512_bf16
 def test_thread_counts_are_torchs() -> None:
-    """One thread or two, the result is the same bits."""
+    """One and two threads give the same bits."""
     from coatcheck.kernels.layers.linear import PackedLinear
 
     linear, x = PackedLinear(torch.randn(200, 64).bfloat16()), torch.randn(40, 64).bfloat16()

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def ulps(dtype: torch.dtype) -> dict[str, Any]:
-    """One rounding apart: float32 inside leaves at most the last bit of the element type to differ."""
+    """Tolerances of one rounding: the last bit of the dtype may differ, because both compute in float32."""
     return {torch.float32: dict(rtol=2e-6, atol=2e-6), torch.bfloat16: dict(rtol=2**-7, atol=1e-6)}.get(
         dtype, dict(rtol=2**-10, atol=1e-6)
     )
@@ -140,7 +140,7 @@ def test_quantising_loses_little(kv: torch.dtype, most: float) -> None:
 @pytest.mark.parametrize("table", ["same", "float32"])
 @pytest.mark.parametrize(("tokens", "dim", "rot_dim"), [(0, 16, 16), (1, 16, 8), (7, 80, 80), (50, 64, 64), (3, 6, 2)])
 def test_rotary_agrees_with_its_reference(dtype: torch.dtype, table: str, tokens: int, dim: int, rot_dim: int) -> None:
-    """Rotary turns the first rot_dim elements of every head, out of place, in place and on the way to the cache."""
+    """Rotates the first rot_dim elements of every head, out of place, in place and while storing to the cache."""
     torch.manual_seed(4)
     fused = torch.randn(tokens, 6 * dim).to(dtype)
     q, k, v = (part.unflatten(1, (-1, dim)) for part in fused.split([4 * dim, dim, dim], dim=1))
@@ -172,7 +172,7 @@ def test_rotary_agrees_with_its_reference(dtype: torch.dtype, table: str, tokens
 
 
 def test_rotary_equals_transformers_in_float32() -> None:
-    """On full-width rotary the result is llama's own."""
+    """With rot_dim = dim the result equals transformers' llama."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k, angle = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 8).repeat(1, 2)
@@ -184,7 +184,7 @@ def test_rotary_equals_transformers_in_float32() -> None:
 
 
 def test_copy_blocks_copies_whole_blocks() -> None:
-    """Every byte of a destination block is its source's; no other block changes; nothing to copy is fine."""
+    """Every byte of a destination block is copied; no other block changes; an empty list copies nothing."""
     pool = torch.randint(0, 255, (9, 70000), dtype=torch.uint8)
     before = pool.clone()
     copy_blocks(pool, torch.tensor([3, 3, 5]), torch.tensor([0, 8, 1]))

@@ -62,7 +62,7 @@ OPTIONS = ((0, 0.0, False), (13, 0.0, False), (0, 5.0, False), (0, 0.0, True), (
 
 
 def matrix(whole: bool = False, pools: Dtypes = POOLS) -> None:
-    """Every head size over every pool, the other features in turn so that each meets each; `whole`: all of them."""
+    """Every head size with every pool, and a sample of the other features; `whole`: every combination."""
     for d, dim in enumerate(DIMS):
         for p, pool in enumerate(pools):
             for h, heads in enumerate(HEADS):
@@ -75,7 +75,7 @@ def matrix(whole: bool = False, pools: Dtypes = POOLS) -> None:
 def cell(
     dim: int, pool: torch.dtype, heads: int, kv_heads: int, window: int, softcap: float, with_sinks: bool, size: int
 ) -> None:
-    """Both kernels in one batch: a last block that is full, one of a single token, prefixes shared, rows to spare."""
+    """Both kernels in one batch: a full last block, a last block of one token, a shared prefix, and unused rows."""
     dtype = pool if pool in (torch.float16, torch.bfloat16) else torch.float32
     batch = Batch([(1, 2 * size + 1), (18, 33), (1, size), (0, 0)], heads, kv_heads, dim, dtype, size, pool)
     batch.block_tables[2] = batch.block_tables[0]
@@ -109,7 +109,7 @@ def long() -> None:
 
 
 def quantised(one: torch.dtype = torch.float32, other: torch.dtype = torch.float16) -> None:
-    """Decode and prefill over pools of every other kind; e4m3 taken apart here or not."""
+    """Decode and prefill over pools of every other dtype."""
     lengths = [(1, 1), (1, 17), (9, 33), (1, 530)]
     for kv in (*QUANTISED, torch.float16):
         for dtype, (heads, kv_heads, dim, window, softcap) in (

@@ -37,7 +37,7 @@ def _narrow_all(x, y, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def elements() -> None:
-    """Every byte means what torch says, however e4m3 is read; and so is every tie between two e4m3 rounded."""
+    """Every byte is widened as by torch, with each way to read e4m3. Ties between two e4m3 are rounded as by torch."""
     every = torch.arange(256, dtype=torch.uint8)
     fp8 = every.view(torch.float8_e4m3fn).float()
     number = ~fp8.isnan()
@@ -60,7 +60,7 @@ def elements() -> None:
 
 
 def stores(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
-    """The store, and rotary with the store, into pools of every kind that is not the activations' own."""
+    """The store, and rotary with the store, into pools of every other dtype than the activations'."""
     for kv in (*QUANTISED, torch.float16):
         for dtype in dtypes:
             store(dtype, kv)
@@ -143,7 +143,7 @@ def empty() -> None:
 
 
 def rotary(dtype: torch.dtype) -> None:
-    """Also the plain store: slot -1 is skipped by both, and no other slot is touched."""
+    """Also the plain store. Both skip slot -1 and write no other slot."""
     fused = torch.randn(4, 5 * 24).to(dtype)
     q, k, v = (part.unflatten(1, (-1, 24)) for part in fused.split([72, 24, 24], dim=1))
     angle = torch.randn(4, 8).repeat(1, 2)
