@@ -78,7 +78,7 @@ def _entries(cell: Cell, traces: Path) -> list[TraceEntry]:
 
 
 def _row(cell: Cell, pooled: float, outcomes: dict[str, SimulationResult]) -> tuple[str, list[bool]]:
-    """A line of the table, and whether p90, p99, goodput and imbalance are as they should be, and p90 10% better."""
+    """(line of the table, which targets are reached: p90, p99, goodput, imbalance, p90 10% below the best other)."""
     ours = outcomes[OURS]
     others = {rule: outcome for rule, outcome in outcomes.items() if rule != OURS}
     by90 = min(others, key=lambda rule: others[rule].ttft_p90)

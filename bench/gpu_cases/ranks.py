@@ -188,7 +188,7 @@ def _run_ranks(path: Path, device: torch.device, share: bool) -> tuple[str, list
 
 
 def as_rank(words: str) -> None:
-    """Run one rank of two. Rank 0 prints the transport and the tokens. `words`: see `_run_ranks`."""
+    """Run one of two ranks; rank 0 prints transport and tokens. `words`: rank,address,path,device,share_memory."""
     rank, address, path, kind, share = words.split(",")
     device = torch.device(kind)
     communicator = Communicator.join(

@@ -1,8 +1,8 @@
 """Prompt blocks found in the cache, by eviction policy and pool size, when a trace runs through the server's BlockPool.
 
 Each request looks up its blocks, shares the cached ones, allocates and registers the others, and releases all of them,
-at the times of the trace. Belady's optimum, which evicts the block whose next use is last and never stores a block that
-has no next use, bounds every policy from above.
+at the times of the trace. Belady's optimum, which keeps the blocks whose next uses are soonest, bounds every policy
+from above.
 """
 
 import gzip

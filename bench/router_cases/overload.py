@@ -1,7 +1,7 @@
 """Latency of refusals and answers when clients send twice the requests that a group can serve.
 
 Three processes: a scripted group (a real Worker service in which a request holds one of SEATS slots for a fixed time),
-this one with the router, and clients that send at a fixed rate, whatever is answered.
+this one with the router, and clients that send at a fixed rate, without waiting for answers.
 
     python bench/router_cases/overload.py [--seconds 20] [--times 2] [--queued 64]
 """

@@ -53,16 +53,16 @@ def measure(routers: int, share: float, streams: int, tokens: int) -> dict[str, 
 
     group, group_pipe = start(run_group, streams, 0.0, None)
     port = group_pipe.recv()
-    routers_started = [start(run_router, port) for _ in range(routers)]
-    addresses = [pipe.recv() for _, pipe in routers_started]
+    router_processes = [start(run_router, port) for _ in range(routers)]
+    addresses = [pipe.recv() for _, pipe in router_processes]
     with ExitStack() as shares:
-        for process, _ in routers_started:
+        for process, _ in router_processes:
             shares.enter_context(cpu_share(process.pid, share))
         clients = [start(run_client, address, streams, tokens, None) for address in addresses]
         answers = [pipe.recv() for _, pipe in clients]
         for process, _ in clients:
             process.join()
-    for process, pipe in (*routers_started, (group, group_pipe)):
+    for process, pipe in (*router_processes, (group, group_pipe)):
         pipe.send("stop")
         process.join()
     count = sum(counted for counted, _, _ in answers)

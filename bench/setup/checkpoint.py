@@ -1,7 +1,7 @@
 """The checkpoint that speed is measured on: an 82M llama with random weights, and a tokenizer that fits it.
 
-Weights do not matter for speed, shapes do; the tokenizer is trained on this interpreter's library, so that the
-checkpoint can be served like any other.
+Weights do not matter for speed, shapes do; the tokenizer is trained on the text of this interpreter's library, so that
+the checkpoint can be served like any other.
 """
 
 import sysconfig

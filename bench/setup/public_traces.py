@@ -1,4 +1,4 @@
-"""PublicTraces: the published request traces that benchmarks replay: their file names and sources.
+"""The published request traces that benchmarks replay: their file names and sources.
 
 They must be downloaded by hand, because their licences do not allow this repository to contain them.
 """

@@ -29,7 +29,7 @@ KV_GIB = 2
 
 
 class Server(ABC):
-    """A server process in a new session, so that its children end with it. A context manager."""
+    """A server process in a new session, so that SIGKILL can reach its children too. A context manager."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""SseLoad: streams of /v1/completions over plain sockets, with the arrival time of each piece.
+"""Streams of /v1/completions over plain sockets, with the arrival time of each piece.
 
 It shares two cores with the server that it measures, so it does as little as the gRPC load generator does: bytes are
 kept as they come and read only after the run.
