@@ -95,7 +95,7 @@ def sglang(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, 
     best = max((_blocks(matched, group) for group in groups), default=0)
     if best * BLOCK > 0.3 * job.prompt:
         return longest_match(job, groups, matched, now, rng)
-    return _least(groups, lambda group: group.tiers.held, rng)  # the smallest tree
+    return _least(groups, lambda group: group.tiers.allocated, rng)  # the smallest tree
 
 
 def llm_d(job: SimulatedRequest, groups: Groups, matched: Matched, now: float, rng: random.Random) -> SimulatedGroup:
@@ -120,7 +120,7 @@ def ray_serve(
         best = max((_blocks(matched, group) for group in groups), default=0)
         if best * BLOCK >= 0.1 * job.prompt:
             return longest_match(job, groups, matched, now, rng)
-        return _least(groups, lambda group: group.tiers.held, rng)
+        return _least(groups, lambda group: group.tiers.allocated, rng)
     return _least(rng.sample(groups, 2), lambda group: group.outstanding, rng)
 
 

@@ -44,12 +44,12 @@ class SimulatedRequest:
     output: int
     chain: tuple[int, ...]
     group: str = ""
-    waits_for: int = 0  # prompt tokens to compute, as estimated at its arrival
-    left: int = 0  # prompt tokens still to compute
+    estimated_prefill: int = 0  # prompt tokens to compute, as estimated at its arrival
+    remaining: int = 0  # prompt tokens still to compute
     cached: int = 0
     restored: int = 0
-    anonymous: int = 0  # allocated blocks without a hash
+    unregistered: int = 0  # allocated blocks without a hash
     first_token: float = math.nan
     ended: float = math.nan
     held: list[int] = field(default_factory=list)
-    promised: frozenset[int] = frozenset()  # blocks that its prefill will register
+    to_register: frozenset[int] = frozenset()  # blocks that its prefill will register

@@ -56,8 +56,8 @@ class SimulatedGroup:
     def submit(self, job: SimulatedRequest, now: float) -> None:
         self._keep_report(now)
         device, host = self.tiers.match_prefix(job.chain)
-        job.waits_for = job.prompt - (device + host) * BLOCK
-        self.queued_tokens += job.waits_for
+        job.estimated_prefill = job.prompt - (device + host) * BLOCK
+        self.queued_tokens += job.estimated_prefill
         self.queue.append(job)
         if self.until == math.inf:
             self._begin(now)
@@ -79,8 +79,8 @@ class SimulatedGroup:
             self._context -= job.prompt + job.output // 2
             self._finish(job, now)
         for job, tokens in self._run_prefills:
-            job.left -= tokens
-            if job.left <= 0:
+            job.remaining -= tokens
+            if job.remaining <= 0:
                 self._prefilling.remove(job)
                 self._finish_prefill(job, now)
         self._begin(now)
@@ -114,9 +114,9 @@ class SimulatedGroup:
         if not self._prefilling:
             self._admit_next()
         self._run_prefills = []
-        if self._prefilling and self._prefilling[0].left >= room:  # whole chunks of one prompt
+        if self._prefilling and self._prefilling[0].remaining >= room:  # whole chunks of one prompt
             head = self._prefilling[0]
-            self._run_steps = min(head.left // room, horizon)
+            self._run_steps = min(head.remaining // room, horizon)
             self._run_prefills = [(head, self._run_steps * room)]
             self._step_seconds = step + room / self.model.prefill_rate
         elif self._prefilling:  # the end of it, and what else the step has room for
@@ -124,7 +124,7 @@ class SimulatedGroup:
             place = 0
             while chunk < room and (place < len(self._prefilling) or self._admit_next()):
                 job = self._prefilling[place]
-                tokens = min(job.left, room - chunk)
+                tokens = min(job.remaining, room - chunk)
                 self._run_prefills.append((job, tokens))
                 chunk += tokens
                 place += 1
@@ -145,7 +145,7 @@ class SimulatedGroup:
         job = self.queue[0]
         device, host = self.tiers.match_prefix(job.chain)
         matched = device + host
-        if matched < len(job.chain) and any(job.chain[matched] in other.promised for other in self._prefilling):
+        if matched < len(job.chain) and any(job.chain[matched] in other.to_register for other in self._prefilling):
             return False
         fresh = -(-(job.prompt + job.output) // BLOCK) - device
         room = self.tiers.available_beside(job.chain[:matched])
@@ -154,17 +154,17 @@ class SimulatedGroup:
                 return False
             fresh = room  # the pool is too small for it: alone, it gets all blocks
         self.queue.popleft()
-        self.queued_tokens -= job.waits_for
+        self.queued_tokens -= job.estimated_prefill
         self._prefilling.append(job)
-        job.promised = frozenset(job.chain[matched:])
+        job.to_register = frozenset(job.chain[matched:])
         self.tiers.allocate_blocks(job, matched, fresh)
         job.cached, job.restored = matched * BLOCK, host * BLOCK
-        job.left = job.prompt - job.cached
+        job.remaining = job.prompt - job.cached
         self.prompt_tokens += job.prompt
         self.cached_device += device * BLOCK
         self.cached_host += job.restored
-        self.work += self.model.work(job.left, job.restored, job.prompt + job.output // 2, job.output)
-        job.left += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
+        self.work += self.model.work(job.remaining, job.restored, job.prompt + job.output // 2, job.output)
+        job.remaining += int(job.restored * self.model.prefill_rate / self.model.restore_rate)
         return True
 
     def _finish_prefill(self, job: SimulatedRequest, now: float) -> None:
@@ -185,7 +185,7 @@ class SimulatedGroup:
         self.tiers.release_blocks(job)
 
     def _left_at(self, when: float) -> float:
-        left = sum(job.left for job in self._prefilling)
+        left = sum(job.remaining for job in self._prefilling)
         if not self._run_prefills:
             return left
         done = (when - self._began) / (self._step_seconds * self._run_steps)

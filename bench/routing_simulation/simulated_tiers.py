@@ -48,7 +48,7 @@ class SimulatedTiers:
         return self._blocks - self._free - len(self._cached)
 
     @property
-    def held(self) -> int:
+    def allocated(self) -> int:
         """Device blocks that are not free."""
         return self._blocks - self._free
 
@@ -94,12 +94,12 @@ class SimulatedTiers:
         for block in restored:
             self._events.append(_event(block, TIER_DEVICE, True))
         self._allocate(fresh)
-        job.anonymous = fresh - len(restored)
+        job.unregistered = fresh - len(restored)
 
     def register_blocks(self, job: SimulatedRequest) -> None:
         """Register the blocks of the job's computed prompt."""
         for block in job.chain[len(job.held) :]:
-            if job.anonymous <= 0:
+            if job.unregistered <= 0:
                 break  # a pool too small for it
             if block in self._refs:  # another job computed the same block: share it, free ours
                 self._refs[block] += 1
@@ -111,7 +111,7 @@ class SimulatedTiers:
             else:
                 self._refs[block] = 1
                 self._events.append(_event(block, TIER_DEVICE, True))
-            job.anonymous -= 1
+            job.unregistered -= 1
             job.held.append(block)
 
     def release_blocks(self, job: SimulatedRequest) -> None:
@@ -120,8 +120,8 @@ class SimulatedTiers:
             if not self._refs[block]:
                 del self._refs[block]
                 self._cached[block] = None
-        self._free += job.anonymous
-        job.anonymous = 0
+        self._free += job.unregistered
+        job.unregistered = 0
         job.held = []
 
     def drain_events(self) -> KvEvents | None:
@@ -135,8 +135,8 @@ class SimulatedTiers:
 
     def check(self, jobs: Iterable[SimulatedRequest]) -> None:
         """Raises AssertionError on a broken invariant; `jobs` are those that hold blocks."""
-        anonymous = sum(job.anonymous for job in jobs)
-        assert self._free + len(self._cached) + len(self._refs) + anonymous == self._blocks
+        unregistered = sum(job.unregistered for job in jobs)
+        assert self._free + len(self._cached) + len(self._refs) + unregistered == self._blocks
         assert self._free >= 0 and not self._refs.keys() & self._cached.keys()
         assert len(self._host) <= self._host_blocks
 
