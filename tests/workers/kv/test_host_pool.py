@@ -95,5 +95,5 @@ def test_a_restore_ends_only_once() -> None:
     host_pool.end_demotion(slot)
     host_pool.begin_restore(b"a")
     host_pool.end_restore(slot, is_intact=True)
-    with pytest.raises(AssertionError, match="read by nobody"):
+    with pytest.raises(AssertionError, match="no restore reads slot 0"):
         host_pool.end_restore(slot, is_intact=True)
