@@ -162,7 +162,7 @@ def test_a_killed_supervisor_finds_everything_again(serving: Serving) -> None:
     before = {group["name"]: group for group in serving.status()["groups"]}
     old = serving.actor("Supervisor")
     kill(old)
-    assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+    assert serving.generate(PROMPT, "--max-tokens", "4", "--ignore-eos")["usage"]["completion"] == 4
     until(lambda: serving.actor("Supervisor") not in (0, old), "the supervisor is back")
     ranks = before["group-0"]["ranks"]
     assert serving.group("group-0")["ranks"][0]["pid"] == ranks[0]["pid"]
@@ -192,7 +192,7 @@ def test_a_killed_router_comes_back_at_its_address(serving: Serving) -> None:
     """kill -9 of the router: the next one listens at the same address and knows the groups."""
     kill(serving.actor("RouterActor"))
     until(lambda: serving.group("group-1").get("state") == "serving", "the router is back")
-    assert serving.generate(PROMPT, "--max-tokens", "4")["usage"]["completion"] == 4
+    assert serving.generate(PROMPT, "--max-tokens", "4", "--ignore-eos")["usage"]["completion"] == 4
     with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none") as client:
         assert client.models.list().data
 
