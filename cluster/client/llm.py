@@ -12,18 +12,20 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, Unpack, cast
+from pathlib import Path
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from coatcheck.cluster.client.request_builder import Conversation, Prompt, RequestOptions, build_request
+from coatcheck.cluster.client.request_builder import Conversation, Prompt, SamplingOptions, build_request
 from coatcheck.cluster.client.results import GenerationResult
-from coatcheck.cluster.config.setting_values import parse_memory
+from coatcheck.cluster.config.member_config import group_config
+from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.kernels.compile_watch import CompileWatch
 from coatcheck.proto.errors import InvalidConfig
-from coatcheck.proto.generation_config import sampling_defaults
+from coatcheck.proto.generation_config import NO_DEFAULTS, sampling_defaults
 from coatcheck.proto.sampling import SamplingParams
 from coatcheck.proto.stubs import coatcheck_pb2 as pb
 from coatcheck.proto.stubs import worker_pb2 as wire
@@ -31,7 +33,6 @@ from coatcheck.router.groups.request import Request
 from coatcheck.router.serving.request_validation import prompt_token_ids, validate_request
 from coatcheck.router.serving.response_builder import ResponseBuilder
 from coatcheck.router.text.tokenizer import TokenizerJson, find_files
-from coatcheck.workers.core.group_config import GroupConfig
 from coatcheck.workers.core.model_spec import ModelSpec
 from coatcheck.workers.core.request import EngineRequest
 from coatcheck.workers.core.step_output import SequenceOutput
@@ -51,48 +52,47 @@ _COLUMNS = (
 )
 
 
+class LLMSettings(TypedDict, total=False):
+    """The settings of `coatcheck serve` that hold for one group of one rank. Their defaults and forms are the same."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    generation_config: str
+    deterministic: bool
+    kv_memory: str | float
+    kv_dtype: str
+    host_kv_memory: str | float
+    eviction: str
+    block_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+
+
 class LLM:
     """One model on one device of this process. Not thread-safe.
 
-    `model`: a directory or a hub id. `device`: auto, cpu or cuda. `dtype`: auto, float32, bfloat16 or float16.
-    `kv_memory`: bytes ("4GiB") or a share (0.3) of the free memory for keys and values. `max_model_len`: the longest
-    sequence in tokens; default: what the model's context and the KV pool allow. `seed`: the seeds of requests without
-    one are drawn from it; default: random. `settings`: further fields of GroupConfig, such as
-    `kv_dtype="int8"` or `max_num_seqs=64`.
+    `model`: a directory or a hub id. `seed`: the seeds of requests without one are drawn from it; default: random.
+    `settings`: see LLMSettings.
 
     Raises InvalidModel for a checkpoint that cannot be served and InvalidConfig for settings that do not fit.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        kv_memory: str | float = 0.3,
-        max_model_len: int | None = None,
-        seed: int | None = None,
-        **settings: Any,
-    ) -> None:
-        config = GroupConfig(
-            name=_GROUP,
-            model=str(model),
-            served_model_name=str(model),
-            device=device,
-            dtype=dtype,
-            kv_memory=_memory(kv_memory),
-            max_model_len=max_model_len,
-            **settings,
-        )
+    def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Unpack[LLMSettings]) -> None:
+        if unknown := settings.keys() - LLMSettings.__annotations__.keys():
+            raise InvalidConfig(f"LLM has no setting {min(unknown)}; it has {', '.join(LLMSettings.__annotations__)}")
+        serve_config = ServeConfig.build({"model": str(model), **settings})
+        device = choose_device(serve_config.device)
+        config = group_config(serve_config, _GROUP, device.type)
         files = find_files(config.model)
         self._tokenizer = TokenizerJson.load(str(files))
-        self._defaults = sampling_defaults(files)
+        self._defaults = sampling_defaults(files) if serve_config.generation_config == "auto" else NO_DEFAULTS
         self._rng = random.SystemRandom() if seed is None else random.Random(seed)
         torch.set_num_threads(divide_cores(config.threads, 1))
         loaded = load_rank(
             config,
             Communicator(),
-            choose_device(config.device),
+            device,
             ranks_on_host=1,
             compile_watch=CompileWatch(),
             on_bytes_loaded=lambda done, total: None,
@@ -113,12 +113,12 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         progress: bool | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
         """Generate for each prompt, batched. Return one result per prompt, in order.
 
-        A prompt is a text or a list of token ids. `sampling` and `options` hold for all prompts; see
-        AsyncClient.generate. `progress` shows a progress bar; default: if stderr is a terminal.
+        A prompt is a text or a list of token ids. `sampling` fixes every sampling field, and `options` sets single
+        fields; both hold for all prompts. `progress` shows a progress bar; default: if stderr is a terminal.
 
         Raises InvalidRequest before anything is generated.
         """
@@ -132,7 +132,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         progress: bool | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
         """Answer each conversation by the model's chat template. One conversation is a list of messages."""
         is_one = not conversations or isinstance(conversations[0], Mapping)
@@ -151,9 +151,9 @@ class LLM:
                 task = bar.add_task("Generating", total=len(requests), tokens=0)
                 for request in requests:
                     self._engine.submit_request(_engine_request(request))
+                tokens = 0
                 while running:
-                    self._step(running)
-                    tokens = sum(answer.completion_tokens for answer in answers)
+                    tokens += self._step(running)
                     bar.update(task, completed=len(requests) - len(running), tokens=tokens)
         finally:  # after an error or Ctrl-C: abort the remaining requests
             for request_id in running:
@@ -165,7 +165,6 @@ class LLM:
     def _check(self, message: pb.GenerateRequest) -> Request:
         """The request as a router would send it, with every default filled in."""
         token_ids = prompt_token_ids(message, self._tokenizer, self.max_model_len)
-        message.request_id = ""  # each prompt of a batch gets its own id
         return validate_request(
             message,
             token_ids,
@@ -175,8 +174,8 @@ class LLM:
             defaults=self._defaults,
         )
 
-    def _step(self, running: "dict[str, _Answer]") -> None:
-        """Step the engine once. Remove the requests that have ended from `running`."""
+    def _step(self, running: "dict[str, _Answer]") -> int:
+        """Step the engine once. Remove the requests that have ended from `running`. Return the number of new tokens."""
         step = self._engine.step()
         for _, error in step.refused:
             raise error
@@ -188,6 +187,7 @@ class LLM:
             if answer.is_complete:
                 answer.finish()
                 del running[output.request_id]
+        return sum(len(output.token_ids) for output in step.outputs)
 
 
 class _Answer:
@@ -196,7 +196,6 @@ class _Answer:
     def __init__(self, request: Request, tokenizer: TokenizerJson, spec: ModelSpec) -> None:
         skip = request.sampling.skip_special_tokens
         self.result = GenerationResult(time.perf_counter(), model=spec.name)
-        self._request = request
         self._builder = ResponseBuilder(request)
         self._builder.start_choices(frozenset(spec.eos_token_ids), lambda: tokenizer.detokenizer(skip))
         started = pb.Started(request_id=request.request_id, model=spec.name, seed=request.sampling.seed, group=_GROUP)
@@ -205,10 +204,6 @@ class _Answer:
     @property
     def is_complete(self) -> bool:
         return self._builder.is_complete
-
-    @property
-    def completion_tokens(self) -> int:
-        return self._builder.completion_tokens
 
     def add(self, output: SequenceOutput) -> list[int]:
         """Add an output of the engine. Return the choices that a stop string has ended, for the engine to abort."""
@@ -231,24 +226,9 @@ class _Answer:
 
 
 def _engine_request(request: Request) -> EngineRequest:
-    return EngineRequest(
-        request.request_id,
-        tuple(request.prompt_token_ids),
-        request.sampling,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        retention=request.retention,
-    )
+    return EngineRequest(request.request_id, tuple(request.prompt_token_ids), request.sampling)
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
     """Whether `prompts` is one prompt: a text, or a list of token ids."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-
-
-def _memory(written: str | float) -> float:
-    """Bytes, or a share of the free memory. Raises InvalidConfig."""
-    try:
-        return float(cast(float, parse_memory(written)))
-    except ValueError as error:
-        raise InvalidConfig(f"kv_memory is {written!r}; {error}") from None

@@ -66,7 +66,7 @@ def build_request(
     prompt: Prompt | None = None,
     messages: Conversation | None = None,
     sampling: SamplingParams | None = None,
-    options: RequestOptions | None = None,
+    options: RequestOptions | SamplingOptions | None = None,
 ) -> pb.GenerateRequest:
     """The request for `prompt`, or for `messages` by the model's chat template.
 

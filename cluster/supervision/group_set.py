@@ -11,13 +11,13 @@ from contextlib import suppress
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from coatcheck.cluster.config.member_config import group_config
 from coatcheck.cluster.config.serve_config import ServeConfig, group_names
 from coatcheck.cluster.plural import counted
 from coatcheck.cluster.ray_cluster import launch, ray_kv
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
 from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement, choose_placement
 from coatcheck.cluster.supervision.group_supervisor import GroupSupervisor
-from coatcheck.cluster.supervision.member_config import group_config
 from coatcheck.cluster.supervision.rank_actors import RankActors, RankHosts
 from coatcheck.cluster.supervision.router_set import RouterSet
 from coatcheck.proto.errors import InvalidConfig, NotFound, Unavailable
@@ -216,7 +216,7 @@ class GroupSet:
         self._hosts.set_hosts(name, launch.bundle_nodes(placement_group))
 
     def _make_supervisor(self, name: str, *, has_served: bool) -> GroupSupervisor:
-        config = group_config(self._config, name, self._placement, self._plane)
+        config = group_config(self._config, name, self._placement.device, self._plane)
         loopback = self._config.ray_address is None
         ranks = RankActors(config, self._placement_groups[name], self._hosts, loopback=loopback)
         return GroupSupervisor(ranks, has_served=has_served, on_change=self._publish_states)

@@ -7,10 +7,10 @@ import asyncio
 import logging
 import time
 
+from coatcheck.cluster.config.member_config import router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster import launch
 from coatcheck.cluster.ray_cluster.cluster_state import GroupState
-from coatcheck.cluster.supervision.member_config import router_config
 from coatcheck.cluster.supervision.router_supervisor import RouterSupervisor
 from coatcheck.proto.errors import NotFound, Unavailable
 from coatcheck.proto.plane_certificate import PlaneCertificate

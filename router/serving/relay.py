@@ -26,7 +26,7 @@ from coatcheck.router.telemetry.request_lifecycle import RequestLifecycle
 from coatcheck.router.text.detokenizer import Detokenizer
 
 # Max log-probabilities that become events, and chunks of a stream, in one turn of the event loop: they take 30 ms.
-_MAX_LOGPROBS: Constant = 4096
+MAX_LOGPROBS_PER_TURN: Constant = 4096
 
 
 class Relay:
@@ -98,7 +98,7 @@ class Relay:
                 submission = await self._admit(submission)
                 continue
             full_since = None
-            for number, portion in enumerate(_portions(outputs)):
+            for number, portion in enumerate(logprob_portions(outputs)):
                 if number:
                     await asyncio.sleep(0)
                 for event in self._make_events(portion, submission):
@@ -197,15 +197,20 @@ class Relay:
         )
 
 
-def _portions(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
-    """The outputs in portions of about _MAX_LOGPROBS log-probabilities: a client that has not read for a while gets the
-    outputs of thousands of steps at once."""
-    begin = count = 0
+def logprob_portions(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
+    """The outputs in portions of at most MAX_LOGPROBS_PER_TURN log-probabilities, or of one output that has more.
+
+    A client that has not read for a while gets the outputs of thousands of steps at once.
+    """
+    begin = total = 0
     for end, output in enumerate(outputs):
-        for logprobs in (output.logprobs, output.prompt_logprobs):
-            if logprobs:
-                count += len(logprobs) * (1 + len(logprobs[0].top))
-        if count > _MAX_LOGPROBS and end > begin:
+        count = sum(
+            len(logprobs) * (1 + len(logprobs[0].top))
+            for logprobs in (output.logprobs, output.prompt_logprobs)
+            if logprobs
+        )
+        if total + count > MAX_LOGPROBS_PER_TURN and end > begin:
             yield outputs[begin:end]
-            begin, count = end, 0
+            begin, total = end, 0
+        total += count
     yield outputs[begin:]

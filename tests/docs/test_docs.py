@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from coatcheck.cluster.config.member_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.config.settings import default_in_words, flag_name
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
-from coatcheck.cluster.supervision.member_config import group_config, router_config
 from tests.helm.exercised_page import exercised_page
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +93,7 @@ def test_the_settings_table_is_what_serve_takes() -> None:
 def test_defaults_that_depend_on_the_device() -> None:
     """Without a setting, steps and KV pools have the sizes that the table gives."""
     config, fields = ServeConfig(model="some/model"), ServeConfig.model_fields
-    on_cpu, on_gpu = (group_config(config, "group-0", RankPlacement(device, {}, ())) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (group_config(config, "group-0", device) for device in ("cpu", "cuda"))
     for name in ("max_batch_tokens", "kv_memory"):
         in_words = f"{getattr(on_cpu, name)} on CPUs, {getattr(on_gpu, name)} on GPUs"
         assert default_in_words(fields[name]) == in_words

@@ -9,6 +9,7 @@ import pytest
 
 import coatcheck
 from coatcheck.bench.setup.patience import PATIENCE_SECONDS
+from coatcheck.cluster.client.llm import LLMSettings
 from coatcheck.proto.errors import ContextLengthExceeded, InvalidConfig, InvalidModel, InvalidRequest, Unavailable
 from coatcheck.router.config import RouterConfig
 from coatcheck.router.groups.group_endpoint import GroupEndpoint
@@ -17,20 +18,20 @@ from coatcheck.workers.core.group_config import GroupConfig
 from tests.workers.rank_group import RankGroup
 
 DEMO = str(Path(__file__).parents[3] / "demo" / "model")
-SETTINGS = {"dtype": "float32", "kv_memory": float(32 << 20), "max_num_seqs": 4}
+SETTINGS: LLMSettings = {"dtype": "float32", "kv_memory": float(32 << 20), "max_num_seqs": 4}
 PROMPTS = ["def main():", "The string", "import os\n", "A list of", "class Point:", "for index in"]
 
 
 @pytest.fixture(scope="module")
 def llm() -> coatcheck.LLM:
     """The demo model in this process."""
-    return coatcheck.LLM(DEMO, seed=5, **SETTINGS)  # type: ignore[arg-type]
+    return coatcheck.LLM(DEMO, seed=5, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[str]:
     """The address of the same model in a process of its own."""
-    ranks = RankGroup(GroupConfig(name="g", model=DEMO, served_model_name=DEMO, **SETTINGS))  # type: ignore[arg-type]
+    ranks = RankGroup(GroupConfig(name="g", model=DEMO, served_model_name=DEMO, **SETTINGS))  # type: ignore[arg-type, misc]
     yield ranks.wait_ready()
     ranks.kill()
 
@@ -58,10 +59,10 @@ async def test_tokens_are_those_of_a_server(llm: coatcheck.LLM, group: str, opti
         await router.set_groups([GroupEndpoint("g", group)])
         async with coatcheck.AsyncClient(address) as client:
             await wait_for_group(client)
-            served = [await client.generate(prompt, max_tokens=12, **options) for prompt in PROMPTS]  # type: ignore[arg-type]
+            served = [await client.generate(prompt, max_tokens=12, **options) for prompt in PROMPTS]  # type: ignore[arg-type, misc]
     finally:
         await router.stop()
-    ours = await asyncio.to_thread(lambda: llm.generate(PROMPTS, max_tokens=12, **options))  # type: ignore[arg-type]
+    ours = await asyncio.to_thread(lambda: llm.generate(PROMPTS, max_tokens=12, **options))  # type: ignore[arg-type, misc]
     assert [result.text for result in ours] == [result.text for result in served]
     for one, other in zip(ours, served, strict=True):
         assert [choice.token_ids for choice in one.choices] == [choice.token_ids for choice in other.choices]
@@ -80,7 +81,7 @@ def test_one_prompt_gives_one_result(llm: coatcheck.LLM) -> None:
 
 def test_a_seed_repeats_all_draws() -> None:
     """Two LLMs of one seed draw the same tokens for requests that have no seed of their own."""
-    first, second = (coatcheck.LLM(DEMO, seed=9, **SETTINGS).generate(PROMPTS[:2], max_tokens=8) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (coatcheck.LLM(DEMO, seed=9, **SETTINGS).generate(PROMPTS[:2], max_tokens=8) for _ in range(2))
     assert [result.token_ids for result in first] == [result.token_ids for result in second]
 
 
@@ -89,7 +90,7 @@ def test_a_refused_prompt_costs_the_others_nothing(llm: coatcheck.LLM) -> None:
     with pytest.raises(InvalidRequest, match="the prompt is empty"):
         llm.generate(["good", ""], max_tokens=2)
     with pytest.raises(ContextLengthExceeded):
-        llm.generate(["good", [1] * (llm.max_model_len + 1)], max_tokens=2)  # type: ignore[arg-type]
+        llm.generate(["good", [1] * (llm.max_model_len + 1)], max_tokens=2)  # type: ignore[arg-type, misc]
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         llm.generate("good", structured=coatcheck.Grammar("regex", "(["), max_tokens=4)
     assert llm.generate("good", max_tokens=2, temperature=0.0)[0].finish_reason == "length"
@@ -132,7 +133,9 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     """A folder without a model and settings that cannot be raise what a server would say."""
     with pytest.raises(InvalidModel):
         coatcheck.LLM(str(tmp_path))
-    with pytest.raises(InvalidConfig, match="kv_memory"):
+    with pytest.raises(InvalidConfig, match="kv-memory"):
         coatcheck.LLM(DEMO, kv_memory="much")
     with pytest.raises(InvalidConfig, match="dtype"):
         coatcheck.LLM(DEMO, dtype="float8")
+    with pytest.raises(InvalidConfig, match="LLM has no setting tp"):
+        coatcheck.LLM(DEMO, tp=2)  # type: ignore[call-arg]

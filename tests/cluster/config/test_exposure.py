@@ -12,10 +12,9 @@ from coatcheck.cluster.config.exposure import (
     is_loopback,
     needs_plane_certificates,
 )
+from coatcheck.cluster.config.member_config import group_config, router_config
 from coatcheck.cluster.config.serve_config import ServeConfig
 from coatcheck.cluster.ray_cluster.cluster_ca import ClusterCA, PlaneCertificates
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
-from coatcheck.cluster.supervision.member_config import group_config, router_config
 from coatcheck.proto.errors import InvalidConfig
 
 
@@ -106,11 +105,10 @@ def test_when_routers_and_groups_prove_themselves(given: dict[str, Any], proven:
 def test_no_secret_in_what_is_shown() -> None:
     """What may reach a log, a configuration's own words, has no private key in it."""
     config, plane = ServeConfig.build({"model": "m", "api_keys": "keys.yaml"}), PlaneCertificates.sign_pair(ClusterCA())
-    placement = RankPlacement("cpu", {"CPU": 1.0}, ("STRICT_PACK",))
     shown = [
         repr(plane),
         repr(router_config(config, "router-0", 0, plane.router)),
-        repr(group_config(config, "g", placement, plane.group)),
+        repr(group_config(config, "g", "cpu", plane.group)),
     ]
     assert all("PRIVATE" not in text and "CERTIFICATE" not in text for text in shown)
 

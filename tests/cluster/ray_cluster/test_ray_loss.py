@@ -77,7 +77,7 @@ def test_a_signal_ends_serve_also_without_a_raylet(serving: Serving) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("patience", "signalled"), [("5", False), pytest.param("600", True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("patience", "signalled"), [("5", False), ("600", True)])
 def test_the_head_of_a_cluster_that_was_there_is_waited_for(tiny_model: Path, patience: str, signalled: bool) -> None:
     """kill -9 of a joined cluster's GCS: `serve` says that it waits, and exits with 1 and one error line once the head
     has been gone for as long as Ray's setting says, or at once after a signal."""
@@ -107,7 +107,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.full  # tests/workers/host/test_disk_space.py has the message
 @pytest.mark.timeout(300)
 def test_a_full_disk_is_told(small_disk: Path, tiny_model: Path) -> None:
     """If a rank cannot be restarted because Ray's disk is full, `serve` and `status` say so. Once there is room, its

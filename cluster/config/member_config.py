@@ -2,29 +2,27 @@
 
 from coatcheck.cluster.config.exposure import absolute_path
 from coatcheck.cluster.config.serve_config import BATCH_TOKENS, FREE_SHARE, ServeConfig
-from coatcheck.cluster.ray_cluster.rank_placement import RankPlacement
 from coatcheck.proto.plane_certificate import PlaneCertificate
 from coatcheck.router.config import RouterConfig
 from coatcheck.workers.core.group_config import GroupConfig
 
 
-def group_config(
-    config: ServeConfig, name: str, placement: RankPlacement, plane: PlaneCertificate | None = None
-) -> GroupConfig:
+def group_config(config: ServeConfig, name: str, device: str, plane: PlaneCertificate | None = None) -> GroupConfig:
+    """`device`: "cpu" or "cuda"."""
     return GroupConfig(
         name=name,
         model=config.model_source,
         served_model_name=config.model_name,
         tp=config.tp,
-        device=placement.device,
+        device=device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         eviction=config.eviction,
         block_size=config.block_size,
-        kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[placement.device],
+        kv_memory=config.kv_memory if config.kv_memory is not None else FREE_SHARE[device],
         host_kv_memory=config.host_kv_memory,
         max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens or BATCH_TOKENS[placement.device],
+        max_batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device],
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         log_format=config.log_format,
